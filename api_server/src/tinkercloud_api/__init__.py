@@ -1,0 +1,1 @@
+"""The API server: stateless replicas that know keys, owners and routes, and never a tensor."""

@@ -1,0 +1,178 @@
+"""Answers of the JSON endpoints: sessions, models, runs, checkpoints, capabilities.
+
+Field names are the SDK's (`tinker.types`). The SDK validates strictly that required fields are
+there and ignores what it does not know.
+"""
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tinkercloud_protocol.training import OptimizerConfig
+
+
+class Answer(BaseModel):
+    """A JSON answer."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class ClientConfig(Answer):
+    """Flags the SDK reads once, when a client is made. Absent ones take the SDK's defaults."""
+
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False
+    """zstd on the way up: worth it over a network, a cost on loopback."""
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+
+
+class DynamicConfig(Answer):
+    """Flags the SDK re-reads every `refresh_interval_sec` seconds."""
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = True
+
+
+class SupportedModel(Answer):
+    """A model this server offers."""
+
+    model_name: str
+    max_context_length: int
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class ServerCapabilities(Answer):
+    """GET get_server_capabilities."""
+
+    supported_models: list[SupportedModel]
+
+
+class CreateSessionAnswer(Answer):
+    """POST create_session. The SDK logs the messages at the level in their name."""
+
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+
+
+class SessionInfo(Answer):
+    """GET sessions/{id}."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class SessionList(Answer):
+    """GET sessions."""
+
+    sessions: list[str]
+
+
+class ModelData(Answer):
+    """What a model is made of."""
+
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str | None = None
+
+
+class ModelInfo(Answer):
+    """POST get_info."""
+
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_data: ModelData
+    model_name: str
+    is_lora: bool
+    lora_rank: int | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class SamplingSessionAnswer(Answer):
+    """POST create_sampling_session."""
+
+    sampling_session_id: str
+
+
+class SamplerInfo(Answer):
+    """GET samplers/{id}."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class WeightsInfo(Answer):
+    """POST weights_info."""
+
+    base_model: str
+    is_lora: bool
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class Cursor(Answer):
+    """Where a page lies in its list."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointInfo(Answer):
+    """One checkpoint in a list."""
+
+    checkpoint_id: str
+    checkpoint_type: str
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class CheckpointList(Answer):
+    """GET checkpoints, and GET training_runs/{id}/checkpoints (which has no pages)."""
+
+    checkpoints: list[CheckpointInfo]
+    cursor: Cursor | None = None
+
+
+class TrainingRunInfo(Answer):
+    """One training run."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    lora_rank: int | None = None
+    corrupted: bool = False
+    last_request_time: datetime
+    last_checkpoint: CheckpointInfo | None = None
+    last_sampler_checkpoint: CheckpointInfo | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunList(Answer):
+    """GET training_runs."""
+
+    training_runs: list[TrainingRunInfo]
+    cursor: Cursor
+
+
+class ApiKeyInfo(Answer):
+    """GET auth/apikey/me."""
+
+    key_id: int
+    name: str
+    note: str
+    details: dict[str, Any]

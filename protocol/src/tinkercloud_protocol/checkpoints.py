@@ -1,0 +1,83 @@
+"""The checkpoint manifest: the file whose presence makes a checkpoint exist.
+
+Layout of `<root>/runs/<run id>/<kind>/<name>/`:
+
+    manifest.json                  written last, replaced atomically
+    adapter_model.safetensors      LoRA weights in PEFT's naming         (LoRA runs)
+    adapter_config.json            PEFT configuration                    (LoRA runs)
+    model.safetensors              all trained weights, by parameter name (full fine-tuning)
+    optimizer.safetensors          AdamW moments, named like the weights  (kind `weights`)
+    trainer_state.json             step counter                           (kind `weights`)
+
+`Manifest.data_prefix` is the sub-folder the files are read from. It is empty except in the moments
+of an overwrite: the new files go to a fresh sub-folder, the manifest is switched to it, the files
+are copied up, and the manifest is switched back. So a reader sees the old checkpoint or the new
+one, never a mixture, wherever the writer dies.
+
+Compatibility: readers ignore unknown keys; a change that an old reader would misread raises
+`format_version`, and readers refuse versions they don't know.
+"""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict
+
+from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+FULL_WEIGHTS = "model.safetensors"
+OPTIMIZER_STATE = "optimizer.safetensors"
+TRAINER_STATE = "trainer_state.json"
+
+
+class StoredFile(BaseModel):
+    """One file of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    size_bytes: int
+    sha256: str
+    """Lower-case hex; checked on every load."""
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is, and which files it consists of."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    format_version: Literal[1] = 1
+    tinker_path: str
+    owner: str
+    base_model: str
+    lora: LoraConfig | None
+    """None for a fully fine-tuned model."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    step: int
+    """Optimizer steps taken."""
+    created_at: AwareDatetime
+    expires_at: AwareDatetime | None = None
+    user_metadata: dict[str, str] | None = None
+    data_prefix: str = ""
+    files: dict[str, StoredFile]
+
+    @property
+    def path(self) -> CheckpointPath:
+        """The checkpoint's own path."""
+        return CheckpointPath.parse(self.tinker_path)
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of its files."""
+        return sum(file.size_bytes for file in self.files.values())
+
+    def is_expired(self, now: datetime) -> bool:
+        """Whether its time to live has passed."""
+        return self.expires_at is not None and self.expires_at <= now
+
+    def key_of(self, file_name: str) -> str:
+        """Return the object key of one of its files."""
+        folder = self.path.prefix
+        return "/".join(part for part in (folder, self.data_prefix, file_name) if part)

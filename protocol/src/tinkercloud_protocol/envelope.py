@@ -1,0 +1,84 @@
+"""What a proxy may read of a payload: enough to route it, and nothing more.
+
+The API server forwards training bodies as bytes. Of a protobuf body it reads the first two fields
+(`model_id` = 1, `seq_id` = 2), which every serializer writes first; of a JSON body the value of
+one key. The head parses the whole and compares it with what the proxy routed by
+(`routes.TARGET_HEADER`), so a body that shows the proxy one id and the head another is refused.
+
+Wire format: https://protobuf.dev/programming-guides/encoding/
+"""
+
+import re
+from dataclasses import dataclass
+
+from tinkercloud_protocol.errors import InvalidRequest
+
+PREFIX_BYTES = 4096
+"""A prefix of this length holds both fields: ids are at most 200 bytes long."""
+
+_MODEL_ID_TAG = 0x0A  # field 1, length-delimited
+_SEQ_ID_TAG = 0x10  # field 2, varint
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEnvelope:
+    """Where a training request goes, and its place in that model's order."""
+
+    model_id: str
+    seq_id: int
+
+
+def peek_training(prefix: bytes) -> TrainingEnvelope:
+    """Read model_id and seq_id from the first bytes of a protobuf ForwardBackwardRequest.
+
+    Raises:
+        InvalidRequest: the prefix does not begin with these two fields.
+    """
+    try:
+        if prefix[0] != _MODEL_ID_TAG:
+            raise InvalidRequest(_NOT_PROTO)
+        length, start = _varint(prefix, 1)
+        end = start + length
+        if length > PREFIX_BYTES or end > len(prefix):
+            raise InvalidRequest(_NOT_PROTO)
+        model_id = prefix[start:end].decode()
+        seq_id = 0
+        if end < len(prefix) and prefix[end] == _SEQ_ID_TAG:
+            seq_id, _ = _varint(prefix, end + 1)
+    except (IndexError, UnicodeDecodeError):
+        raise InvalidRequest(_NOT_PROTO) from None
+    return TrainingEnvelope(model_id, seq_id)
+
+
+_NOT_PROTO = (
+    "forward_backward body is not a protobuf ForwardBackwardRequest that begins with model_id:"
+    " send application/x-protobuf as tinker>=0.25 does (upgrade an older SDK)"
+)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position += 1
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise InvalidRequest(_NOT_PROTO)
+
+
+def peek_json(body: bytes, key: str) -> str:
+    """Return the string value of `key` in a JSON body without parsing the rest.
+
+    Quotes inside a JSON string are escaped, so the pattern matches keys only; if the key occurs
+    in a nested object first, the head's comparison refuses the request.
+
+    Raises:
+        InvalidRequest: the key is absent or its value is not a plain string.
+    """
+    match = re.search(rb'"' + key.encode() + rb'"\s*:\s*"([^"\\]{1,256})"', body)
+    if match is None:
+        raise InvalidRequest(f"{key}: required, and must be a string")
+    return match[1].decode(errors="replace")

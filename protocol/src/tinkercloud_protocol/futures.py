@@ -1,0 +1,70 @@
+"""Answers about queued requests: the promise on submit, and what retrieve_future may say.
+
+| state | status | body |
+|---|---|---|
+| pending | 408 | `{"type": "try_again", request_id, queue_state, queue_state_reason?}` |
+| failed | 200 | `{"error": <sentence>, "category": "user" / "server" / "unknown"}` |
+| finished | 200 | protobuf (forward_backward, asample) or a JSON object without the key `error` |
+
+408 rather than a 200 with the same body, because the SDK logs a warning for each of the latter.
+Pending answers must be held back (long poll): the SDK asks again at once, with no delay of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import orjson
+
+from tinkercloud_protocol.errors import Category, WireError
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+PENDING_STATUS = 408
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The final bytes of a request's result, as they will go out, any number of times."""
+
+    body: bytes
+    content_type: str
+
+
+def promise(request_id: str, *, model_id: str | None = None) -> bytes:
+    """Return the answer to an accepted training request."""
+    answer = {"request_id": request_id}
+    if model_id is not None:
+        answer["model_id"] = model_id
+    return orjson.dumps(answer)
+
+
+def sample_promise(request_id: str, sequence_ids: list[str]) -> bytes:
+    """Return the answer to an accepted sampling request: one sequence id for each sample."""
+    return orjson.dumps({"request_id": request_id, "sample_sequence_ids": sequence_ids})
+
+
+def pending(
+    request_id: str, queue_state: QueueState = "active", reason: str | None = None
+) -> bytes:
+    """Return the body of a 408: not yet, ask again."""
+    answer = {"type": "try_again", "request_id": request_id, "queue_state": queue_state}
+    if reason is not None:
+        answer["queue_state_reason"] = reason
+    return orjson.dumps(answer)
+
+
+def finished(answer: dict[str, object]) -> Result:
+    """Return a JSON result. It must not have the key `error`, which the SDK reads as failure."""
+    return Result(orjson.dumps(answer), JSON)
+
+
+def failed(message: str, category: Category) -> Result:
+    """Return a terminal failure; the SDK raises RequestFailedError and never retries it."""
+    return Result(orjson.dumps({"error": message, "category": category}), JSON)
+
+
+def failed_with(error: WireError) -> Result:
+    """Return the terminal failure that an error becomes once its request has been accepted."""
+    return failed(error.message, error.category)

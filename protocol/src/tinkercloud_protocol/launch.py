@@ -1,0 +1,151 @@
+"""All that a head is told when it is born, and all that it reports.
+
+Written by whoever starts a head (the API server's LocalProvider, the operator's pod builder), read
+by the head. It travels as one JSON file; secrets by file path only.
+
+Compatibility: `version` rises when an old reader would misread the file. Unknown keys are refused,
+so that a setting which does nothing cannot pass for one that works.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+class BaseModelSource(_Config):
+    """The model a head serves."""
+
+    name: str
+    """What SDK users ask for, such as `Qwen/Qwen3-8B`."""
+    path: str
+    """A local folder in Hugging Face layout."""
+
+
+class Listen(_Config):
+    """Where the head accepts connections: a socket it inherits, or an address it binds."""
+
+    fd: int | None = None
+    """Inherited listening socket; takes the place of host and port."""
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+
+
+class TrainerConfig(_Config):
+    """How to train."""
+
+    backend: Literal["torch"] = "torch"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    """Padded tokens of one micro-batch; a single longer datum is a micro-batch of its own."""
+
+
+class SamplerConfig(_Config):
+    """How to sample."""
+
+    max_running_sequences: Annotated[int, Field(ge=1)] = 64
+    """Sequences decoded together."""
+    max_queued_requests: Annotated[int, Field(ge=1)] = 4096
+    """Beyond this, asample is answered 429 and the SDK backs off."""
+    prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
+    """Prompt tokens computed between two decoding steps of the other sequences."""
+    max_cached_tokens: Annotated[int, Field(ge=1)] = 1 << 17
+    """Room for keys and values, in tokens over all sequences."""
+
+
+class Limits(_Config):
+    """Bounds on what a client may ask for."""
+
+    max_lora_rank: Annotated[int, Field(ge=1)] = 256
+    max_context_length: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a sequence; absent means what the model's own configuration says."""
+    max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    """Of one request, before and after decompression."""
+    max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20
+    """Of all requests a model has waiting."""
+    max_result_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Of all results kept; beyond it the oldest ones that have been read go first."""
+    max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
+    """Of sampler weights kept in memory; beyond it the least recently used go to scratch_dir."""
+
+
+class Timings(_Config):
+    """Durations, in seconds."""
+
+    long_poll_seconds: Annotated[float, Field(gt=0)] = 20.0
+    """How long retrieve_future is held. The SDK gives up at 45."""
+    gap_seconds: Annotated[float, Field(gt=0)] = 360.0
+    """How long a missing seq_id is waited for. The SDK retries a submit for up to 300."""
+    result_ttl_seconds: Annotated[float, Field(gt=0)] = 900.0
+    """How long a result is kept after it was first read."""
+    unread_result_ttl_seconds: Annotated[float, Field(gt=0)] = 86400.0
+    """How long a result nobody asked for is kept."""
+    drain_seconds: Annotated[float, Field(gt=0)] = 20.0
+    """How long a stopping head may finish what it runs."""
+    orphan_grace_seconds: Annotated[float, Field(gt=0)] | None = None
+    """How long a head outlives the last API server that held its lease; absent means for ever."""
+
+
+class HeadConfig(_Config):
+    """The head's whole configuration."""
+
+    version: Literal[1] = 1
+    head: str
+    """The head's own name, for logs and status."""
+    generation: str
+    """Differs between any two processes that ever served under this name."""
+    model: BaseModelSource
+    token_file: str
+    """File holding the token that requests must carry."""
+    checkpoint_root: str
+    """URL of the object store: file:///..., s3://..., gs://..., az://..."""
+    scratch_dir: str
+    """Local folder for what may be lost."""
+    listen: Listen = Listen()
+    trainer: TrainerConfig = TrainerConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    limits: Limits = Limits()
+    timings: Timings = Timings()
+
+
+class ModelSpec(_Config):
+    """PUT /models/<model id>: the model to create, empty or from a checkpoint."""
+
+    owner: str
+    lora: LoraConfig | None
+    """None means full fine-tuning."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    restore_from: str | None = None
+    """A `tinker://` path whose weights the model starts from."""
+    restore_optimizer: bool = False
+
+
+class SamplerSpec(_Config):
+    """PUT /samplers/<sampling session id>: the weights that session samples from."""
+
+    model_path: str | None = None
+    """A `tinker://` path; absent means the base model itself."""
+
+
+class HeadStatus(_Config):
+    """GET /status: what the head reports of itself."""
+
+    head: str
+    generation: str
+    model_name: str
+    ready: bool
+    models: list[str]
+    """Models it holds."""
+    samplers: int
+    """Sampling sessions it knows."""
+    pending_requests: int
+    idle_seconds: float
+    """Since the last request that was not a health check or a status query."""

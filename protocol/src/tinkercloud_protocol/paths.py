@@ -1,0 +1,123 @@
+"""`tinker://` paths: grammar, and where a checkpoint lies in the object store.
+
+    tinker://<run id>/<kind>/<name>        as clients write it; exactly three segments
+    runs/<run id>/<kind>/<name>/           its folder under the store's root
+
+A name is one plain path segment, so a path can never leave its run's folder. The grammar is the
+SDK's (`ParsedCheckpointTinkerPath`); the closed character set is ours.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.ids import ModelId
+
+SCHEME = "tinker://"
+MANIFEST_NAME = "manifest.json"
+_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.=+@,-]{0,127}")
+_NAME_RULE = (
+    "1 to 128 characters out of letters, digits and _ . = + @ , - , the first one a letter, a"
+    " digit or _"
+)
+
+
+class CheckpointKind(StrEnum):
+    """What a checkpoint is for; the value is the path's middle segment."""
+
+    TRAINING = "weights"
+    """Weights and optimizer state: training can go on from it."""
+    SAMPLER = "sampler_weights"
+    """Weights only, for sampling."""
+
+    @property
+    def checkpoint_type(self) -> str:
+        """The SDK's name of the kind, as in `Checkpoint.checkpoint_type`."""
+        return {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler"}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """One named checkpoint of one training run."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __post_init__(self) -> None:
+        ModelId.parse(self.run_id)
+        if not _NAME.fullmatch(self.name):
+            raise InvalidRequest(
+                f"checkpoint name {self.name[:160]!r} is not allowed: use {_NAME_RULE}"
+            )
+
+    @classmethod
+    def parse(cls, uri: str) -> "CheckpointPath":
+        """Read `tinker://<run id>/<kind>/<name>`.
+
+        Raises:
+            InvalidRequest: another scheme, another number of segments, an unknown kind, or a
+                run id or name outside the grammar.
+        """
+        segments = uri.removeprefix(SCHEME).split("/") if uri.startswith(SCHEME) else []
+        if len(segments) != 3:
+            raise InvalidRequest(
+                f"path {uri[:300]!r} is not a checkpoint: expected"
+                " 'tinker://<training run id>/weights|sampler_weights/<name>'"
+            )
+        run_id, kind, name = segments
+        return cls(run_id, parse_kind(kind), name)
+
+    @classmethod
+    def of_checkpoint_id(cls, run_id: str, checkpoint_id: str) -> "CheckpointPath":
+        """Join a training run id and a checkpoint id such as `weights/step-10`.
+
+        Raises:
+            InvalidRequest: the checkpoint id is not `<kind>/<name>`.
+        """
+        kind, slash, name = checkpoint_id.partition("/")
+        if not slash:
+            raise InvalidRequest(
+                f"checkpoint id {checkpoint_id[:200]!r} is malformed: expected"
+                " 'weights/<name>' or 'sampler_weights/<name>'"
+            )
+        return cls(run_id, parse_kind(kind), name)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """`<kind>/<name>`, unique within the run."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def prefix(self) -> str:
+        """The checkpoint's folder in the object store, without a slash at either end."""
+        return f"{run_prefix(self.run_id)}/{self.kind}/{self.name}"
+
+    @property
+    def manifest_key(self) -> str:
+        """The object whose presence makes the checkpoint exist."""
+        return f"{self.prefix}/{MANIFEST_NAME}"
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run_id}/{self.kind}/{self.name}"
+
+
+def run_prefix(run_id: str) -> str:
+    """Return the folder of a run's checkpoints in the object store."""
+    return f"runs/{run_id}"
+
+
+def parse_kind(segment: str) -> CheckpointKind:
+    """Read the middle segment of a path.
+
+    Raises:
+        InvalidRequest: it is not a kind this server stores.
+    """
+    try:
+        return CheckpointKind(segment)
+    except ValueError:
+        kinds = " or ".join(repr(str(kind)) for kind in CheckpointKind)
+        raise InvalidRequest(
+            f"checkpoint kind {segment[:64]!r} is unknown: expected {kinds}"
+        ) from None

@@ -1,0 +1,312 @@
+"""Tensors on the wire: protobuf bytes to and from NumPy.
+
+Request tensors become views of the request's bytes wherever the layout allows; nothing is copied
+that is not reshaped. Results are encoded once into their final bytes. The messages are the ones
+the `tinker` package ships (`tinker.proto.tinker_public_pb2`).
+
+Shape legend: N tokens of a datum, K targets per position.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkercloud_protocol.errors import InvalidRequest
+
+Array = npt.NDArray[np.float32 | np.int64]
+Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+MAX_DENSE_CELLS = 1 << 26
+"""Largest dense size of one tensor; a sparse one may claim any shape in a few bytes."""
+
+EMPTY_TOP_TOKEN = 0
+EMPTY_TOP_LOGPROB = -99999.0
+"""What an empty cell of a top-k table holds on the wire."""
+
+Dtype = np.dtype[np.float32 | np.int64]
+_NUMPY_DTYPE: dict[int, Dtype] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One training example. `tokens` is int32 [N]; inputs are float32 or int64, [N] or [N, K]."""
+
+    tokens: Int32Array
+    inputs: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardRequest:
+    """A decoded forward_backward request."""
+
+    model_id: str
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str]
+    forward_only: bool
+
+    def digest(self) -> bytes:
+        """Return a digest of the content, equal for equal requests however they were encoded."""
+        hasher = hashlib.blake2b(digest_size=16)
+        config = sorted(self.loss_fn_config.items())
+        hasher.update(repr((self.loss_fn, config, self.forward_only)).encode())
+        for datum in self.data:
+            hasher.update(b"\x00" + datum.tokens.tobytes())
+            for name in sorted(datum.inputs):
+                array = datum.inputs[name]
+                hasher.update(repr((name, array.shape, array.dtype.str)).encode())
+                hasher.update(np.ascontiguousarray(array).data)
+        return hasher.digest()
+
+
+def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
+    """Decode a protobuf ForwardBackwardRequest.
+
+    Raises:
+        InvalidRequest: not such a message, or a tensor whose bytes, dtype and shape disagree.
+    """
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise InvalidRequest(f"forward_backward body is not valid protobuf: {error}") from None
+    return ForwardBackwardRequest(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=tuple(_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        loss_fn_config=_loss_config(message),
+        forward_only=message.forward_only,
+    )
+
+
+def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    if message.loss_fn_config_v2:
+        return {
+            key: value.text if value.WhichOneof("value") == "text" else value.number
+            for key, value in message.loss_fn_config_v2.items()
+        }
+    return dict(message.loss_fn_config)
+
+
+def _datum(message: pb.Datum, where: str) -> Datum:
+    parts = [_chunk_tokens(chunk, where) for chunk in message.model_input]
+    tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
+    inputs = {
+        name: _tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]")
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    return Datum(tokens, inputs)
+
+
+def _chunk_tokens(chunk: pb.Chunk, where: str) -> Int32Array:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise InvalidRequest(
+            f"{where}.model_input: chunk type {kind!r} is not served: only 'encoded_text' is"
+        )
+    data = chunk.encoded_text.tokens
+    if len(data) % 4:
+        raise InvalidRequest(
+            f"{where}.model_input: {len(data)} bytes of tokens are not a whole number of int32"
+        )
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _tensor(message: pb.Tensor, where: str) -> Array:
+    dtype = _NUMPY_DTYPE.get(message.dtype)
+    if dtype is None:
+        raise InvalidRequest(
+            f"{where}: dtype {message.dtype} is not accepted: send float32 (1) or int64 (2)"
+        )
+    shape = tuple(message.shape)
+    if any(size < 0 for size in shape) or len(shape) > 2:
+        raise InvalidRequest(f"{where}: shape {list(shape)} must have one or two sizes >= 0")
+    if np.prod(shape, dtype=object) > MAX_DENSE_CELLS:
+        raise InvalidRequest(
+            f"{where}: shape {list(shape)} has more than {MAX_DENSE_CELLS} cells; split the datum"
+        )
+    if message.WhichOneof("encoding") == "sparse_csr":
+        return _dense_from_csr(message.sparse_csr, dtype, shape, where)
+    values = _array(message.dense, dtype, where)
+    if not shape:
+        return values
+    if values.size != np.prod(shape):
+        raise InvalidRequest(
+            f"{where}: shape {list(shape)} needs {int(np.prod(shape))} values, got {values.size}"
+        )
+    return values.reshape(shape)
+
+
+def _array(data: bytes, dtype: Dtype, where: str) -> Array:
+    if len(data) % dtype.itemsize:
+        raise InvalidRequest(
+            f"{where}: {len(data)} bytes are not a whole number of {dtype.name} values"
+        )
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _dense_from_csr(
+    csr: pb.SparseCsr,
+    dtype: Dtype,
+    shape: tuple[int, ...],
+    where: str,
+) -> Array:
+    values = _array(csr.values, dtype, where)
+    crow = _array(csr.crow_indices, np.dtype("<i8"), f"{where}.crow_indices")
+    col = _array(csr.col_indices, np.dtype("<i8"), f"{where}.col_indices")
+    return densify(values, crow, col, shape=shape, where=where)
+
+
+def densify(
+    values: Array, crow: Array, col: Array, *, shape: Sequence[int], where: str, fill: int = 0
+) -> Array:
+    """Return the dense [N, K] array of a CSR one; cells it does not list hold `fill`.
+
+    Raises:
+        InvalidRequest: the indices are not those of a CSR array of this shape.
+    """
+    if len(shape) != 2:
+        raise InvalidRequest(f"{where}: a sparse tensor needs a shape of two sizes")
+    rows, columns = int(shape[0]), int(shape[1])
+    counts = np.diff(crow)
+    sound = (
+        crow.size == rows + 1
+        and values.size == col.size
+        and (rows == 0 or (crow[0] == 0 and crow[-1] == col.size))
+        and bool(np.all(counts >= 0))
+        and bool(np.all((col >= 0) & (col < columns)))
+    )
+    if not sound:
+        raise InvalidRequest(
+            f"{where}: the CSR indices do not describe a [{rows}, {columns}] tensor: crow_indices"
+            " must rise from 0 to the number of values, col_indices lie within the columns"
+        )
+    dense = np.full((rows, columns), fill, dtype=values.dtype)
+    dense[np.repeat(np.arange(rows), counts), col] = values
+    return dense
+
+
+def encode_forward_backward_output(
+    logprobs: Sequence[FloatArray], metrics: Mapping[str, float]
+) -> bytes:
+    """Encode a forward_backward result.
+
+    Args:
+        logprobs: per datum, float32 of the shape of its target_tokens: [N] or [N, K].
+        metrics: keys of the form `name:reduction`.
+    """
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    for trailing_shape, group in groupby(logprobs, key=lambda array: array.shape[1:]):
+        arrays = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        offsets = np.zeros(len(arrays) + 1, dtype="<i8")
+        np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+        record.fields["logprobs"].CopyFrom(
+            pb.BatchedTensor(
+                data=b"".join(_float_bytes(array) for array in arrays),
+                offsets=offsets.tobytes(),
+                dtype=pb.DTYPE_FLOAT32,
+                trailing_shape=trailing_shape,
+            )
+        )
+    return message.SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The k most likely tokens at L positions: ids int32 [L, k], logprobs float32 [L, k]."""
+
+    token_ids: Int32Array
+    logprobs: FloatArray
+
+    def message(self) -> pb.TopkLogprobs:
+        """Return the wire form."""
+        length, k = self.token_ids.shape
+        return pb.TopkLogprobs(
+            token_ids=np.ascontiguousarray(self.token_ids, dtype="<i4").tobytes(),
+            logprobs=_float_bytes(self.logprobs),
+            k=k,
+            length=length,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One drawn continuation: token ids and their logprobs at temperature 1, both [L]."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stopped: bool
+    """True if a stop rule ended it, False if it ran into its length limit."""
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What was asked about a prompt of P tokens; parts that were not asked for are None."""
+
+    logprobs: FloatArray | None = None
+    """float32 [P]; NaN where not scored (always at position 0)."""
+    top: TopLogprobs | None = None
+    """[P, k]; empty cells where not scored."""
+    targets: FloatArray | None = None
+    """float32 [P - 1, K], NaN in cells that named no token."""
+    alternatives: tuple[npt.NDArray[np.int64], FloatArray] | None = None
+    """Tokens drawn at each position after the first, and their logprobs: both [P - 1, k]."""
+    cached_tokens: int = 0
+
+
+def encode_sample_response(sequences: Sequence[SampledSequence], prompt: PromptScores) -> bytes:
+    """Encode the result of an asample request."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.cached_tokens)
+    for sequence in sequences:
+        added = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if sequence.stopped else pb.STOP_REASON_LENGTH,
+            tokens=np.asarray(sequence.tokens, dtype="<i4").tobytes(),
+            logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
+        )
+        if sequence.top is not None:
+            added.topk_sampled_logprobs.CopyFrom(sequence.top.message())
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = _float_bytes(prompt.logprobs)
+    if prompt.top is not None:
+        message.topk_prompt_logprobs.CopyFrom(prompt.top.message())
+    if prompt.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(_dense_message(prompt.targets))
+    if prompt.alternatives is not None:
+        tokens, logprobs = prompt.alternatives
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense_message(tokens))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense_message(logprobs))
+    return message.SerializeToString()
+
+
+def _dense_message(array: Array) -> pb.Tensor:
+    is_float = array.dtype == np.float32
+    return pb.Tensor(
+        dense=np.ascontiguousarray(array).tobytes(),
+        dtype=pb.DTYPE_FLOAT32 if is_float else pb.DTYPE_INT64,
+        shape=array.shape,
+    )
+
+
+def _float_bytes(array: FloatArray) -> bytes:
+    return np.ascontiguousarray(array, dtype="<f4").tobytes()
+
+
+def nonfinite_names(datum: Datum) -> Iterator[str]:
+    """Yield the names of a datum's float inputs that hold a NaN or an infinity."""
+    for name, array in datum.inputs.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            yield name

@@ -1,0 +1,123 @@
+"""Requests about sampling, as the SDK sends them in JSON."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tinkercloud_protocol.wire import Name, Uri, WireModel
+
+MAX_TOP_LOGPROBS = 1024
+TokenId = int
+
+
+class Chunk(WireModel):
+    """One piece of a prompt. Only text is served; other types are refused by name."""
+
+    type: Name = "encoded_text"
+    tokens: list[TokenId] | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> "Chunk":
+        if self.type != "encoded_text":
+            raise ValueError(f"chunk type {self.type!r} is not served: only 'encoded_text' is")
+        if self.tokens is None:
+            raise ValueError("tokens: required in an 'encoded_text' chunk")
+        return self
+
+
+class ModelInput(WireModel):
+    """A prompt: the concatenation of its chunks."""
+
+    chunks: Annotated[list[Chunk], Field(max_length=65536)]
+
+    def token_ids(self) -> list[TokenId]:
+        """Return the prompt's token ids."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].tokens or []
+        return [token for chunk in self.chunks for token in chunk.tokens or ()]
+
+
+class SamplingParams(WireModel):
+    """How to draw a continuation."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens to draw; absent means up to the model's context length."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    """The k-th of a request's samples is drawn with seed + k; absent means a random seed."""
+    stop: str | list[str] | list[TokenId] | None = None
+    """None stops at the model's end tokens; [] never stops; otherwise these and only these."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 takes the most likely token. Returned logprobs are always those of temperature 1."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Draw among the k most likely tokens; -1 and 0 mean all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw among the most likely tokens that together have this probability."""
+
+
+class WireTensor(WireModel):
+    """A tensor in JSON, dense or CSR (rows x columns)."""
+
+    data: list[int] | list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SampleRequest(WireModel):
+    """POST asample: draw continuations of a prompt, and score the prompt on the way."""
+
+    sampling_session_id: Name
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)]
+    prompt: ModelInput
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    """Score only this many of the prompt's last tokens."""
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    target_prompt_logprobs: WireTensor | None = None
+    """Token ids to score, int64 [len(prompt) - 1, K]; row i is scored at position i + 1."""
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """Tokens to draw at every prompt position after the first."""
+    record_stability_info: bool | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_what_is_served(self) -> "SampleRequest":
+        if self.record_stability_info:
+            raise ValueError(
+                "record_stability_info is not served: the stable_reinforce loss that reads it has"
+                " no public definition; use importance_sampling, ppo, cispo, dro or gspo"
+            )
+        if self.prompt_logprobs_last_n is not None and not self.prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n needs prompt_logprobs to be true")
+        return self
+
+
+class CreateSamplingSessionRequest(WireModel):
+    """POST create_sampling_session: sample from a base model or from a saved checkpoint."""
+
+    session_id: Name
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=2**31)]
+    base_model: Name | None = None
+    model_path: Uri | None = None
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> "CreateSamplingSessionRequest":
+        if self.base_model is None and self.model_path is None:
+            raise ValueError("give base_model (a served model) or model_path (a checkpoint)")
+        return self
+
+
+class RetrieveFutureRequest(WireModel):
+    """POST retrieve_future: wait for a request's result."""
+
+    request_id: Name
+    allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(WireModel):
+    """POST cancel_future: nobody waits for this sample any more."""
+
+    request_id: Name

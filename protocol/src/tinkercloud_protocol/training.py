@@ -1,0 +1,168 @@
+"""Requests about models under training, as the SDK sends them in JSON.
+
+`forward_backward` is not here: its body is protobuf (`payloads`).
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireModel
+
+SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Position in the model's own order of requests; the SDK counts from 1 without gaps."""
+
+
+class LoraConfig(WireModel):
+    """Which adapter to train. There is no alpha on the wire: it is 32 (numerics of the service)."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Seed of the initial weights; absent means a random one."""
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> "LoraConfig":
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise ValueError("at least one of train_attn, train_mlp and train_unembed must be true")
+        return self
+
+
+class OptimizerConfig(WireModel):
+    """The optimizer family, fixed when the model is created."""
+
+    type: Name = "adamw"
+
+
+class CreateModelRequest(WireModel):
+    """POST create_model: begin a training run."""
+
+    session_id: Name
+    model_seq_id: Annotated[int, Field(ge=0, lt=2**31)]
+    base_model: Name
+    user_metadata: UserMetadata | None = None
+    lora_config: LoraConfig | None = None
+    """Absent means full fine-tuning."""
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class LoadWeightsRequest(WireModel):
+    """POST load_weights, in both of its forms.
+
+    In place: `model_id` and `seq_id` name an existing model and the request's place in its order.
+    Create-via-load: `session_id` and `model_seq_id` begin a new run from a checkpoint.
+    """
+
+    path: Uri
+    optimizer: bool
+    """Whether the optimizer's state is restored too."""
+    model_id: Name | None = None
+    seq_id: SeqId | None = None
+    session_id: Name | None = None
+    model_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    base_model: Name | None = None
+    user_metadata: UserMetadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> "LoadWeightsRequest":
+        in_place = self.model_id is not None and self.seq_id is not None
+        create = self.session_id is not None and self.model_seq_id is not None
+        if in_place == create:
+            raise ValueError(
+                "give either model_id and seq_id (load into an existing model) or session_id and"
+                " model_seq_id (create a model from the checkpoint)"
+            )
+        return self
+
+
+class AdamParams(WireModel):
+    """Hyperparameters of one optimizer step; defaults are the SDK's. Semantics: torch AdamW."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled from the gradient, as in AdamW."""
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
+    """Largest global L2 norm of the accumulated gradient; 0 means no clipping."""
+
+
+class OtherOptimizerParams(WireModel):
+    """Parameters of an optimizer family other than Adam; only the family's name is read."""
+
+    type: Name
+
+
+class OptimStepRequest(WireModel):
+    """POST optim_step: apply the accumulated gradient."""
+
+    model_id: Name
+    seq_id: SeqId
+    adam_params: AdamParams | None = None
+    optimizer_params: OtherOptimizerParams | None = None
+
+    def adam(self) -> AdamParams:
+        """Return the step's Adam hyperparameters.
+
+        Raises:
+            InvalidRequest: another optimizer family was asked for, or none.
+        """
+        if self.adam_params is not None:
+            return self.adam_params
+        family = self.optimizer_params.type if self.optimizer_params else None
+        raise InvalidRequest(
+            f"optimizer {family!r} is not available: send adam_params (AdamW is the only"
+            " optimizer; the others have no public definition to implement)"
+        )
+
+
+class SaveWeightsRequest(WireModel):
+    """POST save_weights: write a training checkpoint."""
+
+    model_id: Name
+    seq_id: SeqId
+    path: Name | None = None
+    """The checkpoint's name; absent means one made from the seq_id."""
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: UserMetadata | None = None
+
+    def name(self) -> str:
+        """Return the checkpoint's name."""
+        return self.path if self.path is not None else f"step-{self.seq_id:06d}"
+
+
+class SaveWeightsForSamplerRequest(WireModel):
+    """POST save_weights_for_sampler: publish the current weights for sampling.
+
+    With `path` they become a named checkpoint; with `sampling_session_seq_id` they serve one new
+    sampling session and are kept as long as it may be used.
+    """
+
+    model_id: Name
+    seq_id: SeqId
+    path: Name | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: UserMetadata | None = None
+
+    @model_validator(mode="after")
+    def _has_one_target(self) -> "SaveWeightsForSamplerRequest":
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError(
+                "give either path (a named checkpoint) or sampling_session_seq_id (a sampler of"
+                " this session)"
+            )
+        return self
+
+
+class GetInfoRequest(WireModel):
+    """POST get_info: what is this model."""
+
+    model_id: Name

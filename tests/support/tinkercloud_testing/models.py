@@ -1,0 +1,95 @@
+"""Tiny random language models with a byte-level tokenizer, made on the spot."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+EOS_TOKEN_ID = 256
+VOCAB_SIZE = 264
+
+
+def tiny_llama(*, tied: bool = False, layers: int = 2, hidden_size: int = 32) -> PreTrainedModel:
+    """Return a random Llama with grouped-query attention, as seeded every time."""
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=tied,
+            initializer_range=0.15,
+            bos_token_id=None,
+            eos_token_id=EOS_TOKEN_ID,
+            pad_token_id=None,
+        )
+    )
+
+
+def tiny_qwen3() -> PreTrainedModel:
+    """Return a random Qwen3: query and key norms, tied embeddings."""
+    torch.manual_seed(8)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=0.15,
+            eos_token_id=EOS_TOKEN_ID,
+        )
+    )
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    """Return a random GPT-2: Conv1D layers, learned positions, fused qkv, biases."""
+    torch.manual_seed(9)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB_SIZE,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=512,
+            initializer_range=0.15,
+            eos_token_id=EOS_TOKEN_ID,
+            bos_token_id=EOS_TOKEN_ID,
+        )
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose ids 0..255 are bytes and 256 ends a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """Write a model and the byte tokenizer as a Hugging Face folder, and return it."""
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,191 @@
+"""The torch trainer against Hugging Face + PEFT + torch autograd, in float32.
+
+Tolerances: loss and logprobs 1e-5, LoRA gradients 1e-4 relative, parameters after AdamW 1e-6.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.payloads import Datum
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_worker import lora
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+LENGTHS = [5, 17, 3, 11]
+MODELS = {"llama": tiny_llama, "tied llama": lambda: tiny_llama(tied=True), "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+
+
+class PeftTwin:
+    """A PEFT model with the same base and the same adapter as the trainer's."""
+
+    def __init__(self, base: PreTrainedModel, trainer: TorchTrainer, model_id: str) -> None:
+        snapshot = trainer.snapshot(model_id)
+        modules = {n.removesuffix(".lora_A.weight") for n in snapshot.tensors if "lora_A" in n}
+        config = peft.LoraConfig(
+            r=snapshot.lora.rank, lora_alpha=32, target_modules=sorted(modules), lora_dropout=0.0
+        )
+        self.model = peft.get_peft_model(base, config).eval()
+        peft.set_peft_model_state_dict(self.model, lora.to_peft_names(snapshot.tensors))
+
+    def logprobs(self, datum: Datum) -> Tensor:
+        logits = self.model(input_ids=torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
+        targets = torch.tensor(datum.inputs["target_tokens"])
+        return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
+
+    def backward(self, data: Sequence[Datum], loss_of) -> float:
+        total = sum(loss_of(self.logprobs(d), tensors(d)).sum() for d in data)
+        total.backward()
+        return float(total.detach())
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {
+            name.replace(".default", "").removeprefix("base_model.model."): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+def tensors(datum: Datum) -> dict[str, Tensor]:
+    return {name: torch.tensor(array) for name, array in datum.inputs.items()}
+
+
+def make_trainer(base: PreTrainedModel, lora_config: LoraConfig, max_batch_tokens: int = 24):
+    trainer = TorchTrainer(BaseModel(base), max_batch_tokens=max_batch_tokens)
+    trainer.add_model("m", lora_config)
+    perturb(trainer, "m")
+    return trainer
+
+
+def perturb(trainer: TorchTrainer, model_id: str) -> None:
+    """Move B off zero, so that A has a gradient too."""
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in trainer._models[model_id].trainable.tensors.items():
+        if "lora_B" in name:
+            tensor.detach().normal_(0, 0.05, generator=generator)
+
+
+def run(trainer: TorchTrainer, data, loss_fn="cross_entropy", config=None, model_id="m"):
+    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
+    return trainer.forward_backward(model_id, batch, lambda: None)
+
+
+def gradients(trainer: TorchTrainer, model_id: str = "m") -> dict[str, Tensor]:
+    tensors = trainer._models[model_id].trainable.tensors
+    return {name: tensor.grad for name, tensor in tensors.items()}
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], rtol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).norm() / expected.norm()
+        assert error <= rtol, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_loss_and_every_lora_gradient_equal_pefts(name: str) -> None:
+    trainer = make_trainer(MODELS[name](), LoraConfig(rank=4, seed=1))
+    twin = PeftTwin(MODELS[name](), trainer, "m")
+    data = random_data(LENGTHS)
+
+    output = run(trainer, data)
+    expected_loss = twin.backward(data, lambda lp, x: -lp * x["weights"])
+
+    for got, datum in zip(output.logprobs, data, strict=True):
+        np.testing.assert_allclose(got, twin.logprobs(datum).detach(), atol=1e-5)
+    assert output.metrics["loss:sum"] == pytest.approx(expected_loss, abs=1e-5 * len(data))
+    assert_close(gradients(trainer), {n: p.grad for n, p in twin.parameters().items()}, rtol=1e-4)
+
+
+POLICY_LOSSES = {
+    "importance_sampling": ({}, lambda lp, x: -torch.exp(lp - x["logprobs"]) * x["advantages"]),
+    "ppo": (
+        {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+        lambda lp, x: -torch.minimum(
+            (r := torch.exp(lp - x["logprobs"])) * x["advantages"],
+            r.clamp(0.9, 1.1) * x["advantages"],
+        ),
+    ),
+    "cispo": (
+        {},
+        lambda lp, x: -torch.exp(lp - x["logprobs"]).clamp(0, 4).detach() * lp * x["advantages"],
+    ),
+    "dro": (
+        {"beta": 0.05},
+        lambda lp, x: -(lp * x["advantages"] - 0.025 * (lp - x["logprobs"]) ** 2),
+    ),
+    "gspo": (
+        {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
+        lambda lp, x: -torch.minimum(
+            (
+                s := torch.exp(
+                    ((lp.detach() - x["logprobs"]) * x["sequence_ratio_mask"]).sum()
+                    / x["sequence_ratio_mask"].sum()
+                    + lp
+                    - lp.detach()
+                )
+            )
+            * x["advantages"],
+            s.clamp(0.5, 2.0) * x["advantages"],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+def test_each_policy_loss_has_the_gradient_of_its_formula(loss_fn: str) -> None:
+    config, formula = POLICY_LOSSES[loss_fn]
+    trainer = make_trainer(tiny_llama(), LoraConfig(rank=4, seed=1))
+    twin = PeftTwin(tiny_llama(), trainer, "m")
+    data = random_data(LENGTHS, policy=True)
+    if loss_fn == "gspo":
+        for datum in data:
+            datum.inputs["sequence_ratio_mask"] = np.ones(len(datum.tokens), np.float32)
+
+    output = run(trainer, data, loss_fn, config)
+    expected_loss = twin.backward(data, formula)
+
+    assert output.metrics["loss:sum"] == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(gradients(trainer), {n: p.grad for n, p in twin.parameters().items()}, rtol=1e-4)
+
+
+def test_ten_steps_with_changing_hyperparameters_equal_torch_adamw() -> None:
+    trainer = make_trainer(tiny_llama(), LoraConfig(rank=4, seed=1))
+    twin = PeftTwin(tiny_llama(), trainer, "m")
+    parameters = twin.parameters()
+    reference = torch.optim.AdamW(parameters.values(), eps=1e-12)
+
+    for step in range(10):
+        data = random_data(LENGTHS, seed=step)
+        params = AdamParams(
+            learning_rate=1e-3 / (step + 1),
+            beta1=0.9 - 0.02 * step,
+            beta2=0.95,
+            weight_decay=0.01 * step,
+            grad_clip_norm=0.5 if step % 2 else 0.0,
+        )
+        run(trainer, data)
+        trainer.optim_step("m", params)
+        twin.backward(data, lambda lp, x: -lp * x["weights"])
+        if params.grad_clip_norm:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm)
+        reference.param_groups[0].update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            weight_decay=params.weight_decay,
+        )
+        reference.step()
+        reference.zero_grad()
+
+    ours = trainer.snapshot("m").tensors
+    for name, expected in parameters.items():
+        np.testing.assert_allclose(ours[name], expected.detach(), atol=1e-6)

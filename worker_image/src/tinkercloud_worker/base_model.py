@@ -1,0 +1,296 @@
+"""A frozen Hugging Face causal LM that can run with many sets of weights.
+
+One copy of the base weights serves every model and every sampler. A pass is told which rows of its
+batch run with which weights (`Route`): rows of an adapter get its low-rank term added behind each
+adapted linear layer, by a forward hook; a fully fine-tuned model's weights take the place of the
+base's for the whole pass. The class knows nothing of losses, gradients, sampling or requests.
+
+Shape legend: B rows of a batch, T positions, D hidden size, R positions of all rows, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tinkercloud_worker.lora import Group, Target
+
+log = structlog.get_logger(__name__)
+
+_SELF_CHECK_TOKENS = 8
+_SELF_CHECK_TOLERANCE = 1e-3
+"""Relative to the largest logit; bfloat16 needs more than float32, but errors of form are large."""
+
+
+class UnsupportedModelError(Exception):
+    """This model's architecture is not one we compute correctly; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveWeights:
+    """Trained tensors a pass runs with, by Hugging Face name.
+
+    With `lora_scale` they are an adapter's A and B; without it, the whole model's weights.
+    """
+
+    tensors: Mapping[str, Tensor]
+    lora_scale: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Consecutive rows of a batch, and the weights they run with (None: the base as it is)."""
+
+    rows: slice
+    weights: ActiveWeights | None
+
+
+def route_all(weights: ActiveWeights | None) -> list[Route]:
+    """Return the routing of a batch whose rows all run with the same weights."""
+    return [Route(slice(None), weights)]
+
+
+class BaseModel:
+    """The shared base. Not thread-safe: one pass at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._trunk: nn.Module = model.base_model
+        head = model.get_output_embeddings()
+        if head is None or self._trunk is model:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no separate trunk and output embedding"
+            )
+        self._head: nn.Module = head
+        self._routes: Sequence[Route] = ()
+        names = {module: name for name, module in model.named_modules()}
+        self._head_name = names[head]
+        self._trunk_name = names[self._trunk]
+        self.targets = _find_targets(model, self._trunk_name, self._head_name)
+        for target in self.targets:
+            if target.group != "unembed":
+                module = model.get_submodule(target.name)
+                module.register_forward_hook(partial(self._add_adapters, target))
+        self._head_target = next(t for t in self.targets if t.group == "unembed")
+        self._check()
+
+    @classmethod
+    def load(cls, path: str, dtype: torch.dtype) -> "BaseModel":
+        """Load a model from a local folder in Hugging Face layout.
+
+        Raises:
+            UnsupportedModelError: its architecture is not one we compute correctly.
+        """
+        if not Path(path).is_dir():
+            raise UnsupportedModelError(f"{path} is not a folder with a Hugging Face model")
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+        return cls(model)
+
+    @property
+    def has_fused_experts(self) -> bool:
+        """Whether experts are kept as one three-dimensional tensor, which no hook can adapt."""
+        return any(parameter.ndim == 3 for parameter in self._trunk.parameters())
+
+    @property
+    def config(self) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
+        """The Hugging Face configuration."""
+        return self._model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the base weights and of hidden states."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding."""
+        return int(self.head_weight(None).shape[0])
+
+    @property
+    def max_context_length(self) -> int:
+        """Longest sequence the model's configuration allows, in tokens."""
+        return int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return all weights by name; tied ones once, under the first of their names."""
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def hidden(
+        self,
+        input_ids_BT: Tensor,
+        routes: Sequence[Route],
+        *,
+        position_ids_BT: Tensor | None = None,
+        attention_mask: object = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Return the final hidden states [B, T, D], after the last norm.
+
+        Without a mask attention is causal, which is all that right-padded rows need.
+
+        Args:
+            input_ids_BT: int64 token ids.
+            routes: which rows run with which weights. Whole-model weights must cover all rows.
+            position_ids_BT: absolute positions; None means 0, 1, ... T - 1.
+            attention_mask: in a form the Hugging Face model takes; None means causal.
+            cache: keys and values of earlier positions; the new ones are added.
+        """
+        arguments = {
+            "input_ids": input_ids_BT,
+            "position_ids": position_ids_BT,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+            "use_cache": cache is not None,
+        }
+        replaced = self._trunk_weights(self._replaced_weights(routes) or {})
+        self._routes = routes
+        try:
+            output = torch.func.functional_call(self._trunk, replaced, (), arguments)
+        finally:
+            self._routes = ()
+        hidden_BTD: Tensor = output.last_hidden_state
+        return hidden_BTD
+
+    def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
+        """Return float32 logits [R, V] of hidden states; `routes` here divides the R positions."""
+        with torch.no_grad():
+            weight = self.head_weight(self._replaced_weights(routes))
+            logits_RV = nn.functional.linear(hidden_RD, weight, self.head_bias).float()
+            for rows, a, b, scale in self.head_adapters(routes):
+                logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
+        return logits_RV
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The output embedding's bias [V], if it has one."""
+        return getattr(self._head, "bias", None)
+
+    def head_weight(self, replaced: Mapping[str, Tensor] | None) -> Tensor:
+        """Return the output embedding [V, D], the base's or the one that takes its place."""
+        if replaced is not None:
+            name = f"{self._head_name}.weight"
+            return replaced[name if name in replaced else self._tied_name]
+        weight = self._head.weight
+        assert isinstance(weight, Tensor)  # noqa: S101 - true of every linear output embedding
+        return weight
+
+    def head_adapters(self, routes: Sequence[Route]) -> list[tuple[slice, Tensor, Tensor, float]]:
+        """Return rows, A, B and scale of each adapter that adapts the output embedding."""
+        return [
+            (route.rows, route.weights.tensors[a], route.weights.tensors[b], scale)
+            for route in routes
+            if route.weights is not None
+            and (scale := route.weights.lora_scale) is not None
+            and (a := self._head_target.a_name) in route.weights.tensors
+            and (b := self._head_target.b_name)
+        ]
+
+    @property
+    def _tied_name(self) -> str:
+        head_weight = self.head_weight(None)
+        names = (name for name, weight in self._model.named_parameters() if weight is head_weight)
+        return str(next(names))
+
+    def _replaced_weights(self, routes: Sequence[Route]) -> Mapping[str, Tensor] | None:
+        whole = [r.weights for r in routes if r.weights and r.weights.lora_scale is None]
+        if not whole:
+            return None
+        if len(routes) != 1:
+            raise ValueError("whole-model weights must cover all rows of a pass")
+        return whole[0].tensors
+
+    def _trunk_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        prefix = f"{self._trunk_name}."
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+
+    def _add_adapters(
+        self, target: Target, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        """Add each route's low-rank term to a linear layer's output (a forward hook)."""
+        parts = []
+        for route in self._routes:
+            y = output[route.rows]
+            weights = route.weights
+            if weights and weights.lora_scale and target.a_name in weights.tensors:
+                a, b = weights.tensors[target.a_name], weights.tensors[target.b_name]
+                y = _low_rank(inputs[0][route.rows], y, a, b, weights.lora_scale)
+            parts.append(y)
+        if not parts:
+            return output
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _check(self) -> None:
+        """Compare our logits with the model's own, and a padded row with the same row alone.
+
+        Raises:
+            UnsupportedModelError: they differ: the model scales or caps its logits, or is not
+                causal, in a way this class does not know.
+        """
+        ids_BT = torch.arange(1, _SELF_CHECK_TOKENS + 1).unsqueeze(0) % self.vocab_size
+        with torch.no_grad():
+            theirs_TV = self._model(input_ids=ids_BT).logits[0].float()
+            padded_BT = torch.cat([ids_BT, ids_BT], dim=1)
+            ours_TV = self.logits(self.hidden(padded_BT, ())[0, :_SELF_CHECK_TOKENS], ())
+        error = float((ours_TV - theirs_TV).abs().max() / theirs_TV.abs().max().clamp(min=1e-6))
+        tolerance = _SELF_CHECK_TOLERANCE * (1 if self.dtype == torch.float32 else 30)
+        if not error <= tolerance:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} computes its logits in a way this engine does not"
+                f" reproduce (relative difference {error:.1e}); it can't be served"
+            )
+        log.debug("base model checked", relative_difference=error)
+
+
+def _low_rank(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return y + scale * (x @ a^T) @ b^T; x [..., in], y [..., out], a [r, in], b [out, r]."""
+    if y.dtype == torch.float32:
+        x_in, y_out = x.flatten(0, -2), y.flatten(0, -2)
+        return torch.addmm(y_out, x_in @ a.T, b.T, alpha=scale).view_as(y)
+    return y + ((x.float() @ a.T) @ b.T * scale).to(y.dtype)
+
+
+def _find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
+    targets = []
+    for name, module in model.named_modules():
+        shape = _linear_shape(module)
+        if name == head_name and shape:
+            targets.append(Target(name, *shape, group="unembed"))
+        elif shape and name.startswith(f"{trunk_name}.") and _is_in_a_layer(name):
+            targets.append(Target(name, *shape, group=_group(name)))
+    if not any(target.group == "unembed" for target in targets):
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear output embedding")
+    return targets
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return None
+
+
+def _is_in_a_layer(name: str) -> bool:
+    """Whether a module belongs to one of the numbered layers, and is not a router of experts."""
+    parts = name.split(".")
+    return any(part.isdigit() for part in parts) and parts[-1] not in {"gate", "router"}
+
+
+def _group(name: str) -> Group:
+    return "attention" if "attn" in name or "attention" in name else "mlp"

@@ -1,0 +1,1 @@
+"""What a trainer and a sampler are: types and interfaces, no implementation."""

@@ -1,0 +1,190 @@
+"""From a decoded request to something a trainer can run: checks, then micro-batches.
+
+Everything about a request that can be wrong is found here, before it is queued, so that a trainer
+only ever sees sound input. Arrays stay NumPy: nothing here needs torch's tensors.
+
+Shape legend: N tokens of a datum, K targets per position.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.payloads import (
+    Datum,
+    FloatArray,
+    ForwardBackwardRequest,
+    Int32Array,
+    nonfinite_names,
+)
+from tinkercloud_worker import losses
+
+ScalarT = TypeVar("ScalarT", np.int64, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A sound datum.
+
+    `tokens` is int32 [N]; `targets` int64 [N, K]; each input float32 [N, K], defaults filled in.
+    """
+
+    tokens: Int32Array
+    targets: npt.NDArray[np.int64]
+    inputs: Mapping[str, FloatArray]
+    is_flat: bool
+    """Whether the client's targets were [N]: then results go back as [N], not [N, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A sound forward or forward_backward request."""
+
+    examples: Sequence[Example]
+    loss_fn: str
+    forward_only: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all examples."""
+        return sum(len(example.tokens) for example in self.examples)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """What the served model accepts."""
+
+    vocab_size: int
+    max_context_length: int
+
+
+def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
+    """Check a request and fill in its loss's defaults.
+
+    Raises:
+        InvalidRequest: the loss or one of its settings, inputs, lengths or values is not
+            acceptable; the message names the datum and the field.
+    """
+    config = losses.check_config(request.loss_fn, request.loss_fn_config)
+    if not request.data:
+        raise InvalidRequest("data: at least one datum is required")
+    defaults = losses.defaults(request.loss_fn, config)
+    return Batch(
+        examples=[
+            _example(datum, request.loss_fn, config, defaults, limits, f"data[{index}]")
+            for index, datum in enumerate(request.data)
+        ],
+        loss_fn=request.loss_fn,
+        forward_only=request.forward_only,
+    )
+
+
+def _example(  # noqa: PLR0917 - one call, just above
+    datum: Datum,
+    loss_fn: str,
+    config: Mapping[str, float],
+    defaults: Mapping[str, float],
+    limits: TokenLimits,
+    where: str,
+) -> Example:
+    check_tokens(datum.tokens, limits, f"{where}.model_input")
+    targets = _targets(datum, loss_fn, limits, where)
+    given = [name for name in datum.inputs if name != "target_tokens"]
+    losses.check_inputs(loss_fn, given, config, where)
+    for name in nonfinite_names(datum):
+        raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}] holds a NaN or an infinity")
+    inputs: dict[str, FloatArray] = {
+        name: np.full(targets.shape, value, dtype=np.float32) for name, value in defaults.items()
+    }
+    for name in given:
+        array = datum.inputs[name]
+        if array.shape != targets.shape:
+            raise InvalidRequest(
+                f"{where}.loss_fn_inputs[{name!r}] has shape {list(array.shape)}, but"
+                f" target_tokens has {list(targets.shape)}; they must be equal"
+            )
+        inputs[name] = array.astype(np.float32, copy=False)
+    return Example(
+        tokens=datum.tokens,
+        targets=_as_columns(targets),
+        inputs={name: _as_columns(array) for name, array in inputs.items()},
+        is_flat=targets.ndim == 1,
+    )
+
+
+def _targets(datum: Datum, loss_fn: str, limits: TokenLimits, where: str) -> npt.NDArray[np.int64]:
+    where = f"{where}.loss_fn_inputs['target_tokens']"
+    targets = datum.inputs.get("target_tokens")
+    if targets is None:
+        raise InvalidRequest(f"{where} is required")
+    if targets.dtype != np.int64:
+        raise InvalidRequest(f"{where} must be int64, got {targets.dtype}")
+    many = losses.find(loss_fn).accepts_many_targets
+    if targets.ndim not in ((1, 2) if many else (1,)) or targets.size == 0:
+        accepted = "[N] or [N, K]" if many else "[N]"
+        raise InvalidRequest(
+            f"{where} has shape {list(targets.shape)}: loss_fn {loss_fn!r} takes {accepted},"
+            " not empty"
+        )
+    if len(targets) != len(datum.tokens):
+        raise InvalidRequest(
+            f"{where} has {len(targets)} positions, but model_input has {len(datum.tokens)} tokens;"
+            " they must be equal (position i predicts target i)"
+        )
+    ids = targets.astype(np.int64, copy=False)
+    _check_range(ids, limits.vocab_size, where)
+    return ids
+
+
+def check_tokens(tokens: Int32Array, limits: TokenLimits, where: str) -> None:
+    """Check that tokens are a sequence the model can read.
+
+    Raises:
+        InvalidRequest: there are none, too many, or ids outside the vocabulary.
+    """
+    if not 0 < len(tokens) <= limits.max_context_length:
+        raise InvalidRequest(
+            f"{where} has {len(tokens)} tokens: the model takes 1 to {limits.max_context_length}"
+        )
+    _check_range(tokens, limits.vocab_size, where)
+
+
+def _check_range(ids: npt.NDArray[np.int64] | Int32Array, vocab_size: int, where: str) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise InvalidRequest(
+            f"{where} holds token id {low if low < 0 else high}: the model's vocabulary is"
+            f" 0..{vocab_size - 1}"
+        )
+
+
+def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+    return array if array.ndim == 2 else array[:, None]
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Split examples into groups whose padded size stays within a budget.
+
+    Examples are taken longest first, so that those of like length share a group and padding stays
+    small. The grouping depends on the lengths alone, so equal requests give equal bits.
+
+    Args:
+        lengths: tokens of each example.
+        max_tokens: budget for examples x longest of the group; an example that exceeds it alone
+            is a group of its own.
+
+    Yields:
+        Indices of the group's examples, longest first.
+    """
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if group and (len(group) + 1) * lengths[group[0]] > max_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

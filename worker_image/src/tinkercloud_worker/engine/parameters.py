@@ -1,0 +1,104 @@
+"""Trainable tensors as views of one flat buffer.
+
+A model under training is a flat float32 vector of parameters, one of gradients and two of moments,
+each tensor a view into them. So zeroing, clipping, stepping, copying and saving are a handful of
+operations on long vectors, whatever the number of tensors.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name and shape of one trainable tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(torch.Size(self.shape).numel())
+
+
+class Layout:
+    """Where each tensor lies in a flat buffer."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self._places: dict[str, tuple[int, TensorSpec]] = {}
+        offset = 0
+        for spec in specs:
+            self._places[spec.name] = (offset, spec)
+            offset += spec.size
+        self.size = offset
+        """Elements of the whole buffer."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def names(self) -> Iterable[str]:
+        """Return the tensors' names, in their order in the buffer."""
+        return self._places.keys()
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a flat buffer, sharing its memory."""
+        return {
+            name: flat[offset : offset + spec.size].view(spec.shape)
+            for name, (offset, spec) in self._places.items()
+        }
+
+    def fill(self, flat: Tensor, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Copy named tensors into a flat buffer.
+
+        Raises:
+            InvalidRequest: names or shapes are not this layout's.
+        """
+        missing = sorted(self._places.keys() - tensors.keys())
+        extra = sorted(tensors.keys() - self._places.keys())
+        if missing or extra:
+            raise InvalidRequest(
+                f"{what} does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}"
+                " (another base model, or other train_attn/train_mlp/train_unembed switches)"
+            )
+        for name, view in self.views(flat).items():
+            if tensors[name].shape != view.shape:
+                raise InvalidRequest(
+                    f"{what}: {name!r} has shape {list(tensors[name].shape)}, this model's is"
+                    f" {list(view.shape)} (another rank or base model)"
+                )
+            view.copy_(tensors[name])
+
+
+class Trainable:
+    """A flat float32 parameter vector with its gradient, both also seen as named tensors.
+
+    The named tensors are autograd leaves whose `.grad` is the matching view of the flat gradient:
+    autograd adds into it in place, so a backward pass needs no further step.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.flat = torch.nn.Parameter(torch.zeros(layout.size))
+        self.flat.grad = torch.zeros(layout.size)
+        self.tensors = layout.views(self.flat.detach())
+        gradients = layout.views(self.flat.grad)
+        for name, tensor in self.tensors.items():
+            tensor.requires_grad_()
+            tensor.grad = gradients[name]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The accumulated gradient, flat."""
+        gradient = self.flat.grad
+        assert gradient is not None  # noqa: S101 - set in __init__, never cleared
+        return gradient
+
+    def snapshot(self) -> Tensor:
+        """Return a copy of the parameters, flat."""
+        return self.flat.detach().clone()

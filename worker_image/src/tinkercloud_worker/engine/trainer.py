@@ -1,0 +1,105 @@
+"""What a trainer does: several models over one shared base, each with its own gradient and moments.
+
+All calls come from one thread, in an order the head has decided. None may be interrupted, except
+that forward and forward_backward call `between` at points where the base model is free for
+sampling.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tinkercloud_protocol.payloads import FloatArray
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.lora import Target
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """Result of a pass: per example the logprobs of its targets, [N] or [N, K], and metrics."""
+
+    logprobs: Sequence[FloatArray]
+    metrics: Mapping[str, float]
+    """Keys end in `:reduction`, by which the SDK folds the chunks of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSnapshot:
+    """A model's weights at one moment; later training does not change it.
+
+    Exactly one kind: an adapter (`lora` is set) or all weights of a fully fine-tuned model.
+    `tensors` are float32, named as in the Hugging Face model, without PEFT's prefix.
+    """
+
+    lora: LoraConfig | None
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory it holds."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Everything training goes on from."""
+
+    weights: WeightsSnapshot
+    moments: Mapping[str, Tensor] | None
+    """AdamW's moments, float32: `<weight name>.exp_avg` and `<weight name>.exp_avg_sq`."""
+    step: int
+    """Optimizer steps taken; what AdamW's bias correction counts."""
+
+
+class Trainer(Protocol):
+    """Trains models of one base. Methods raise InvalidRequest for what the client got wrong."""
+
+    limits: TokenLimits
+    targets: Sequence[Target]
+    """Weights of the base that an adapter may adapt."""
+
+    def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
+        """Begin a model from the base's weights, with no gradient and no moments.
+
+        Raises:
+            InvalidRequest: the configuration does not fit this base model.
+        """
+
+    def remove_model(self, model_id: str) -> None:
+        """Forget a model and free its memory. Unknown ids are fine."""
+
+    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+        """Compute logprobs and loss; change nothing."""
+
+    def forward_backward(
+        self, model_id: str, batch: Batch, between: Callable[[], None]
+    ) -> LossOutput:
+        """Compute logprobs and loss, and add the loss's gradient to the model's."""
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """Clip and apply the accumulated gradient, then zero it; return metrics.
+
+        Raises:
+            InvalidRequest: the gradient is not finite. Nothing was applied and it is zeroed.
+        """
+
+    def discard_gradient(self, model_id: str) -> None:
+        """Zero the accumulated gradient."""
+
+    def snapshot(self, model_id: str) -> WeightsSnapshot:
+        """Return a copy of the current weights."""
+
+    def export_state(self, model_id: str) -> TrainingState:
+        """Return a copy of the weights, moments and step."""
+
+    def import_state(self, model_id: str, state: TrainingState) -> None:
+        """Replace the weights; also moments and step if the state has moments, else reset them.
+
+        The accumulated gradient is zeroed.
+
+        Raises:
+            InvalidRequest: the state's names or shapes are not this model's.
+        """

@@ -1,0 +1,246 @@
+"""The losses of the Tinker API, as pure functions of logprobs. Shared by every trainer.
+
+A loss maps target logprobs to a loss per target; what is differentiated and reported is the sum
+over all targets, never a mean. The derivative with respect to the logprobs is all a trainer needs
+(`derivative`): it multiplies it into its own backward pass.
+
+Notation and formulas (sources: the SDK's docstrings, its cookbook and the published loss pages):
+lp target logprob, q the `logprobs` input, A `advantages`, w `weights`, r = exp(lp - q).
+
+    cross_entropy         -w * lp
+    importance_sampling   -r * A
+    ppo                   -min(r * A, clip(r, low, high) * A)
+    cispo                 -stopgrad(clip(r, low, high)) * lp * A
+    dro                   -(lp * A - beta / 2 * (lp - q)^2)
+    gspo                  as ppo, with r = stopgrad(exp(mean of lp - q over the sequence's mask))
+                          times exp(lp - stopgrad(lp))
+
+`low` and `high` bound the ratio itself. They come from `loss_fn_config`, or per token from the
+inputs of the same names.
+
+Shapes: R rows (positions of all data of a request, one after another), K targets per row.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.errors import InvalidRequest
+
+REQUIRED = None
+"""As a default: the input or setting must be given."""
+
+PUBLISHED_BUT_UNDEFINED = {
+    "stable_reinforce": "it has no public definition",
+    "custom": "uploaded losses are not run here; the SDK runs custom losses on the client",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """A request's loss inputs, rows of all data one after another.
+
+    `values` holds float32 [R, K] tensors by input name; `datum_of_row` is int64 [R].
+    """
+
+    values: Mapping[str, Tensor]
+    datum_of_row: Tensor
+    num_data: int
+
+    def rows(self, rows: slice) -> "LossInputs":
+        """Return the same inputs of some of the rows."""
+        values = {name: value[rows] for name, value in self.values.items()}
+        return LossInputs(values, self.datum_of_row[rows], self.num_data)
+
+
+LossFunction = Callable[[Tensor, LossInputs], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One entry of the registry.
+
+    `inputs` and `config` map accepted names to defaults. A name in both may be given in either
+    place, but not in both.
+    """
+
+    function: LossFunction
+    inputs: Mapping[str, float | None]
+    config: Mapping[str, float | None]
+    accepts_many_targets: bool = False
+    is_token_local: bool = True
+    """Whether a target's loss depends on that target's logprob alone."""
+
+
+def _ratio(lp: Tensor, x: LossInputs) -> Tensor:
+    return torch.exp(lp - x.values["logprobs"])
+
+
+def _clip(ratio: Tensor, x: LossInputs) -> Tensor:
+    return torch.clamp(ratio, x.values["clip_low_threshold"], x.values["clip_high_threshold"])
+
+
+def _pessimistic(ratio: Tensor, x: LossInputs) -> Tensor:
+    advantages = x.values["advantages"]
+    return -torch.minimum(ratio * advantages, _clip(ratio, x) * advantages)
+
+
+def cross_entropy(lp: Tensor, x: LossInputs) -> Tensor:
+    """Weighted negative log-likelihood; weights may be any float, as custom losses need."""
+    return -lp * x.values["weights"]
+
+
+def importance_sampling(lp: Tensor, x: LossInputs) -> Tensor:
+    """Policy gradient, corrected for having been sampled from another policy."""
+    return -_ratio(lp, x) * x.values["advantages"]
+
+
+def ppo(lp: Tensor, x: LossInputs) -> Tensor:
+    """Proximal policy optimisation's clipped surrogate."""
+    return _pessimistic(_ratio(lp, x), x)
+
+
+def cispo(lp: Tensor, x: LossInputs) -> Tensor:
+    """Clipped importance sampling: the ratio is a constant weight, so no gradient is cut off."""
+    return -_clip(_ratio(lp, x), x).detach() * lp * x.values["advantages"]
+
+
+def dro(lp: Tensor, x: LossInputs) -> Tensor:
+    """Direct reward optimisation: a quadratic penalty holds the policy near the sampler."""
+    penalty = 0.5 * x.values["beta"] * (lp - x.values["logprobs"]) ** 2
+    return -(lp * x.values["advantages"] - penalty)
+
+
+def gspo(lp: Tensor, x: LossInputs) -> Tensor:
+    """PPO with one ratio per sequence: the geometric mean over the masked tokens."""
+    mask = x.values["sequence_ratio_mask"]
+    log_ratio = (lp.detach() - x.values["logprobs"]) * mask
+    sums = lp.new_zeros(x.num_data).index_add_(0, x.datum_of_row, log_ratio.sum(1))
+    counts = lp.new_zeros(x.num_data).index_add_(0, x.datum_of_row, mask.sum(1))
+    mean = (sums / counts.clamp(min=1.0))[x.datum_of_row].unsqueeze(1)
+    return _pessimistic(torch.exp(mean + lp - lp.detach()), x)
+
+
+_POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}
+
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": Loss(
+        cross_entropy, inputs={"weights": 1.0}, config={}, accepts_many_targets=True
+    ),
+    "importance_sampling": Loss(importance_sampling, inputs=_POLICY, config={}),
+    "ppo": Loss(
+        ppo,
+        inputs={**_POLICY, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    ),
+    "cispo": Loss(
+        cispo,
+        inputs={**_POLICY, "clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    ),
+    # No default of beta, nor of gspo's bounds, is published: the caller says them.
+    "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}),
+    "gspo": Loss(
+        gspo,
+        inputs={
+            **_POLICY,
+            "sequence_ratio_mask": REQUIRED,
+            "clip_low_threshold": REQUIRED,
+            "clip_high_threshold": REQUIRED,
+        },
+        config={"clip_low_threshold": REQUIRED, "clip_high_threshold": REQUIRED},
+        is_token_local=False,
+    ),
+}
+
+
+def find(name: str) -> Loss:
+    """Return the loss of that name.
+
+    Raises:
+        InvalidRequest: there is none; the message lists those there are.
+    """
+    loss = LOSSES.get(name)
+    if loss is not None:
+        return loss
+    reason = PUBLISHED_BUT_UNDEFINED.get(name, "it is unknown")
+    raise InvalidRequest(
+        f"loss_fn {name!r} is not available: {reason}; use one of {_listed(LOSSES)}"
+    )
+
+
+def check_config(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
+    """Return the request's own settings, checked; defaults are filled in by `fill`.
+
+    Raises:
+        InvalidRequest: a setting the loss does not have, or one that is not a finite number.
+    """
+    accepted = find(name).config
+    for key, value in config.items():
+        if key not in accepted:
+            raise InvalidRequest(
+                f"loss_fn_config {key!r} is not a setting of {name!r}: it takes"
+                f" {_listed(accepted) or 'none'}"
+            )
+        if isinstance(value, str) or not -float("inf") < value < float("inf"):
+            raise InvalidRequest(f"loss_fn_config {key!r} must be a finite number, got {value!r}")
+    return {key: float(value) for key, value in config.items()}
+
+
+def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], where: str) -> None:
+    """Check that a datum's input names are what the loss takes.
+
+    Args:
+        name: the loss.
+        given: names of the datum's loss_fn_inputs, without `target_tokens`.
+        config: the request's own settings.
+        where: the datum, for messages.
+
+    Raises:
+        InvalidRequest: an input is missing, unused by this loss, or set in both places.
+    """
+    loss = find(name)
+    for key in given:
+        if key not in loss.inputs:
+            raise InvalidRequest(
+                f"{where}.loss_fn_inputs[{key!r}] is not used by loss_fn {name!r}: it takes"
+                f" {_listed(['target_tokens', *loss.inputs])}"
+            )
+        if key in config:
+            raise InvalidRequest(
+                f"{key!r} is given twice: in loss_fn_config and in {where}.loss_fn_inputs;"
+                " give one of them"
+            )
+    for key, default in {**loss.inputs, **loss.config}.items():
+        if default is REQUIRED and key not in given and key not in config:
+            place = "loss_fn_config" if key in loss.config else f"{where}.loss_fn_inputs"
+            raise InvalidRequest(f"{place}[{key!r}] is required by loss_fn {name!r}")
+
+
+def defaults(name: str, config: Mapping[str, float]) -> dict[str, float]:
+    """Return every value that stands where a datum gives none: settings first, then defaults."""
+    loss = find(name)
+    known = {**loss.inputs, **loss.config}
+    values = {key: config.get(key, default) for key, default in known.items()}
+    return {key: value for key, value in values.items() if value is not REQUIRED}
+
+
+def derivative(loss: Loss, lp: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return the summed loss (a scalar, float64) and its derivative with respect to `lp`.
+
+    Args:
+        loss: the loss.
+        lp: float32 [R, K] logprobs. For a loss that is not token-local, of the whole request.
+        inputs: the inputs of the same rows.
+    """
+    leaf = lp.detach().requires_grad_()
+    with torch.enable_grad():
+        per_target = loss.function(leaf, inputs)
+        (gradient,) = torch.autograd.grad(per_target.sum(), leaf)
+    return per_target.detach().sum(dtype=torch.float64), gradient
+
+
+def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
