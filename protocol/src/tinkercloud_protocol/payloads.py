@@ -37,7 +37,7 @@ _NUMPY_DTYPE: dict[int, Dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Datum:
     """One training example. `tokens` is int32 [N]; inputs are float32 or int64, [N] or [N, K]."""
 
@@ -45,7 +45,7 @@ class Datum:
     inputs: Mapping[str, Array]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardRequest:
     """A decoded forward_backward request."""
 
@@ -224,7 +224,7 @@ def encode_forward_backward_output(
     return message.SerializeToString()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
     """The k most likely tokens at L positions: ids int32 [L, k], logprobs float32 [L, k]."""
 
@@ -253,7 +253,7 @@ class SampledSequence:
     top: TopLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
     """What was asked about a prompt of P tokens; parts that were not asked for are None."""
 

@@ -45,7 +45,7 @@ class SamplingParams(WireModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """The k-th of a request's samples is drawn with seed + k; absent means a random seed."""
     stop: str | list[str] | list[TokenId] | None = None
-    """None stops at the model's end tokens; [] never stops; otherwise these and only these."""
+    """None stops at the model's end tokens; strings or token ids stop there too; [] never stops."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0 takes the most likely token. Returned logprobs are always those of temperature 1."""
     top_k: Annotated[int, Field(ge=-1)] = -1

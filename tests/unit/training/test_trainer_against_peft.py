@@ -22,7 +22,12 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 17, 3, 11]
-MODELS = {"llama": tiny_llama, "tied llama": lambda: tiny_llama(tied=True), "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+MODELS = {
+    "llama": tiny_llama,
+    "tied llama": lambda: tiny_llama(tied=True),
+    "qwen3": tiny_qwen3,
+    "gpt2": tiny_gpt2,
+}
 
 
 class PeftTwin:
@@ -110,9 +115,11 @@ POLICY_LOSSES = {
     "importance_sampling": ({}, lambda lp, x: -torch.exp(lp - x["logprobs"]) * x["advantages"]),
     "ppo": (
         {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
-        lambda lp, x: -torch.minimum(
-            (r := torch.exp(lp - x["logprobs"])) * x["advantages"],
-            r.clamp(0.9, 1.1) * x["advantages"],
+        lambda lp, x: (
+            -torch.minimum(
+                (r := torch.exp(lp - x["logprobs"])) * x["advantages"],
+                r.clamp(0.9, 1.1) * x["advantages"],
+            )
         ),
     ),
     "cispo": (
@@ -125,17 +132,19 @@ POLICY_LOSSES = {
     ),
     "gspo": (
         {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
-        lambda lp, x: -torch.minimum(
-            (
-                s := torch.exp(
-                    ((lp.detach() - x["logprobs"]) * x["sequence_ratio_mask"]).sum()
-                    / x["sequence_ratio_mask"].sum()
-                    + lp
-                    - lp.detach()
+        lambda lp, x: (
+            -torch.minimum(
+                (
+                    s := torch.exp(
+                        ((lp.detach() - x["logprobs"]) * x["sequence_ratio_mask"]).sum()
+                        / x["sequence_ratio_mask"].sum()
+                        + lp
+                        - lp.detach()
+                    )
                 )
+                * x["advantages"],
+                s.clamp(0.5, 2.0) * x["advantages"],
             )
-            * x["advantages"],
-            s.clamp(0.5, 2.0) * x["advantages"],
         ),
     ),
 }

@@ -35,7 +35,7 @@ class UnsupportedModelError(Exception):
     """This model's architecture is not one we compute correctly; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ActiveWeights:
     """Trained tensors a pass runs with, by Hugging Face name.
 
@@ -46,7 +46,7 @@ class ActiveWeights:
     lora_scale: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """Consecutive rows of a batch, and the weights they run with (None: the base as it is)."""
 

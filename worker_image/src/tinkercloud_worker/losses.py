@@ -38,7 +38,7 @@ PUBLISHED_BUT_UNDEFINED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
     """A request's loss inputs, rows of all data one after another.
 

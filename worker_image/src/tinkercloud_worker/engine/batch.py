@@ -26,7 +26,7 @@ from tinkercloud_worker import losses
 ScalarT = TypeVar("ScalarT", np.int64, np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """A sound datum.
 
@@ -40,7 +40,7 @@ class Example:
     """Whether the client's targets were [N]: then results go back as [N], not [N, 1]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """A sound forward or forward_backward request."""
 

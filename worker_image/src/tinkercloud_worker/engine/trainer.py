@@ -17,7 +17,7 @@ from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.lora import Target
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
     """Result of a pass: per example the logprobs of its targets, [N] or [N, K], and metrics."""
 
@@ -26,7 +26,7 @@ class LossOutput:
     """Keys end in `:reduction`, by which the SDK folds the chunks of one call."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightsSnapshot:
     """A model's weights at one moment; later training does not change it.
 
@@ -43,7 +43,7 @@ class WeightsSnapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainingState:
     """Everything training goes on from."""
 

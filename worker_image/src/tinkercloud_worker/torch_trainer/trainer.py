@@ -40,7 +40,7 @@ from tinkercloud_worker.torch_trainer.unembed import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Model:
     """One model under training."""
 
@@ -60,7 +60,7 @@ class _Model:
         return ActiveWeights(self.trainable.tensors, scale)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _MicroBatch:
     """Examples that run together, and where their positions lie in the padded batch."""
 

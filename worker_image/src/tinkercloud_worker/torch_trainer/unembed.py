@@ -21,7 +21,7 @@ _LOGITS_BYTES = 64 << 20
 """Size of the logits held at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Unembedding:
     """The output layer a batch runs through: frozen or trained weight, optional adapter."""
 

@@ -1,0 +1,87 @@
+"""A trainer and a sampler over one tiny base model, on a real engine thread."""
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.torch_sampler.sampler import TorchSampler
+from tinkercloud_worker.torch_sampler.versions import Versions
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a head is built around."""
+
+    trainer: TorchTrainer
+    sampler: TorchSampler
+    thread: EngineThread
+
+
+def _end_the_process(error: BaseException) -> None:
+    traceback.print_exception(error)
+    os._exit(70)
+
+
+@contextmanager
+def an_engine(
+    model: PreTrainedModel,
+    scratch_dir: Path,
+    config: SamplerConfig | None = None,
+    *,
+    max_sampler_bytes: int = 1 << 30,
+) -> Iterator[Engine]:
+    """Start an engine over `model`; end its thread afterwards."""
+    base = BaseModel(model)
+    thread = EngineThread(on_crash=_end_the_process)
+    sampler = TorchSampler(
+        base,
+        byte_tokenizer(),
+        config or SamplerConfig(),
+        versions=Versions(scratch_dir, max_sampler_bytes),
+        wake=thread.wake,
+    )
+    thread.start(sampler)
+    try:
+        yield Engine(TorchTrainer(base, max_batch_tokens=256), sampler, thread)
+    finally:
+        thread.stop()
+
+
+def a_sampling_request(
+    prompt: list[int],
+    *,
+    num_samples: int = 1,
+    max_tokens: int = 8,
+    seed: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: StopRules | None = None,
+    top_logprobs: int = 0,
+    questions: PromptQuestions | None = None,
+) -> SamplingRequest:
+    """Return a sampling request that stops at the end token unless told otherwise."""
+    return SamplingRequest(
+        prompt=np.asarray(prompt, dtype=np.int32),
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop if stop is not None else StopRules(frozenset({EOS_TOKEN_ID}), ()),
+        top_logprobs=top_logprobs,
+        questions=questions or PromptQuestions(),
+    )

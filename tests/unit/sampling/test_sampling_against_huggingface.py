@@ -1,0 +1,217 @@
+"""The torch sampler against Hugging Face generation and against the trainer's own logprobs."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.payloads import Datum
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.data import a_request
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+
+MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+PROMPTS = [[1, 2, 3], list(range(40)), [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
+NEVER = StopRules(frozenset(), ())
+
+
+async def publish_adapter(engine: Engine, name: str, seed: int) -> None:
+    """Publish a version with an adapter that changes what the model says."""
+    engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in engine.trainer._models[name].trainable.tensors.values():
+        tensor.detach().normal_(0, 0.1, generator=generator)
+    await engine.sampler.publish(name, engine.trainer.snapshot(name))
+
+
+def trainer_logprobs(engine: Engine, model_id: str, prompt: list[int], tokens: list[int]):
+    """Return the trainer's logprobs of `tokens` after `prompt`."""
+    ids = np.asarray([*prompt, *tokens], dtype=np.int32)
+    datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
+    batch = prepare(a_request([datum], forward_only=True), engine.trainer.limits)
+    output = engine.trainer.forward(model_id, batch, lambda: None)
+    return output.logprobs[0][len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_greedy_samples_of_staggered_requests_equal_generate(
+    name: str, tmp_path: Path
+) -> None:
+    reference = MODELS[name]().eval()
+    with an_engine(MODELS[name](), tmp_path, SamplerConfig(prefill_chunk_tokens=16)) as engine:
+        await engine.sampler.publish("base", None)
+
+        async def sample(prompt: list[int], delay: float):
+            await asyncio.sleep(delay)
+            request = a_sampling_request(prompt, temperature=0.0, max_tokens=12, stop=NEVER)
+            return await engine.sampler.sample("base", request)
+
+        results = await asyncio.gather(*[sample(p, 0.01 * i) for i, p in enumerate(PROMPTS)])
+
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :]
+        assert result.sequences[0].tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_sampling_logprobs_equal_training_logprobs(name: str, tmp_path: Path) -> None:
+    with an_engine(MODELS[name](), tmp_path) as engine:
+        await publish_adapter(engine, "adapter", seed=5)
+
+        request = a_sampling_request(PROMPTS[1], max_tokens=20, temperature=0.7, stop=NEVER)
+        (sequence,) = (await engine.sampler.sample("adapter", request)).sequences
+        expected = trainer_logprobs(engine, "adapter", PROMPTS[1], list(sequence.tokens))
+
+    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+async def test_rows_of_different_adapters_in_one_batch_do_not_touch_each_other(
+    tmp_path: Path,
+) -> None:
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        versions = ["one", "two", "base"]
+        await publish_adapter(engine, "one", seed=1)
+        await publish_adapter(engine, "two", seed=2)
+        await engine.sampler.publish("base", None)
+        request = a_sampling_request([1, 2, 3], max_tokens=16, seed=4, stop=NEVER)
+
+        alone = [await engine.sampler.sample(version, request) for version in versions]
+        together = await asyncio.gather(*[engine.sampler.sample(v, request) for v in versions])
+
+    assert len({tuple(result.sequences[0].tokens) for result in alone}) == 3
+    for one, other in zip(alone, together, strict=True):
+        assert one.sequences[0].tokens == other.sequences[0].tokens
+        np.testing.assert_allclose(
+            one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-5
+        )
+
+
+async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(tmp_path: Path) -> None:
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        await engine.sampler.publish("base", None)
+
+        group = await engine.sampler.sample(
+            "base", a_sampling_request([1, 2], num_samples=3, seed=10, max_tokens=10, stop=NEVER)
+        )
+        singles = [
+            await engine.sampler.sample(
+                "base", a_sampling_request([1, 2], seed=10 + k, max_tokens=10, stop=NEVER)
+            )
+            for k in range(3)
+        ]
+
+    assert [s.tokens for s in group.sequences] == [r.sequences[0].tokens for r in singles]
+
+
+async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
+    with an_engine(tiny_llama(), tmp_path, SamplerConfig(max_running_sequences=2)) as engine:
+        await engine.sampler.publish("base", None)
+
+        request = a_sampling_request([1], num_samples=7, max_tokens=5, stop=NEVER)
+        result = await engine.sampler.sample("base", request)
+
+    assert [len(sequence.tokens) for sequence in result.sequences] == [5] * 7
+
+
+async def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(
+    tmp_path: Path,
+) -> None:
+    prompt = list(range(30))
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        await engine.sampler.publish("base", None)
+        request = a_sampling_request([*prompt, 77], max_tokens=8, stop=NEVER)
+
+        fresh = await engine.sampler.sample("base", request)
+        again = await engine.sampler.sample("base", request)
+        branch = await engine.sampler.sample(
+            "base", a_sampling_request([*prompt, 78, 79], max_tokens=8, stop=NEVER)
+        )
+        await engine.sampler.retire("base")
+        await engine.sampler.publish("base2", None)
+        branch_alone = await engine.sampler.sample(
+            "base2", a_sampling_request([*prompt, 78, 79], max_tokens=8, stop=NEVER)
+        )
+
+    assert [fresh.prompt.cached_tokens, again.prompt.cached_tokens] == [0, 30]
+    assert [branch.prompt.cached_tokens, branch_alone.prompt.cached_tokens] == [30, 0]
+    assert again.sequences[0].tokens == fresh.sequences[0].tokens
+    assert branch.sequences[0].tokens == branch_alone.sequences[0].tokens
+
+
+async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(tmp_path: Path) -> None:
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        await engine.sampler.publish("base", None)
+        free = a_sampling_request([65, 66], max_tokens=40, temperature=0.0, stop=NEVER)
+        tokens = list((await engine.sampler.sample("base", free)).sequences[0].tokens)
+        stop_token = tokens[5]
+        first = tokens.index(stop_token)
+
+        stopped = a_sampling_request(
+            [65, 66], max_tokens=40, temperature=0.0, stop=StopRules(frozenset({stop_token}), ())
+        )
+        (sequence,) = (await engine.sampler.sample("base", stopped)).sequences
+
+    assert list(sequence.tokens) == tokens[: first + 1]
+    assert sequence.stopped
+
+
+async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path: Path) -> None:
+    prompt = [5, 6, 7, 8, 9, 10]
+    targets = np.array([[1, -1], [2, 3], [-1, -1], [4, 5], [6, -1]], dtype=np.int64)
+    reference = tiny_llama().eval()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1).numpy()
+    with an_engine(tiny_llama(), tmp_path, SamplerConfig(prefill_chunk_tokens=4)) as engine:
+        await engine.sampler.publish("base", None)
+        questions = PromptQuestions(logprobs_from=3, top_k=4, targets=targets, alternatives_k=3)
+
+        request = a_sampling_request(prompt, max_tokens=1, top_logprobs=2, questions=questions)
+        result = await engine.sampler.sample("base", request)
+
+    scores = result.prompt
+    assert np.isnan(scores.logprobs[:3]).all()
+    expected = [logprobs[i - 1, prompt[i]] for i in range(3, 6)]
+    np.testing.assert_allclose(scores.logprobs[3:], expected, atol=1e-5)
+    np.testing.assert_allclose(
+        scores.top.logprobs[3:], -np.sort(-logprobs[2:5], axis=1)[:, :4], atol=1e-5
+    )
+    assert (scores.top.logprobs[:3] == -99999.0).all()
+    for row, column in np.ndindex(*targets.shape):
+        wanted = targets[row, column]
+        got = scores.targets[row, column]
+        assert np.isnan(got) if wanted < 0 else abs(got - logprobs[row, wanted]) < 1e-5
+    drawn, drawn_logprobs = scores.alternatives
+    np.testing.assert_allclose(
+        drawn_logprobs, np.take_along_axis(logprobs[:-1], drawn, axis=1), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        result.sequences[0].top.logprobs[0], -np.sort(-logprobs[-1])[:2], atol=1e-5
+    )
+
+
+async def test_an_older_version_keeps_its_weights_even_after_being_spilled(tmp_path: Path) -> None:
+    with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
+        await publish_adapter(engine, "old", seed=1)
+        request = a_sampling_request([1, 2, 3], max_tokens=12, stop=NEVER)
+        before = await engine.sampler.sample("old", request)
+
+        await publish_adapter(engine, "new", seed=2)
+        new = await engine.sampler.sample("new", request)
+        after = await engine.sampler.sample("old", request)
+
+    assert list(tmp_path.iterdir())
+    assert after.sequences[0].tokens == before.sequences[0].tokens
+    assert new.sequences[0].tokens != before.sequences[0].tokens

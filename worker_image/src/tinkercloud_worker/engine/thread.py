@@ -1,0 +1,128 @@
+"""The one thread that computes.
+
+Training jobs run one at a time, in the order they were given. Between them, and at the points a
+long job offers, the thread takes turns at a background task: the decoding steps of a sampler that
+shares the trainer's weights. So neither training nor sampling can starve the other, and nothing
+ever runs two passes of the base model at once.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+Between = Callable[[], None]
+
+_TURNS = 8
+"""Background steps between two jobs, or at each pause of one."""
+
+
+class Background(Protocol):
+    """Work done in small steps whenever the thread has time. Called from the thread only."""
+
+    def has_work(self) -> bool:
+        """Return whether `step` has anything to do."""
+
+    def step(self) -> None:
+        """Do a little. Must not raise."""
+
+
+class NoBackground:
+    """For engines whose sampler runs elsewhere."""
+
+    def has_work(self) -> bool:
+        """Return False."""
+        return False
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+class EngineThread:
+    """Runs jobs for an event loop. Start it once; it ends with `stop`."""
+
+    def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
+        """Make a thread.
+
+        Args:
+            on_crash: called, on the thread, if the background raises after all. The thread is
+                over then and waiters would wait for ever, so it should end the process.
+        """
+        self._on_crash = on_crash
+        self._background: Background = NoBackground()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, background: Background) -> None:
+        """Begin to work."""
+        self._background = background
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the job that runs, drop the others, and end the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def wake(self) -> None:
+        """Say that the background may have work."""
+        with self._wake:
+            self._wake.notify()
+
+    async def run(self, job: Callable[[Between], T]) -> T:
+        """Run a job on the thread and return its result; its exception is raised here.
+
+        The job receives a function to call whenever the background may have a turn.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def resolve(result: T | None, error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type] # None only beside an error
+
+        def call() -> None:
+            result, error = None, None
+            try:
+                result = job(self._take_turns)
+            except BaseException as raised:  # noqa: BLE001 - it is raised again, in `run`
+                error = raised
+            loop.call_soon_threadsafe(resolve, result, error)
+
+        with self._wake:
+            self._jobs.append(call)
+            self._wake.notify()
+        return await done
+
+    def _take_turns(self) -> None:
+        for _ in range(_TURNS):
+            if not self._background.has_work():
+                return
+            self._background.step()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+            self._on_crash(error)
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._jobs or self._stopping or self._background.has_work()):
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                job = self._jobs.popleft() if self._jobs else None
+            if job is not None:
+                job()
+            self._take_turns()

@@ -1,0 +1,1 @@
+"""Samples on the trainer's own weights and kernels, with continuous batching."""

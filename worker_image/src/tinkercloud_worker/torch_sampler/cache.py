@@ -1,0 +1,174 @@
+"""Keys and values of earlier positions: one sequence's while its prompt is read, then slots.
+
+`PrefillCache` grows with one prompt. `SlotCache` holds the running sequences, one per slot, each
+beginning at position 0 of its slot; a decoding step writes one position of every slot and reads
+the slots up to the longest. Slots are kept without gaps, so that a step reads a plain view.
+
+Shape legend: B running sequences, H key-value heads, T new positions, L positions read,
+E head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKeyValues:
+    """One layer's keys and values of one sequence, each [H, L, E]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def first(self, length: int) -> "LayerKeyValues":
+        """Return the first positions, sharing memory."""
+        return LayerKeyValues(self.keys[:, :length], self.values[:, :length])
+
+
+KeyValues = tuple[LayerKeyValues, ...]
+
+
+def length_of(key_values: KeyValues) -> int:
+    """Return the number of positions held."""
+    return int(key_values[0].keys.shape[1]) if key_values else 0
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a cache layer, answered for buffers this module makes itself."""
+
+    end = 0
+    """Positions held, as far as masks are derived from it."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: memory is made by `update` or by the owning cache."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many positions the next pass reads, and the first of them."""
+        return self.end + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the positions held."""
+        return self.end
+
+    def get_max_length(self) -> int:
+        """Return -1: no maximum."""
+        return -1
+
+
+class _PrefillLayer(_Layer):
+    def __init__(self, prefix: LayerKeyValues | None, capacity: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.capacity = capacity
+        self.end = prefix.keys.shape[1] if prefix is not None else 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            _, heads, _, size = key_states.shape
+            self.keys = key_states.new_empty(1, heads, self.capacity, size)
+            self.values = value_states.new_empty(1, heads, self.capacity, value_states.shape[-1])
+            if self.prefix is not None:
+                self.keys[0, :, : self.end] = self.prefix.keys
+                self.values[0, :, : self.end] = self.prefix.values
+        start, self.end = self.end, self.end + key_states.shape[2]
+        self.keys[:, :, start : self.end] = key_states
+        self.values[:, :, start : self.end] = value_states
+        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+
+
+class PrefillCache(Cache):
+    """Keys and values of one prompt, from position 0, possibly begun by a known prefix."""
+
+    def __init__(self, num_layers: int, capacity: int, prefix: KeyValues = ()) -> None:
+        self._own = [
+            _PrefillLayer(prefix[index] if prefix else None, capacity)
+            for index in range(num_layers)
+        ]
+        super().__init__(layers=list(self._own))
+
+    def key_values(self) -> KeyValues:
+        """Return what has been read so far, sharing memory."""
+        return tuple(
+            LayerKeyValues(layer.keys[0, :, : layer.end], layer.values[0, :, : layer.end])
+            for layer in self._own
+            if layer.keys is not None and layer.values is not None
+        )
+
+
+class _SlotLayer(_Layer):
+    def __init__(self, owner: "SlotCache") -> None:
+        super().__init__()
+        self._owner = owner
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys, self.values
+        assert keys is not None  # noqa: S101 - a step runs only after a sequence was inserted
+        assert values is not None  # noqa: S101 - as above
+        positions_B = self._owner.positions_B
+        rows_B = torch.arange(len(positions_B))
+        keys[rows_B, :, positions_B] = key_states[:, :, 0]
+        values[rows_B, :, positions_B] = value_states[:, :, 0]
+        count, length = len(positions_B), self._owner.read_length
+        return keys[:count, :, :length], values[:count, :, :length]
+
+
+class SlotCache(Cache):
+    """Keys and values of the running sequences."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._own = [_SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._own))
+        self.positions_B = torch.empty(0, dtype=torch.int64)
+        """Where the next step writes, for each running sequence."""
+        self.read_length = 0
+        """Positions the next step reads of each slot."""
+
+    def insert(self, slot: int, key_values: KeyValues) -> None:
+        """Copy a sequence's positions into a slot."""
+        length = length_of(key_values)
+        for layer, part in zip(self._own, key_values, strict=True):
+            layer.keys = _with_room(layer.keys, part.keys, slot, length)
+            layer.values = _with_room(layer.values, part.values, slot, length)
+            layer.keys[slot, :, :length] = part.keys
+            layer.values[slot, :, :length] = part.values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a slot's first positions over another slot."""
+        for layer in self._own:
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    tensor[target, :, :length] = tensor[source, :, :length]
+
+    def begin_step(self, positions_B: Tensor) -> None:
+        """Say where the coming pass writes, and make room there."""
+        self.positions_B = positions_B
+        self.read_length = int(positions_B.max()) + 1
+        for layer in self._own:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = _with_room(layer.keys, layer.keys[0], 0, self.read_length)
+                layer.values = _with_room(layer.values, layer.values[0], 0, self.read_length)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        for layer in self._own:
+            layer.keys = layer.values = None
+
+
+def _with_room(tensor: Tensor | None, like: Tensor, slot: int, capacity: int) -> Tensor:
+    """Return a buffer [slots, H, positions, E] that holds this slot; grow it by doubling."""
+    heads, _, size = like.shape
+    slots, positions = (tensor.shape[0], tensor.shape[2]) if tensor is not None else (0, 0)
+    if tensor is not None and slot < slots and capacity <= positions:
+        return tensor
+    new_slots = slots if slot < slots else max(slot + 1, 2 * slots)
+    new_positions = positions if capacity <= positions else max(capacity, 2 * positions)
+    grown = like.new_zeros(new_slots, heads, new_positions, size)
+    if tensor is not None:
+        grown[:slots, :, :positions] = tensor
+    return grown

@@ -1,0 +1,106 @@
+"""Answers questions about a prompt from the hidden states its prefill computes anyway.
+
+The logits of a prompt exist a few positions at a time and are forgotten once the asked-for numbers
+have been read off them. Position i is scored with the logits of position i - 1.
+
+Shape legend: P prompt tokens, R rows scored now, V vocabulary, K targets per position, k top or
+drawn tokens per position.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.payloads import (
+    EMPTY_TOP_LOGPROB,
+    EMPTY_TOP_TOKEN,
+    PromptScores,
+    TopLogprobs,
+)
+from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.torch_sampler.drawing import Policy, filter_logits, invert, uniform
+
+
+class PromptScorer:
+    """Collects the scores of one request's prompt as its positions are computed."""
+
+    def __init__(self, request: SamplingRequest) -> None:
+        self._request = request
+        asked = request.questions
+        length = len(request.prompt)
+        self._first = asked.first_position
+        self._logprobs = np.full(length, np.nan, np.float32)
+        self._top_ids = np.full((length, asked.top_k), EMPTY_TOP_TOKEN, np.int32)
+        self._top_logprobs = np.full((length, asked.top_k), EMPTY_TOP_LOGPROB, np.float32)
+        shape = asked.targets.shape if asked.targets is not None else (0, 0)
+        self._targets = np.full(shape, np.nan, np.float32)
+        self._alternatives = np.zeros((length - 1, asked.alternatives_k), np.int64)
+        self._alternative_logprobs = np.zeros((length - 1, asked.alternatives_k), np.float32)
+
+    @property
+    def first_needed(self) -> int | None:
+        """The first position whose hidden state is needed; None if nothing is asked."""
+        return None if self._first is None else self._first - 1
+
+    def add(self, first: int, logits_RV: Tensor) -> None:
+        """Take the logits of positions first, first + 1, ...; they score the positions after."""
+        count = min(len(logits_RV), len(self._request.prompt) - 1 - first)
+        if count <= 0:
+            return
+        scored = slice(first + 1, first + 1 + count)
+        logits_RV = logits_RV[:count]
+        logprobs_RV = torch.log_softmax(logits_RV, 1)
+        self._add_logprobs(scored, logprobs_RV)
+        self._add_targets(scored, logprobs_RV)
+        self._add_alternatives(scored, logits_RV, logprobs_RV)
+
+    def _add_logprobs(self, scored: slice, logprobs_RV: Tensor) -> None:
+        asked = self._request.questions
+        start = asked.logprobs_from if asked.logprobs_from is not None else 1
+        skip = max(start - scored.start, 0)
+        scored = slice(scored.start + skip, scored.stop)
+        if scored.start >= scored.stop:
+            return
+        rows_RV = logprobs_RV[skip:]
+        if asked.logprobs_from is not None:
+            tokens_R1 = torch.tensor(self._request.prompt[scored, None], dtype=torch.int64)
+            self._logprobs[scored] = rows_RV.gather(1, tokens_R1)[:, 0].numpy()
+        if asked.top_k:
+            top = torch.topk(rows_RV, min(asked.top_k, rows_RV.shape[1]), dim=1)
+            self._top_ids[scored, : top.indices.shape[1]] = top.indices.numpy()
+            self._top_logprobs[scored, : top.indices.shape[1]] = top.values.numpy()
+
+    def _add_targets(self, scored: slice, logprobs_RV: Tensor) -> None:
+        targets = self._request.questions.targets
+        if targets is None:
+            return
+        rows = slice(scored.start - 1, scored.stop - 1)
+        ids_RK = torch.from_numpy(targets[rows].copy())
+        values_RK = logprobs_RV.gather(1, ids_RK.clamp(min=0))
+        self._targets[rows] = values_RK.masked_fill(ids_RK < 0, torch.nan).numpy()
+
+    def _add_alternatives(self, scored: slice, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
+        request, k = self._request, self._request.questions.alternatives_k
+        for row, position in enumerate(range(scored.start, scored.stop) if k else ()):
+            if request.temperature == 0.0:
+                ids_k = logits_RV[row].argmax().repeat(k)
+            else:
+                policy = Policy(request.temperature, top_k=0, top_p=1.0)
+                probs_V = torch.softmax(filter_logits(logits_RV[row], policy), 0)
+                numbers_k = [uniform(request.seed, 0, position, draw + 1) for draw in range(k)]
+                ids_k = invert(probs_V.expand(k, -1), torch.tensor(numbers_k, dtype=torch.float64))
+            self._alternatives[position - 1] = ids_k.numpy()
+            self._alternative_logprobs[position - 1] = logprobs_RV[row][ids_k].numpy()
+
+    def finish(self, cached_tokens: int) -> PromptScores:
+        """Return everything asked for."""
+        asked = self._request.questions
+        return PromptScores(
+            logprobs=self._logprobs if asked.logprobs_from is not None else None,
+            top=TopLogprobs(self._top_ids, self._top_logprobs) if asked.top_k else None,
+            targets=self._targets if asked.targets is not None else None,
+            alternatives=(
+                (self._alternatives, self._alternative_logprobs) if asked.alternatives_k else None
+            ),
+            cached_tokens=cached_tokens,
+        )
