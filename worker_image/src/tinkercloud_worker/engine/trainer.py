@@ -14,7 +14,6 @@ from torch import Tensor
 from tinkercloud_protocol.payloads import FloatArray
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
-from tinkercloud_worker.lora import Target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +57,6 @@ class Trainer(Protocol):
     """Trains models of one base. Methods raise InvalidRequest for what the client got wrong."""
 
     limits: TokenLimits
-    targets: Sequence[Target]
-    """Weights of the base that an adapter may adapt."""
 
     def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
         """Begin a model from the base's weights, with no gradient and no moments.

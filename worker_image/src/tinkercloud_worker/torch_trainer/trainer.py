@@ -92,7 +92,6 @@ class TorchTrainer:
         self._base = base
         self._max_batch_tokens = max_batch_tokens
         self._models: dict[str, _Model] = {}
-        self.targets = base.targets
         self.limits = TokenLimits(
             base.vocab_size, min(max_context_length or 1 << 62, base.max_context_length)
         )

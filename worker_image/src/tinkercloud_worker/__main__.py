@@ -1,0 +1,129 @@
+"""`python -m tinkercloud_worker CONFIG.json`: run a session head.
+
+The only place that knows which trainer and sampler there are.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import torch
+import uvicorn
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.torch_sampler.sampler import TorchSampler
+from tinkercloud_worker.torch_sampler.versions import Versions
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+log = structlog.get_logger(__name__)
+
+
+def build_backend(config: HeadConfig) -> Backend:
+    """Load the model and assemble the engine that the configuration asks for."""
+    base = BaseModel.load(config.model.path, getattr(torch, config.trainer.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    trainer = TorchTrainer(
+        base,
+        max_batch_tokens=config.trainer.max_batch_tokens,
+        max_context_length=config.limits.max_context_length,
+    )
+    thread = EngineThread(on_crash=_end_process)
+    sampler = TorchSampler(
+        base,
+        tokenizer,
+        config.sampler,
+        versions=Versions(Path(config.scratch_dir), config.limits.max_sampler_bytes),
+        wake=thread.wake,
+    )
+    thread.start(sampler)
+    return Backend(
+        config=config,
+        trainer=trainer,
+        sampler=sampler,
+        thread=thread,
+        store=CheckpointStore(open_store(config.checkpoint_root)),
+        end_tokens=end_tokens(config.model.path, tokenizer),
+    )
+
+
+def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end a text: the tokenizer's and the generation configuration's."""
+    found = {tokenizer.eos_token_id}
+    if (Path(path) / "generation_config.json").is_file():
+        configured = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        found.update(configured if isinstance(configured, list) else [configured])
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def _end_process(error: BaseException) -> None:
+    log.critical("the engine thread failed; ending the process", exc_info=error)
+    os._exit(70)
+
+
+class _Server(uvicorn.Server):
+    """A server that begins to drain as soon as it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a stop signal (called by uvicorn's signal handler)."""
+        self._loop.call_soon_threadsafe(self._lifecycle.begin_stop)
+        super().handle_exit(sig, frame)
+
+
+async def serve(config: HeadConfig) -> None:
+    """Serve until a stop signal, or until nobody needs this head any more."""
+    token = Path(config.token_file).read_text().strip()  # noqa: ASYNC240 - once, before serving
+    lifecycle = Lifecycle(config.timings, lambda: build_backend(config))
+    app = HeadApp(lifecycle, config.limits, token)
+    settings = uvicorn.Config(
+        app,
+        host=config.listen.host,
+        port=config.listen.port,
+        fd=config.listen.fd,
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(config.timings.drain_seconds) + 5,
+    )
+    await _Server(settings, lifecycle).serve()
+
+
+def main() -> None:
+    """Run the head whose configuration file is the only argument."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
+    structlog.contextvars.bind_contextvars(head=config.head, generation=config.generation)
+    uvicorn_loop = uvicorn.Config(app="", loop="auto").get_loop_factory()
+    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+        runner.run(serve(config))
+
+
+if __name__ == "__main__":
+    main()

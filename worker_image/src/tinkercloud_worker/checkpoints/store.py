@@ -1,0 +1,177 @@
+"""Writes and reads checkpoints, so that each one is whole or absent whenever the writer dies.
+
+The order of writes is explained in `protocol.checkpoints`. The store may be a local folder, S3,
+Google Cloud Storage or Azure; they differ by URL only (obstore).
+"""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import ObjectStore, from_url
+from pydantic import ValidationError
+
+from tinkercloud_protocol.checkpoints import Manifest, StoredFile
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.paths import CheckpointPath
+
+
+def open_store(url: str) -> ObjectStore:
+    """Open the object store at a URL; credentials come from the environment.
+
+    A local folder is made if it does not exist.
+    """
+    if url.startswith("file:"):
+        return from_url(url, mkdir=True)
+    return from_url(url, client_options={"allow_http": True})
+
+
+class CheckpointStore:
+    """All checkpoints under one root."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def find(self, path: CheckpointPath) -> Manifest | None:
+        """Return a checkpoint's manifest; None if there is no such checkpoint.
+
+        Raises:
+            InvalidRequest: the manifest was written by a newer release, or is damaged.
+        """
+        try:
+            answer = await obstore.get_async(self._store, path.manifest_key)
+        except FileNotFoundError:
+            return None
+        content = bytes(await answer.bytes_async())
+        try:
+            return Manifest.model_validate_json(content)
+        except ValidationError as error:
+            raise InvalidRequest(
+                f"{path} can't be read: its manifest is damaged or of a newer format ({error})"
+            ) from None
+
+    async def read(
+        self, path: CheckpointPath, names: Iterable[str] | None = None
+    ) -> tuple[Manifest, dict[str, bytes]]:
+        """Return the manifest and the contents of some of the files (by default all).
+
+        Raises:
+            NotFound: there is no such checkpoint, or it has expired.
+            InvalidRequest: a file is missing or is not the one that was written.
+        """
+        manifest = await self.manifest(path)
+        wanted = list(manifest.files) if names is None else list(names)
+        contents = await asyncio.gather(*[self._read_file(manifest, name) for name in wanted])
+        return manifest, dict(zip(wanted, contents, strict=True))
+
+    async def manifest(self, path: CheckpointPath) -> Manifest:
+        """Return the manifest of a checkpoint that may be used.
+
+        Raises:
+            NotFound: there is no such checkpoint, or it has expired.
+        """
+        manifest = await self.find(path)
+        if manifest is None or manifest.is_expired(datetime.now(UTC)):
+            raise NotFound(f"checkpoint {path} does not exist or has expired")
+        return manifest
+
+    async def _read_file(self, manifest: Manifest, name: str) -> bytes:
+        try:
+            answer = await obstore.get_async(self._store, manifest.key_of(name))
+        except FileNotFoundError:
+            raise InvalidRequest(f"{manifest.tinker_path}: its file {name} is missing") from None
+        content = bytes(await answer.bytes_async())
+        digest = await asyncio.to_thread(_sha256, content)
+        if digest != manifest.files[name].sha256:
+            raise InvalidRequest(f"{manifest.tinker_path}: its file {name} is damaged")
+        return content
+
+    async def write(
+        self, manifest: Manifest, files: Mapping[str, bytes], *, overwrite: bool
+    ) -> Manifest:
+        """Write a checkpoint and return its final manifest.
+
+        Args:
+            manifest: what the checkpoint is; its `files` are filled in here.
+            files: contents by file name.
+            overwrite: whether one of the same name may be replaced.
+
+        Raises:
+            InvalidRequest: one of the same name exists and may not be replaced.
+        """
+        path = manifest.path
+        await self.refuse_duplicate(path, overwrite=overwrite)
+        stored = await asyncio.to_thread(_describe, files)
+        manifest = manifest.model_copy(update={"files": stored, "data_prefix": ""})
+        if await self.find(path) is None:
+            await self._put_files(manifest, files)
+            await self._put_manifest(manifest, mode="create")
+            return manifest
+        staged = manifest.model_copy(update={"data_prefix": f"next-{uuid.uuid4().hex}"})
+        await self._put_files(staged, files)
+        await self._put_manifest(staged, mode="overwrite")
+        await asyncio.gather(
+            *[
+                obstore.copy_async(self._store, staged.key_of(name), manifest.key_of(name))
+                for name in files
+            ]
+        )
+        await self._put_manifest(manifest, mode="overwrite")
+        await self._sweep(manifest)
+        return manifest
+
+    async def refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
+        """Check that a name is free, or may be written over.
+
+        Raises:
+            InvalidRequest: it is taken.
+        """
+        if not overwrite and await self.find(path) is not None:
+            raise _exists(path)
+
+    async def _put_files(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        await asyncio.gather(
+            *[
+                obstore.put_async(self._store, manifest.key_of(name), content)
+                for name, content in files.items()
+            ]
+        )
+
+    async def _put_manifest(self, manifest: Manifest, mode: str) -> None:
+        content = manifest.model_dump_json(indent=2).encode()
+        key = manifest.path.manifest_key
+        try:
+            await obstore.put_async(
+                self._store, key, content, mode="create" if mode == "create" else "overwrite"
+            )
+        except AlreadyExistsError:
+            raise _exists(manifest.path) from None
+
+    async def _sweep(self, manifest: Manifest) -> None:
+        """Delete what a checkpoint's folder holds beyond its manifest and files."""
+        kept = {manifest.key_of(name) for name in manifest.files} | {manifest.path.manifest_key}
+        async for batch in obstore.list(self._store, manifest.path.prefix):
+            stray = [entry["path"] for entry in batch if entry["path"] not in kept]
+            if stray:
+                await obstore.delete_async(self._store, stray)
+
+
+def _exists(path: CheckpointPath) -> InvalidRequest:
+    return InvalidRequest(
+        f"checkpoint {path} exists already: choose another name, or save_state with overwrite=True"
+    )
+
+
+def _describe(files: Mapping[str, bytes]) -> dict[str, StoredFile]:
+    return {
+        name: StoredFile(size_bytes=len(content), sha256=_sha256(content))
+        for name, content in files.items()
+    }
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

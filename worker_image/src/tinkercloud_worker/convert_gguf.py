@@ -1,0 +1,47 @@
+"""`python -m tinkercloud_worker.convert_gguf FILE FOLDER`: a GGUF model to a Hugging Face folder.
+
+transformers de-quantizes GGUF files itself, but takes its time. The converted folder loads at
+once, and has no trace of the quantization. An existing folder is left as it is.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def convert(gguf_file: Path, folder: Path) -> None:
+    """Write the folder, whole or not at all."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    source, name = str(gguf_file.parent), gguf_file.name
+    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    config = quantized.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(quantized.state_dict())
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(temporary)
+        finished = Path(temporary) / "model"
+        finished.mkdir()
+        for file in [entry for entry in Path(temporary).iterdir() if entry.is_file()]:
+            file.rename(finished / file.name)
+        try:
+            finished.rename(folder)
+        except OSError:
+            # Two conversions may race: the first to get here wins, the other's work is dropped.
+            if not folder.exists():
+                raise
+
+
+def main() -> None:
+    """Convert the file named by the first argument into the folder named by the second."""
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

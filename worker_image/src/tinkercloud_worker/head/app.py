@@ -1,0 +1,287 @@
+"""The head's HTTP surface: one route table, bare ASGI.
+
+A request that can be read as far as its model and number takes its place in that model's order
+whatever else is wrong with it, and its future tells what was wrong. Refusing it outright would
+leave a hole in the order: the SDK sends the chunks of a batch in parallel, the first one last, and
+a refused chunk keeps it from ever sending the first.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import orjson
+import structlog
+
+from tinkercloud_protocol import envelope, futures, routes
+from tinkercloud_protocol.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    NotFound,
+    Unauthenticated,
+    WireError,
+)
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.launch import Limits, ModelSpec, SamplerSpec
+from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.sampling import (
+    CancelFutureRequest,
+    RetrieveFutureRequest,
+    SampleRequest,
+)
+from tinkercloud_protocol.training import (
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_protocol.wire import parse_json
+from tinkercloud_worker.head.http import (
+    LARGE_BODY_BYTES,
+    Receive,
+    Request,
+    Response,
+    Scope,
+    Send,
+    error_response,
+)
+from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.queue import Role
+from tinkercloud_worker.head.service import HeadService, OrderedRequest
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+OrderedModel = type[
+    OptimStepRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest | LoadWeightsRequest
+]
+
+
+class HeadApp:
+    """The ASGI application. Serves health from the start, the rest once the engine is ready."""
+
+    def __init__(self, lifecycle: Lifecycle, limits: Limits, token: str) -> None:
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._token = token.encode()
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("GET", routes.HEAD_HEALTH): self._health,
+            ("GET", routes.HEAD_READY): self._ready,
+            ("GET", routes.HEAD_STATUS): self._status,
+            ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
+            ("POST", routes.OPTIM_STEP): self._ordered(OptimStepRequest, "step"),
+            ("POST", routes.SAVE_WEIGHTS): self._ordered(SaveWeightsRequest),
+            ("POST", routes.SAVE_WEIGHTS_FOR_SAMPLER): self._ordered(SaveWeightsForSamplerRequest),
+            ("POST", routes.LOAD_WEIGHTS): self._ordered(LoadWeightsRequest),
+            ("POST", routes.ASAMPLE): self._asample,
+            ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
+            ("POST", routes.CANCEL_FUTURE): self._cancel_future,
+            ("PUT", routes.HEAD_MODELS): self._put_model,
+            ("DELETE", routes.HEAD_MODELS): self._delete_model,
+            ("PUT", routes.HEAD_SAMPLERS): self._put_sampler,
+            ("DELETE", routes.HEAD_SAMPLERS): self._delete_sampler,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event (the ASGI entry point)."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        request = Request(scope, receive)
+        if (request.method, request.path) == ("GET", routes.HEAD_LEASE):
+            await self._lease(request, receive, send)
+            return
+        try:
+            response = await self._respond(request)
+        except WireError as error:
+            response = error_response(error)
+        except Exception:
+            log.exception("request failed unexpectedly", path=request.path)
+            response = Response(b'{"detail": "internal error in the session head"}', 500)
+        await response.send(send)
+
+    async def _respond(self, request: Request) -> Response:
+        handler = self._routes.get((request.method, request.path))
+        if handler is None:
+            collection = "/" + request.path.split("/", 2)[1]
+            handler = self._routes.get((request.method, collection))
+        if handler is None:
+            raise NotFound(f"{request.method} {request.path} is not served by a session head")
+        if request.path != routes.HEAD_HEALTH:
+            self._authenticate(request)
+        return await handler(request)
+
+    def _authenticate(self, request: Request) -> None:
+        token = request.headers.get(routes.HEAD_TOKEN_HEADER, "").encode()
+        if not hmac.compare_digest(token, self._token):
+            raise Unauthenticated(f"{routes.HEAD_TOKEN_HEADER} is missing or wrong")
+
+    @property
+    def _service(self) -> HeadService:
+        return self._lifecycle.service
+
+    async def _health(self, _request: Request) -> Response:
+        return Response(b'{"status": "ok"}')
+
+    async def _ready(self, _request: Request) -> Response:
+        await self._lifecycle.wait_until_ready()
+        return Response(b'{"status": "ready"}')
+
+    async def _status(self, _request: Request) -> Response:
+        return Response(self._service.status().model_dump_json().encode())
+
+    async def _forward_backward(self, request: Request) -> Response:
+        try:
+            body = await request.body(self._limits.max_body_bytes)
+        except BodyTooLarge as error:
+            self._refuse_place(request.prefix, error)
+            raise
+        place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
+        self._check_target(request, place.model_id)
+        if place.seq_id < 1:
+            raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
+        try:
+            decoded = await _off_loop(decode_forward_backward, body)
+        except InvalidRequest as error:
+            request_id = self._service.refuse(place.model_id, place.seq_id, body, "gradient", error)
+        else:
+            request_id = self._submit(decoded, len(body))
+        return Response(futures.promise(request_id, model_id=place.model_id))
+
+    def _refuse_place(self, prefix: bytes, error: BodyTooLarge) -> None:
+        """Let an oversized body take its place in the order, if its beginning names one."""
+        try:
+            place = envelope.peek_training(prefix[: envelope.PREFIX_BYTES])
+            if place.seq_id >= 1:
+                self._service.refuse(place.model_id, place.seq_id, prefix, "gradient", error)
+        except WireError:
+            log.info("an oversized body named no place in any model's order")
+
+    def _ordered(self, model: OrderedModel, role: Role = "other") -> Handler:
+        async def handle(request: Request) -> Response:
+            body = await request.body(self._limits.max_body_bytes)
+            try:
+                parsed = parse_json(model, body)
+            except InvalidRequest as error:
+                model_id, seq_id = _json_place(body)
+                if model_id is None or seq_id is None:
+                    raise
+                self._check_target(request, model_id)
+                request_id = self._service.refuse(model_id, seq_id, body, role, error)
+                return Response(futures.promise(request_id, model_id=model_id))
+            model_id = parsed.model_id
+            if model_id is None:
+                raise InvalidRequest("model_id: required; models are created through /models")
+            self._check_target(request, model_id)
+            return Response(futures.promise(self._submit(parsed, len(body)), model_id=model_id))
+
+        return handle
+
+    def _submit(self, parsed: OrderedRequest, size: int) -> str:
+        return self._service.submit(parsed, size)
+
+    async def _asample(self, request: Request) -> Response:
+        body = await request.body(self._limits.max_body_bytes)
+        parsed = await _off_loop(lambda body: parse_json(SampleRequest, body), body)
+        self._check_target(request, parsed.sampling_session_id)
+        request_id = self._service.sample(parsed)
+        sequence_ids = request_id.sequence_ids(parsed.num_samples)
+        return Response(futures.sample_promise(str(request_id), sequence_ids))
+
+    async def _retrieve_future(self, request: Request) -> Response:
+        body = await request.body(LARGE_BODY_BYTES)
+        request_id = parse_json(RetrieveFutureRequest, body).request_id
+        self._check_target(request, request_id.rpartition(":")[0])
+        result = await self._service.retrieve(request_id)
+        if result is None:
+            return Response(futures.pending(request_id), futures.PENDING_STATUS)
+        return Response(result.body, content_type=result.content_type)
+
+    async def _cancel_future(self, request: Request) -> Response:
+        body = await request.body(LARGE_BODY_BYTES)
+        request_id = parse_json(CancelFutureRequest, body).request_id
+        self._check_target(request, request_id.rpartition(":")[0])
+        self._service.cancel(request_id)
+        return Response()
+
+    async def _put_model(self, request: Request) -> Response:
+        spec = parse_json(ModelSpec, await request.body(LARGE_BODY_BYTES))
+        model_id = ModelId.parse(_resource(request))
+        return Response(futures.promise(self._service.create_model(model_id, spec)))
+
+    async def _delete_model(self, request: Request) -> Response:
+        await self._service.delete_model(ModelId.parse(_resource(request)))
+        return Response()
+
+    async def _put_sampler(self, request: Request) -> Response:
+        spec = parse_json(SamplerSpec, await request.body(LARGE_BODY_BYTES))
+        self._service.register_sampler(SamplingSessionId.parse(_resource(request)), spec)
+        return Response()
+
+    async def _delete_sampler(self, request: Request) -> Response:
+        await self._service.retire_sampler(SamplingSessionId.parse(_resource(request)))
+        return Response()
+
+    def _check_target(self, request: Request, target: str) -> None:
+        """Check that a body is about what the API server routed it, and checked its owner, by."""
+        routed = request.headers.get(routes.TARGET_HEADER)
+        if routed != target:
+            raise InvalidRequest(
+                f"the body is about {target!r}, but was routed as {routed!r}: send each id once"
+            )
+
+    async def _lease(self, request: Request, receive: Receive, send: Send) -> None:
+        """Hold a connection open for as long as the API server on its other end lives."""
+        try:
+            self._authenticate(request)
+        except WireError as error:
+            await error_response(error).send(send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        with self._lifecycle.held_lease():
+            gone = asyncio.create_task(_disconnected(receive))
+            drained = asyncio.create_task(self._lifecycle.drained.wait())
+            await asyncio.wait({gone, drained}, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            drained.cancel()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._lifecycle.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._lifecycle.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _resource(request: Request) -> str:
+    return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
+
+
+def _json_place(body: bytes) -> tuple[str | None, int | None]:
+    """Return model_id and seq_id of a JSON body, as far as they can be read."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None, None
+    if not isinstance(content, dict):
+        return None, None
+    model_id, seq_id = content.get("model_id"), content.get("seq_id")
+    is_place = isinstance(model_id, str) and isinstance(seq_id, int) and 1 <= seq_id < 2**31
+    return (model_id, seq_id) if is_place else (None, None)
+
+
+async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:
+    """Run a parser here if the body is small, in a thread if it is not."""
+    if len(body) < LARGE_BODY_BYTES:
+        return function(body)
+    return await asyncio.to_thread(function, body)

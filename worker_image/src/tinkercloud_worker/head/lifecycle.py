@@ -1,0 +1,131 @@
+"""From process start to ready, and from a stop signal to the end.
+
+The head serves health checks from its first moment, loads its engine in the background, and is
+ready after that. It stops when told to, and also by itself when the API server that runs it has
+been gone for longer than `Timings.orphan_grace_seconds`: a laptop's head must not outlive its
+server for ever, but a restarted server should find it as it was.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.launch import Timings
+from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.service import HeadService
+
+log = structlog.get_logger(__name__)
+
+
+class Lifecycle:
+    """Owns the service while it exists. Belongs to one event loop."""
+
+    def __init__(self, timings: Timings, build: Callable[[], Backend]) -> None:
+        """Make a lifecycle.
+
+        Args:
+            timings: grace periods.
+            build: loads the engine and everything else; takes seconds, runs in a thread.
+        """
+        self._timings = timings
+        self._build = build
+        self._service: HeadService | None = None
+        self._thread: EngineThread | None = None
+        self._ready = asyncio.Event()
+        self._leases = 0
+        self._orphan_timer: asyncio.TimerHandle | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self.drained = asyncio.Event()
+        """Set when nothing that was accepted is unfinished any more; long waits end then."""
+
+    @property
+    def service(self) -> HeadService:
+        """The service.
+
+        Raises:
+            Unavailable: the engine is still loading.
+        """
+        if self._service is None:
+            raise Unavailable("the session head is loading its model; send the request again")
+        return self._service
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._loading = asyncio.create_task(self._load())
+        self._watch_for_owner()
+
+    async def _load(self) -> None:
+        try:
+            backend = await asyncio.to_thread(self._build)
+        except Exception:
+            log.exception("the engine could not be loaded")
+            _stop_process()
+            return
+        self._thread = backend.thread
+        self._service = HeadService(backend)
+        self._ready.set()
+        log.info("ready", model=backend.config.model.name)
+
+    async def wait_until_ready(self) -> None:
+        """Return once the engine is loaded."""
+        await self._ready.wait()
+
+    @contextmanager
+    def held_lease(self) -> Iterator[None]:
+        """Count an API server that holds its lease for as long as the context lasts."""
+        self._leases += 1
+        self._watch_for_owner()
+        try:
+            yield
+        finally:
+            self._leases -= 1
+            self._watch_for_owner()
+
+    def _watch_for_owner(self) -> None:
+        if self._orphan_timer is not None:
+            self._orphan_timer.cancel()
+            self._orphan_timer = None
+        grace = self._timings.orphan_grace_seconds
+        if self._leases == 0 and grace is not None:
+            loop = asyncio.get_running_loop()
+            self._orphan_timer = loop.call_later(grace, self._orphaned)
+
+    def _orphaned(self) -> None:
+        log.warning("no API server holds a lease any more; stopping")
+        _stop_process()
+
+    def begin_stop(self) -> None:
+        """Refuse new requests and finish the accepted ones, as far as the drain period allows."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        if self._service is not None:
+            try:
+                async with asyncio.timeout(self._timings.drain_seconds):
+                    await self._service.drain()
+            except TimeoutError:
+                log.warning("stopping before all requests were finished")
+            self._service.release_waiters()
+        self.drained.set()
+
+    async def stop(self) -> None:
+        """Drain, if that has not begun, and end."""
+        if self._loading is not None:
+            self._loading.cancel()
+        self.begin_stop()
+        await self.drained.wait()
+        if self._service is not None and self._thread is not None:
+            self._service.close()
+            await asyncio.to_thread(self._thread.stop)
+
+
+def _stop_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,230 @@
+"""What each training request does, once it is its turn."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+
+from tinkercloud_protocol import futures
+from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.payloads import ForwardBackwardRequest, encode_forward_backward_output
+from tinkercloud_protocol.training import (
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.samplers import Samplers
+
+Outcome = Result | Awaitable[Result]
+
+
+class Operations:
+    """The requests of one model. Called in order by its queue."""
+
+    def __init__(
+        self, model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers
+    ) -> None:
+        self._model_id = model_id
+        self._name = str(model_id)
+        self._spec = spec
+        self._backend = backend
+        self._samplers = samplers
+        self._uploads: dict[str, asyncio.Task[Manifest]] = {}
+        self._steps = 0
+        self._refused: str | None = "the model does not exist yet"
+
+    async def create(self) -> Result:
+        """Begin the model, from the base's weights or from a checkpoint."""
+        self._refused = "the model could not be created"
+        spec, limit = self._spec, self._backend.config.limits.max_lora_rank
+        if spec.optimizer.type != "adamw":
+            raise InvalidRequest(
+                f"optimizer_config.type {spec.optimizer.type!r} is not available: use 'adamw' (the"
+                " others have no public definition to implement)"
+            )
+        if spec.lora is not None and spec.lora.rank > limit:
+            raise InvalidRequest(f"lora_config.rank {spec.lora.rank} is over the limit {limit}")
+        state = None
+        if spec.restore_from is not None:
+            state = await self._read_state(spec.restore_from, with_optimizer=spec.restore_optimizer)
+            self._check_shape(state, spec.restore_from)
+        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, spec.lora))
+        if state is not None:
+            await self._import(state)
+        self._refused = None
+        answer: dict[str, object] = {"model_id": self._name}
+        if spec.restore_from is not None:
+            answer["path"] = spec.restore_from
+        return futures.finished(answer)
+
+    async def forward_backward(self, request: ForwardBackwardRequest) -> Result:
+        """Run a batch; add to the gradient unless the request is forward only."""
+        self._check_alive()
+        trainer = self._backend.trainer
+        batch = await asyncio.to_thread(prepare, request, trainer.limits)
+        run = trainer.forward if batch.forward_only else trainer.forward_backward
+        output = await self._backend.thread.run(lambda between: run(self._name, batch, between))
+        body = await asyncio.to_thread(
+            encode_forward_backward_output, output.logprobs, output.metrics
+        )
+        return Result(body, futures.PROTOBUF)
+
+    async def optim_step(self, request: OptimStepRequest) -> Result:
+        """Apply the gradient."""
+        self._check_alive()
+        params = request.adam()
+        metrics = await self._backend.thread.run(
+            lambda _: self._backend.trainer.optim_step(self._name, params)
+        )
+        self._steps = int(metrics["step"])
+        return futures.finished({"metrics": dict(metrics)})
+
+    async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
+        """Write a training checkpoint; the upload goes on beside the next requests."""
+        self._check_alive()
+        path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
+        await self._refuse_duplicate(path, overwrite=request.overwrite)
+        state = await self._backend.thread.run(
+            lambda _: self._backend.trainer.export_state(self._name)
+        )
+        manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
+
+        def encode() -> formats.Files:
+            return formats.encode_state(state, manifest.base_model)
+
+        return self._upload(path, manifest, encode, overwrite=request.overwrite)
+
+    async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Outcome:
+        """Publish the weights: as a named checkpoint, or for one sampling session."""
+        self._check_alive()
+        path = None
+        if request.path is not None:
+            path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
+            await self._refuse_duplicate(path, overwrite=False)
+        weights = await self._backend.thread.run(
+            lambda _: self._backend.trainer.snapshot(self._name)
+        )
+        if path is None:
+            return await self._publish(request, weights)
+        manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
+
+        def encode() -> formats.Files:
+            return formats.encode_weights(weights, manifest.base_model)
+
+        return self._upload(path, manifest, encode, overwrite=False)
+
+    async def _publish(
+        self, request: SaveWeightsForSamplerRequest, weights: WeightsSnapshot
+    ) -> Result:
+        index = request.sampling_session_seq_id
+        assert index is not None  # noqa: S101 - the request model asks for path or this
+        session_id = SamplingSessionId(self._model_id.session_id, index)
+        if request.kind == "inflight":
+            await self._samplers.publish_inflight(session_id, self._model_id, weights)
+        else:
+            await self._samplers.publish(session_id, weights)
+        return futures.finished({"sampling_session_id": str(session_id)})
+
+    async def load_weights(self, request: LoadWeightsRequest) -> Result:
+        """Replace the weights by a checkpoint's; reset or replace the optimizer's state."""
+        self._check_alive()
+        await asyncio.gather(*self._uploads.values(), return_exceptions=True)
+        state = await self._read_state(request.path, with_optimizer=request.optimizer)
+        await self._import(state)
+        return futures.finished({"path": request.path, "model_id": self._name})
+
+    async def drop_gradient(self) -> None:
+        """Forget the accumulated gradient."""
+        if self._refused is None:
+            await self._on_thread(lambda: self._backend.trainer.discard_gradient(self._name))
+
+    async def delete(self) -> None:
+        """Free the model's memory."""
+        self._refused = "the model was deleted"
+        await self._on_thread(lambda: self._backend.trainer.remove_model(self._name))
+        await self._samplers.retire_model(self._model_id)
+
+    def _check_alive(self) -> None:
+        if self._refused is not None:
+            raise InvalidRequest(f"model {self._name}: {self._refused}")
+
+    async def _on_thread(self, job: Callable[[], None]) -> None:
+        await self._backend.thread.run(lambda _: job())
+
+    async def _import(self, state: TrainingState) -> None:
+        await self._on_thread(lambda: self._backend.trainer.import_state(self._name, state))
+        self._steps = state.step
+
+    async def _read_state(self, uri: str, *, with_optimizer: bool) -> TrainingState:
+        store = self._backend.store
+        manifest = await store.manifest(CheckpointPath.parse(uri))
+        base_model = self._backend.config.model.name
+        if manifest.base_model != base_model:
+            raise InvalidRequest(
+                f"{uri} was trained on {manifest.base_model!r}; it can't be loaded into a model of"
+                f" {base_model!r}"
+            )
+        files_of = formats.files_of_state if with_optimizer else formats.files_of_weights
+        manifest, files = await store.read(manifest.path, files_of(manifest))
+        return await asyncio.to_thread(formats.decode_state, manifest, files)
+
+    def _check_shape(self, state: TrainingState, uri: str) -> None:
+        if state.weights.lora is None and self._spec.lora is not None:
+            raise InvalidRequest(f"{uri} holds a whole model, not an adapter")
+
+    async def _refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
+        if (upload := self._uploads.get(str(path))) is not None:
+            await asyncio.gather(upload, return_exceptions=True)
+        await self._backend.store.refuse_duplicate(path, overwrite=overwrite)
+
+    def _manifest(
+        self,
+        path: CheckpointPath,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str] | None,
+        step: int,
+    ) -> Manifest:
+        now = datetime.now(UTC)
+        return Manifest(
+            tinker_path=str(path),
+            owner=self._spec.owner,
+            base_model=self._backend.config.model.name,
+            lora=self._spec.lora,
+            optimizer=self._spec.optimizer,
+            step=step,
+            created_at=now,
+            expires_at=now + timedelta(seconds=ttl_seconds) if ttl_seconds else None,
+            user_metadata=user_metadata,
+            files={},
+        )
+
+    def _upload(
+        self,
+        path: CheckpointPath,
+        manifest: Manifest,
+        encode: Callable[[], formats.Files],
+        *,
+        overwrite: bool,
+    ) -> Awaitable[Result]:
+        async def upload() -> Manifest:
+            files = await asyncio.to_thread(encode)
+            return await self._backend.store.write(manifest, files, overwrite=overwrite)
+
+        task = asyncio.create_task(upload())
+        self._uploads[str(path)] = task
+        task.add_done_callback(lambda _: self._uploads.pop(str(path), None))
+
+        async def result() -> Result:
+            await task
+            return futures.finished({"path": str(path)})
+
+        return result()

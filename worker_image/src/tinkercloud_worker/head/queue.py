@@ -1,0 +1,221 @@
+"""One model's requests, run in order: the driver of a `Sequencer`.
+
+Rules beyond order:
+
+- A missing number is waited for, but not for ever (`Timings.gap_seconds`).
+- When a request that adds to the gradient fails, the gradient is dropped, and so are the requests
+  that were sent before the client could know: the rest of that step's, up to and including its
+  optim_step. Half a batch is never applied.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import orjson
+import structlog
+
+from tinkercloud_protocol.errors import InvalidRequest, WireError
+from tinkercloud_protocol.futures import Result, failed, failed_with
+from tinkercloud_protocol.ids import ModelId, RequestId
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.sequencer import Sequencer
+
+log = structlog.get_logger(__name__)
+
+Role = Literal["gradient", "step", "other"]
+"""Adds to the gradient; applies it; or does neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A request that has been read.
+
+    `run` either returns the result or a coroutine that will, which then no longer holds up the
+    requests that follow (an upload, say).
+    """
+
+    run: Callable[[], Awaitable[Result | Awaitable[Result]]]
+    role: Role = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    operation: Operation
+    knows_of: str | None
+    """The failed request whose failure the client had read when it sent this one."""
+
+
+def refusal(error: WireError, role: Role = "other") -> Operation:
+    """Return an operation that takes its place in the order and fails."""
+
+    async def run() -> Result:
+        raise error
+
+    return Operation(run, role)
+
+
+class ModelQueue:
+    """Runs one model's requests. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        model_id: ModelId,
+        results: Results,
+        *,
+        max_queued_bytes: int,
+        gap_seconds: float,
+        drop_gradient: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._model_id = model_id
+        self._results = results
+        self._gap_seconds = gap_seconds
+        self._drop_gradient = drop_gradient
+        self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
+        self._queued: dict[int, _Queued] = {}
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._gap_timer: asyncio.TimerHandle | None = None
+        self._failure: tuple[str, str] | None = None
+        """The failed gradient request of the step that is being built: its id and message."""
+        self._later: set[asyncio.Task[None]] = set()
+        self._worker = asyncio.create_task(self._work())
+
+    def request_id(self, seq_id: int) -> str:
+        """Return the id of this model's request of that number."""
+        return str(RequestId(self._model_id, seq_id))
+
+    def submit(self, seq_id: int, digest: bytes, size: int, operation: Operation) -> str:
+        """Queue a request and return its id. A repeated one is the same request.
+
+        Raises:
+            InvalidRequest: the number was used with other content, or cannot come now.
+            Overloaded: too much waits already.
+        """
+        request_id = self.request_id(seq_id)
+        if not self.sequencer.offer(seq_id, digest, size):
+            return request_id
+        knows_of = None
+        if self._failure is not None and self._results.was_read(self._failure[0]):
+            knows_of = self._failure[0]
+        self._results.open(request_id, digest)
+        self._queued[seq_id] = _Queued(operation, knows_of)
+        self._idle.clear()
+        self._arrived.set()
+        return request_id
+
+    async def drain(self) -> None:
+        """Wait until everything that can run has run, in the background too."""
+        await self._idle.wait()
+        await asyncio.gather(*self._later)
+
+    def close(self, reason: str) -> None:
+        """Stop; what has not run fails with this reason."""
+        self._worker.cancel()
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+        for seq_id in self._queued:
+            self._results.finish(self.request_id(seq_id), failed(reason, "server"))
+        if self.sequencer.is_running:
+            running = self.request_id(self.sequencer.next_seq_id)
+            self._results.finish(running, failed(reason, "server"))
+
+    async def _work(self) -> None:
+        while True:
+            seq_id = self.sequencer.take()
+            if seq_id is None:
+                self._watch_gap()
+                self._idle.set()
+                await self._arrived.wait()
+                self._arrived.clear()
+                continue
+            await self._run(seq_id, self._queued.pop(seq_id))
+            self.sequencer.finish()
+
+    async def _run(self, seq_id: int, queued: _Queued) -> None:
+        request_id = self.request_id(seq_id)
+        try:
+            self._check_step(queued)
+            outcome = await queued.operation.run()
+        except Exception as error:  # noqa: BLE001 - whatever it is, its future gets an answer
+            result = to_result(error)
+            if queued.operation.role == "gradient":
+                await self._fail_step(request_id, result)
+            self._results.finish(request_id, result)
+            return
+        if isinstance(outcome, Result):
+            self._results.finish(request_id, outcome)
+        else:
+            task = asyncio.create_task(self._finish_later(request_id, outcome))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+
+    async def _finish_later(self, request_id: str, outcome: Awaitable[Result]) -> None:
+        try:
+            result = await outcome
+        except Exception as error:  # noqa: BLE001 - as in _run
+            result = to_result(error)
+        self._results.finish(request_id, result)
+
+    def _check_step(self, queued: _Queued) -> None:
+        """Refuse what belongs to a step that has failed already."""
+        if self._failure is None or queued.operation.role == "other":
+            return
+        failed_id, message = self._failure
+        if queued.operation.role == "gradient":
+            if queued.knows_of == failed_id:
+                self._failure = None
+                return
+            raise InvalidRequest(
+                f"not run: request {failed_id} of the same step failed before it ({message});"
+                " the step's gradient was dropped, send all of its data again"
+            )
+        self._failure = None
+        raise InvalidRequest(
+            f"not applied: request {failed_id} of this step failed ({message}); the gradient was"
+            " dropped and the weights are unchanged. Send the step's data again, then optim_step"
+        )
+
+    async def _fail_step(self, request_id: str, result: Result) -> None:
+        if self._failure is None:
+            self._failure = (request_id, error_message(result))
+        await self._drop_gradient()
+
+    def _watch_gap(self) -> None:
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
+        if self.sequencer.is_stuck:
+            loop = asyncio.get_running_loop()
+            self._gap_timer = loop.call_later(self._gap_seconds, self._give_up_gap)
+
+    def _give_up_gap(self) -> None:
+        missing = self.sequencer.next_seq_id
+        message = (
+            f"seq_id {missing} did not arrive within {self._gap_seconds:.0f} s, so the requests"
+            " that waited for it were dropped; create a new training client from a checkpoint"
+        )
+        log.warning("gave up a gap", model_id=str(self._model_id), missing_seq_id=missing)
+        for seq_id in self.sequencer.give_up_gap():
+            queued = self._queued.pop(seq_id)
+            request_id = self.request_id(seq_id)
+            if queued.operation.role == "gradient" and self._failure is None:
+                self._failure = (request_id, message)
+            self._results.finish(request_id, failed(message, "user"))
+        self._arrived.set()
+
+
+def error_message(result: Result) -> str:
+    """Return what a terminal failure says."""
+    return str(orjson.loads(result.body)["error"])
+
+
+def to_result(error: Exception) -> Result:
+    """Return the terminal failure an exception becomes; unexpected ones are logged, not shown."""
+    if isinstance(error, WireError):
+        return failed_with(error)
+    log.error("request failed unexpectedly", exc_info=error)
+    return failed(
+        f"internal error ({type(error).__name__}); the head's log has the details", "server"
+    )

@@ -1,0 +1,125 @@
+"""Results of requests: final bytes, kept until some time after they were first read.
+
+A result is not dropped when it is read, because the answer may have been lost on its way and the
+SDK then asks again. Waiters are woken by the result itself.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.launch import Timings
+
+
+@dataclass(slots=True)
+class _Entry:
+    digest: bytes
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Result | None = None
+    finished_at: float = 0.0
+    read_at: float | None = None
+
+
+class Results:
+    """Results by request id. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        timings: Timings,
+        max_bytes: int,
+        *,
+        now: Callable[[], float],
+        on_drop: Callable[[str], None] = lambda _request_id: None,
+    ) -> None:
+        """Make an empty store.
+
+        Args:
+            timings: how long results are kept.
+            max_bytes: of all results together; beyond it, the first read go first.
+            now: a clock in seconds that never goes back.
+            on_drop: told the id of each result that is no longer kept.
+        """
+        self._timings = timings
+        self._max_bytes = max_bytes
+        self._now = now
+        self._on_drop = on_drop
+        self._entries: dict[str, _Entry] = {}
+        self._bytes = 0
+
+    def open(self, request_id: str, digest: bytes) -> bool:
+        """Expect a result; return False if this id was opened before."""
+        if request_id in self._entries:
+            return False
+        self._entries[request_id] = _Entry(digest)
+        return True
+
+    def digest(self, request_id: str) -> bytes | None:
+        """Return the content digest an id was opened with; None if it is unknown."""
+        entry = self._entries.get(request_id)
+        return entry.digest if entry is not None else None
+
+    def finish(self, request_id: str, result: Result) -> None:
+        """Store a result and wake its waiters. A second result for one id is ignored."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.result is not None:
+            return
+        entry.result, entry.finished_at = result, self._now()
+        entry.finished.set()
+        self._bytes += len(result.body)
+
+    async def wait(self, request_id: str, seconds: float) -> Result | None:
+        """Return a result once it is there; None if it is not within `seconds`.
+
+        Raises:
+            NotFound: the id was never opened, or its result is no longer kept.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise NotFound(
+                f"request {request_id!r} is unknown here: it was never sent, or its result is no"
+                f" longer kept ({self._timings.result_ttl_seconds:.0f} s after it was first read)"
+            )
+        try:
+            async with asyncio.timeout(seconds):
+                await entry.finished.wait()
+        except TimeoutError:
+            return None
+        if entry.result is not None and entry.read_at is None:
+            entry.read_at = self._now()
+        return entry.result
+
+    def release(self) -> None:
+        """Let all waiters go, with or without a result."""
+        for entry in self._entries.values():
+            entry.finished.set()
+
+    def was_read(self, request_id: str) -> bool:
+        """Whether a client has been given this result."""
+        entry = self._entries.get(request_id)
+        return entry is None or entry.read_at is not None
+
+    def sweep(self) -> None:
+        """Drop what has been kept long enough, and the first read of what is too much."""
+        now, timings = self._now(), self._timings
+        for request_id, entry in list(self._entries.items()):
+            if entry.result is None:
+                continue
+            if entry.read_at is not None:
+                is_over = now - entry.read_at > timings.result_ttl_seconds
+            else:
+                is_over = now - entry.finished_at > timings.unread_result_ttl_seconds
+            if is_over:
+                self._drop(request_id)
+        read = [(e.read_at, i) for i, e in self._entries.items() if e.read_at is not None]
+        for _, request_id in sorted(read):
+            if self._bytes <= self._max_bytes:
+                return
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id)
+        if entry.result is not None:
+            self._bytes -= len(entry.result.body)
+        self._on_drop(request_id)

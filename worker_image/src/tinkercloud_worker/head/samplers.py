@@ -1,0 +1,107 @@
+"""Sampling sessions: which version of which weights each of them samples from.
+
+A snapshot session keeps the version it was made with. The inflight sessions of a model share one
+target, which each inflight save moves on (`tinker.types.SamplingClientKind`).
+"""
+
+import asyncio
+
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.launch import SamplerSpec
+from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head.backend import Backend
+
+
+class Samplers:
+    """The sampling sessions a head knows. Belongs to one event loop."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._sessions: dict[str, asyncio.Task[str] | str] = {}
+        """Session to its version: a name, or a task that publishes it."""
+        self._inflight: dict[str, str] = {}
+        """Model to the version its inflight sessions sample from now."""
+        self._inflight_sessions: dict[str, str] = {}
+        """Inflight session to its model."""
+        self._published = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions) + len(self._inflight_sessions)
+
+    def register(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
+        """Make a session of the base model, or of a checkpoint, known. Repeating it is fine."""
+        name = str(session_id)
+        if name not in self._sessions:
+            self._sessions[name] = asyncio.create_task(self._load(name, spec))
+
+    async def _load(self, name: str, spec: SamplerSpec) -> str:
+        weights: WeightsSnapshot | None = None
+        if spec.model_path is not None:
+            store = self._backend.store
+            manifest = await store.manifest(CheckpointPath.parse(spec.model_path))
+            if manifest.base_model != self._backend.config.model.name:
+                raise InvalidRequest(
+                    f"{spec.model_path} was trained on {manifest.base_model!r}, but this server"
+                    f" holds {self._backend.config.model.name!r}"
+                )
+            wanted = formats.files_of_weights(manifest)
+            manifest, files = await store.read(manifest.path, wanted)
+            weights = await asyncio.to_thread(formats.decode_weights, manifest, files)
+        await self._backend.sampler.publish(name, weights)
+        return name
+
+    async def publish(self, session_id: SamplingSessionId, weights: WeightsSnapshot) -> None:
+        """Make a session that keeps these weights."""
+        name = str(session_id)
+        await self._backend.sampler.publish(name, weights)
+        self._sessions[name] = name
+
+    async def publish_inflight(
+        self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
+    ) -> None:
+        """Move all inflight sessions of a model on to these weights, and add one."""
+        model = str(model_id)
+        self._published += 1
+        version = f"{model}@{self._published}"
+        await self._backend.sampler.publish(version, weights)
+        previous, self._inflight[model] = self._inflight.get(model), version
+        self._inflight_sessions[str(session_id)] = model
+        if previous is not None:
+            await self._backend.sampler.retire(previous)
+
+    async def version(self, session_id: SamplingSessionId) -> str:
+        """Return the version a session samples from now.
+
+        Raises:
+            NotFound: the session is unknown here.
+            InvalidRequest: its checkpoint can't be read.
+        """
+        name = str(session_id)
+        if (model := self._inflight_sessions.get(name)) is not None:
+            return self._inflight[model]
+        session = self._sessions.get(name)
+        if session is None:
+            raise NotFound(f"sampling session {name!r} is unknown to this head")
+        return session if isinstance(session, str) else await asyncio.shield(session)
+
+    async def retire(self, session_id: SamplingSessionId) -> None:
+        """Forget a session and, unless it shares them, its weights."""
+        name = str(session_id)
+        self._inflight_sessions.pop(name, None)
+        session = self._sessions.pop(name, None)
+        if isinstance(session, asyncio.Task):
+            session.cancel()
+        if session is not None:
+            await self._backend.sampler.retire(name)
+
+    async def retire_model(self, model_id: ModelId) -> None:
+        """Forget a model's inflight target and the sessions that share it."""
+        model = str(model_id)
+        sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
+        for name in sharing:
+            del self._inflight_sessions[name]
+        if (version := self._inflight.pop(model, None)) is not None:
+            await self._backend.sampler.retire(version)
