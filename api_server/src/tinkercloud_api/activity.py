@@ -1,0 +1,36 @@
+"""When sessions and runs were last used: noted in memory, written to the catalog now and then.
+
+A heartbeat every ten seconds from every client, and every request of every run, must not each
+become a write.
+"""
+
+from datetime import datetime
+
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
+
+
+class Activity:
+    """Moments not yet written. Belongs to one event loop."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._sessions: set[str] = set()
+        self._runs: dict[str, datetime] = {}
+
+    def beat(self, session_id: str) -> None:
+        """Note that a session's client is alive."""
+        self._sessions.add(session_id)
+
+    def touch(self, run_id: str) -> None:
+        """Note that a run was used."""
+        self._runs[run_id] = now()
+
+    async def write(self) -> None:
+        """Write what has been noted since the last time."""
+        sessions, self._sessions = self._sessions, set()
+        runs, self._runs = self._runs, {}
+        if sessions:
+            await self._catalog.beat(list(sessions))
+        if runs:
+            await self._catalog.touch_runs(runs)

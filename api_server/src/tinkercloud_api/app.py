@@ -1,0 +1,111 @@
+"""The API server as data: its routes, its middleware, and what it is made of.
+
+/api/v1/<hot paths>      routes.hot, forwarded to session heads as bytes
+/api/v1/...              routes.sessions, models, runs, keys: answered here
+/hf/...                  routes.hub: the tokenizer mirror
+/healthz /livez          routes.health
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import structlog
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from tinkercloud_api import errors
+from tinkercloud_api.activity import Activity
+from tinkercloud_api.auth import Authenticator, Role, hash_key
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.context import Context
+from tinkercloud_api.limits import BodyLimit
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.router import Router
+from tinkercloud_api.routes import health, hot, hub, keys, models, runs, sessions
+from tinkercloud_api.settings import Settings
+from tinkercloud_api.training_runs import TrainingRuns
+
+log = structlog.get_logger(__name__)
+
+JSON_BODY_BYTES = 1 << 20
+_JANITOR_SECONDS = 30.0
+
+
+def create_app(settings: Settings, provider: SessionProvider) -> FastAPI:
+    """Return the application; it opens its catalog and starts its provider when it is served."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running_context(settings, provider) as context:
+            app.state.context = context
+            yield
+
+    app = FastAPI(title="Tinkercloud", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    for path, handler in hot.HANDLERS.items():
+        app.router.routes.append(Route(path, hot.HotRoute(handler), methods=["POST"]))
+    for module in (sessions, models, runs, keys, health, hub):
+        app.include_router(module.router)
+    app.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES, exempt=hot.HANDLERS.keys())
+    errors.install(app)
+    return app
+
+
+@asynccontextmanager
+async def running_context(settings: Settings, provider: SessionProvider) -> AsyncIterator[Context]:
+    """Open everything a server needs, and close it again."""
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await register_bootstrap_key(catalog, settings)
+    client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+    checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
+    router = Router(catalog, provider, client)
+    context = Context(
+        settings=settings,
+        catalog=catalog,
+        authenticator=Authenticator(catalog),
+        provider=provider,
+        checkpoints=checkpoints,
+        router=router,
+        training_runs=TrainingRuns(catalog, provider, checkpoints, router),
+        proxy=Proxy(client),
+        activity=Activity(catalog),
+        client=client,
+    )
+    await provider.start()
+    janitor = asyncio.create_task(_keep_house(context))
+    try:
+        yield context
+    finally:
+        janitor.cancel()
+        with suppress(asyncio.CancelledError):
+            await janitor
+        await provider.stop()
+        await context.activity.write()
+        await client.close()
+        await catalog.close()
+
+
+async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
+    """Register the key that the settings name, if they name one."""
+    if settings.bootstrap_key is not None:
+        key_hash = hash_key(settings.bootstrap_key.get_secret_value())
+        await catalog.add_key(
+            key_hash=key_hash, name="bootstrap", owner="bootstrap", role=Role.ADMIN
+        )
+
+
+async def _keep_house(context: Context) -> None:
+    """Write down activity and delete what has expired, every now and then."""
+    while True:
+        await asyncio.sleep(_JANITOR_SECONDS)
+        try:
+            await context.activity.write()
+            await context.checkpoints.delete_expired()
+        except Exception:
+            log.exception("housekeeping failed; it is tried again")

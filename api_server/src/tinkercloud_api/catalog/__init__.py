@@ -1,0 +1,1 @@
+"""The truth about history: keys, sessions, runs, sampling sessions and checkpoints."""

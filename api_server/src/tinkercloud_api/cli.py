@@ -1,0 +1,234 @@
+"""The `tinkercloud` command.
+
+`serve`, `keys` and `doctor` work on this machine's state folder; `models` and `sessions` ask a
+running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY).
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import aiohttp
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from tinkercloud_api import diagnosis, logs, server
+from tinkercloud_api.auth import Role, hash_key, new_key
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.models import ModelNotFoundError
+from tinkercloud_api.settings import Settings, UnknownSettingError, load_settings
+from tinkercloud_protocol.wire import describe
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="tinkercloud",
+    help="A self-hosted implementation of the Tinker API.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+keys_app = typer.Typer(help="API keys of this machine's catalog.", no_args_is_help=True)
+models_app = typer.Typer(help="Base models of a running server.", no_args_is_help=True)
+sessions_app = typer.Typer(help="Sessions of a running server.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
+app.add_typer(models_app, name="models")
+app.add_typer(sessions_app, name="sessions")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+BaseUrl = Annotated[
+    str, typer.Option(envvar="TINKER_BASE_URL", help="The server to ask.", show_default=True)
+]
+ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Your key.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]error:[/red] {message}", highlight=False)
+    raise typer.Exit(1)
+
+
+def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
+    try:
+        return load_settings(**overrides)
+    except ValidationError as error:
+        _fail(f"settings: {describe(error)}")
+    except (UnknownSettingError, FileNotFoundError) as error:
+        _fail(str(error))
+
+
+def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(list(rows), default=str))
+        return
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*[str(row[column]) for column in columns])
+    Console().print(table)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=WHERE: serve the Hugging Face folder, or the model of the local Hugging"
+            " Face cache, at WHERE under NAME. May be repeated. NAME alone means NAME=NAME."
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder that holds all state.")] = None,
+) -> None:
+    """Serve the Tinker API, with session heads as child processes of this one."""
+    models = {}
+    for entry in model or []:
+        name, _, where = entry.partition("=")
+        models[name] = where or name
+    settings = _settings(host=host, port=port, state_dir=state_dir, models=models or None)
+    logs.configure(settings)
+    try:
+        server.run(settings)
+    except (server.AlreadyRunningError, ModelNotFoundError) as error:
+        _fail(str(error))
+
+
+def _with_catalog(work: Callable[[Catalog], Awaitable[T]]) -> T:
+    async def run() -> T:
+        engine = open_database(_settings().catalog_url)
+        await migrate(engine)
+        catalog = Catalog(engine)
+        try:
+            return await work(catalog)
+        finally:
+            await catalog.close()
+
+    return asyncio.run(run())
+
+
+@keys_app.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    owner: Annotated[str | None, typer.Option(help="Whose it is; by default NAME.")] = None,
+    role: Annotated[Role, typer.Option(help="admin sees what belongs to others.")] = Role.USER,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Make a key and show it, this once."""
+    key = new_key()
+    row = _with_catalog(
+        lambda catalog: catalog.add_key(
+            key_hash=hash_key(key), name=name, owner=owner or name, role=role
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
+    else:
+        typer.echo(key)
+
+
+@keys_app.command("list")
+def list_keys(*, as_json: Json = False) -> None:
+    """List all keys, without the keys themselves."""
+    rows = [
+        {
+            "id": row.id,
+            "name": row.name,
+            "owner": row.owner,
+            "role": row.role,
+            "created": row.created_at.isoformat(timespec="seconds"),
+            "revoked": row.revoked_at.isoformat(timespec="seconds") if row.revoked_at else "",
+        }
+        for row in _with_catalog(lambda catalog: catalog.keys())
+    ]
+    columns = ["id", "name", "owner", "role", "created", "revoked"]
+    _show(rows, columns, as_json=as_json)
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    key_id: Annotated[int, typer.Argument(help="Its id, as `keys list` shows it.")],
+) -> None:
+    """Revoke a key. A running server refuses it within ten seconds."""
+    if not _with_catalog(lambda catalog: catalog.revoke_key(key_id)):
+        _fail(f"there is no key {key_id} that is not revoked already")
+
+
+def _ask(method: str, base_url: str, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
+    async def run() -> Any:  # noqa: ANN401 - any JSON
+        headers = {"X-API-Key": api_key}
+        async with (
+            aiohttp.ClientSession(headers=headers) as client,
+            client.request(method, f"{base_url.rstrip('/')}/api/v1/{path}") as response,
+        ):
+            content = await response.json()
+            if response.status >= 400:
+                _fail(f"{response.status}: {content['detail']}")
+            return content
+
+    try:
+        return asyncio.run(run())
+    except aiohttp.ClientError as error:
+        _fail(f"no server answers at {base_url} ({error}); start one or set TINKER_BASE_URL")
+
+
+@models_app.command("list")
+def list_models(api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL, *, as_json: Json = False) -> None:
+    """List the base models on offer."""
+    answer = _ask("GET", base_url, api_key, "get_server_capabilities")
+    columns = ["model_name", "max_context_length", "trainable", "sampleable"]
+    _show(answer["supported_models"], columns, as_json=as_json)
+
+
+@sessions_app.command("list")
+def list_sessions(
+    api_key: ApiKey,
+    base_url: BaseUrl = DEFAULT_URL,
+    limit: Annotated[int, typer.Option(help="Show this many of the newest.")] = 20,
+    *,
+    everybody: Annotated[bool, typer.Option("--all", help="Everybody's (admins).")] = False,
+    as_json: Json = False,
+) -> None:
+    """List sessions, newest first."""
+    scope = "accessible" if everybody else "owned"
+    answer = _ask("GET", base_url, api_key, f"sessions?limit={limit}&access_scope={scope}")
+    _show([{"session": session} for session in answer["sessions"]], ["session"], as_json=as_json)
+
+
+@sessions_app.command("show")
+def show_session(
+    session: str, api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL, *, as_json: Json = False
+) -> None:
+    """Show the training runs and samplers of a session."""
+    answer = _ask("GET", base_url, api_key, f"sessions/{session}")
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    rows = [{"kind": "training run", "id": run} for run in answer["training_run_ids"]]
+    rows += [{"kind": "sampler", "id": sampler} for sampler in answer["sampler_ids"]]
+    _show(rows, ["kind", "id"], as_json=False)
+
+
+@sessions_app.command("delete")
+def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL) -> None:
+    """End a session and free what it holds. Its checkpoints stay."""
+    _ask("DELETE", base_url, api_key, f"sessions/{session}")
+
+
+@app.command()
+def doctor(*, as_json: Json = False) -> None:
+    """Check that this machine can serve, and say what to do where it can't."""
+    findings = asyncio.run(diagnosis.examine(_settings()))
+    rows = [finding.as_row() for finding in findings]
+    _show(rows, ["check", "result", "detail"], as_json=as_json)
+    if any(not finding.is_good for finding in findings):
+        raise typer.Exit(1)

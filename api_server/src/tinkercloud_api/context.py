@@ -1,0 +1,56 @@
+"""What a request handler works with: made once at start-up, passed explicitly from then on."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import aiohttp
+from fastapi import Depends, Header, Request
+
+from tinkercloud_api.activity import Activity
+from tinkercloud_api.auth import Authenticator, Principal
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.router import Router
+from tinkercloud_api.settings import Settings
+from tinkercloud_api.training_runs import TrainingRuns
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The server's parts."""
+
+    settings: Settings
+    catalog: Catalog
+    authenticator: Authenticator
+    provider: SessionProvider
+    checkpoints: Checkpoints
+    router: Router
+    training_runs: TrainingRuns
+    proxy: Proxy
+    activity: Activity
+    client: aiohttp.ClientSession
+
+
+def get_context(request: Request) -> Context:
+    """Return the server's parts (a FastAPI dependency)."""
+    context: Context = request.app.state.context
+    return context
+
+
+Server = Annotated[Context, Depends(get_context)]
+
+
+async def get_principal(
+    server: Server, x_api_key: Annotated[str | None, Header()] = None
+) -> Principal:
+    """Return who is asking (a FastAPI dependency).
+
+    Raises:
+        Unauthenticated: the key is missing, unknown or revoked.
+    """
+    return await server.authenticator.principal(x_api_key)
+
+
+Caller = Annotated[Principal, Depends(get_principal)]

@@ -1,0 +1,122 @@
+"""What `tinkercloud doctor` looks at."""
+
+import importlib.util
+import shutil
+import tempfile
+from dataclasses import dataclass
+
+import aiohttp
+import obstore
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinkercloud_api.catalog.database import open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.checkpoints import open_store
+from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.server import running_server
+from tinkercloud_api.settings import Settings
+
+_LOW_DISK_BYTES = 5 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check."""
+
+    check: str
+    is_good: bool
+    detail: str
+
+    def as_row(self) -> dict[str, str]:
+        """Return it for a table."""
+        result = "ok" if self.is_good else "FAILED"
+        return {"check": self.check, "result": result, "detail": self.detail}
+
+
+async def examine(settings: Settings) -> list[Finding]:
+    """Run all checks; none of them changes anything but a temporary file."""
+    findings = [_state_dir(settings), _disk(settings), _worker()]
+    findings.append(await _catalog(settings))
+    findings.append(await _checkpoints(settings))
+    findings += [_model(name, where) for name, where in settings.models.items()]
+    findings.append(await _server(settings))
+    return findings
+
+
+def _state_dir(settings: Settings) -> Finding:
+    try:
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=settings.state_dir):
+            pass
+    except OSError as error:
+        return Finding(
+            "state folder",
+            is_good=False,
+            detail=f"{settings.state_dir} can't be written ({error.strerror}): set"
+            " TINKERCLOUD_STATE_DIR",
+        )
+    return Finding("state folder", is_good=True, detail=str(settings.state_dir))
+
+
+def _disk(settings: Settings) -> Finding:
+    folder = settings.state_dir if settings.state_dir.exists() else "/"
+    free = shutil.disk_usage(folder).free
+    return Finding("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
+
+
+def _worker() -> Finding:
+    missing = [
+        name
+        for name in ("tinkercloud_worker", "torch", "transformers")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        return Finding("session head", is_good=False, detail=f"not installed: {', '.join(missing)}")
+    return Finding("session head", is_good=True, detail="installed")
+
+
+async def _catalog(settings: Settings) -> Finding:
+    catalog = Catalog(open_database(settings.catalog_url))
+    try:
+        await catalog.ping()
+    except (SQLAlchemyError, OSError) as error:
+        return Finding("catalog", is_good=False, detail=str(error).splitlines()[0])
+    finally:
+        await catalog.close()
+    return Finding("catalog", is_good=True, detail="answers")
+
+
+async def _checkpoints(settings: Settings) -> Finding:
+    url = settings.checkpoint_url
+    try:
+        await obstore.head_async(open_store(url), "ping")
+    except FileNotFoundError:
+        pass
+    except (obstore.exceptions.BaseError, OSError) as error:
+        detail = f"{url} does not answer: {str(error).splitlines()[0]}"
+        return Finding("checkpoints", is_good=False, detail=detail)
+    return Finding("checkpoints", is_good=True, detail=url)
+
+
+def _model(name: str, where: str) -> Finding:
+    try:
+        model = resolve(name, where)
+    except ModelNotFoundError as error:
+        return Finding(f"model {name}", is_good=False, detail=str(error))
+    return Finding(f"model {name}", is_good=True, detail=str(model.local_path))
+
+
+async def _server(settings: Settings) -> Finding:
+    pid = running_server(settings.state_dir)
+    if pid is None:
+        return Finding("server", is_good=True, detail="not running")
+    url = f"http://{settings.host}:{settings.port}/healthz"
+    try:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as client, client.get(url) as response:
+            content = await response.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        detail = f"process {pid} runs, but {url} does not answer: {error}"
+        return Finding("server", is_good=False, detail=detail)
+    is_good = response.status == 200
+    return Finding("server", is_good=is_good, detail=f"process {pid}: {content['status']}")

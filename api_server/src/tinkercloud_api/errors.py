@@ -1,0 +1,48 @@
+"""Exceptions to answers, for the JSON routes; the hot paths do the same in `routes.hot`."""
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.wire import describe
+
+log = structlog.get_logger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    """Make an application answer our errors, and others, in the SDK's form: `{"detail": ...}`."""
+    app.add_exception_handler(WireError, _wire_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _wire_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, WireError)  # noqa: S101 - registered for this class
+    headers = {"retry-after": "1"} if error.status in {429, 503} else None
+    return JSONResponse({"detail": error.message}, error.status, headers)
+
+
+async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
+    faults = [
+        f"{'.'.join(str(part) for part in fault['loc'][1:]) or 'request body'}: {fault['msg']}"
+        for fault in error.errors()[:3]
+    ]
+    return JSONResponse({"detail": "; ".join(faults)}, 400)
+
+
+async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, ValidationError):
+        return JSONResponse({"detail": describe(error)}, 400)
+    log.error("request failed unexpectedly", path=request.url.path, exc_info=error)
+    return JSONResponse({"detail": "internal error; the server's log has the details"}, 500)

@@ -1,0 +1,51 @@
+"""Bounds on the bodies of the JSON routes, before anything parses them."""
+
+from collections.abc import Collection, MutableMapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from tinkercloud_api.http import Receive, Scope, Send, answer_error
+from tinkercloud_protocol.errors import BodyTooLarge
+
+
+class BodyLimit:
+    """ASGI middleware: a body over the limit is answered 413 and read no further."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, exempt: Collection[str]) -> None:
+        """Wrap an application.
+
+        Args:
+            app: what is wrapped.
+            max_bytes: of one body.
+            exempt: paths that bound their bodies themselves.
+        """
+        self._app = app
+        self._max_bytes = max_bytes
+        self._exempt = frozenset(exempt)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event."""
+        if scope["type"] != "http" or scope["path"] in self._exempt:
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            await answer_error(send, BodyTooLarge(self._message()))
+            return
+        size = 0
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                # The one exception FastAPI lets through while it reads a body.
+                raise HTTPException(BodyTooLarge.status, self._message())
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _message(self) -> str:
+        return f"body is larger than {self._max_bytes} bytes"

@@ -1,0 +1,1 @@
+"""Where session heads come from: child processes here, pods on a cluster."""

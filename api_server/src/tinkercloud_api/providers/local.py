@@ -1,0 +1,295 @@
+"""Session heads as child processes of this server: one for each base model, shared by all runs.
+
+A head outlives a server that is killed (its lease says for how long), so that the next server
+finds it by the file it left, `heads/<name>/head.json`, and the runs in it go on. A server that is
+stopped properly stops its heads too.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import aiohttp
+import structlog
+
+from tinkercloud_api.providers.base import (
+    HeadFailed,
+    HeadRoute,
+    Placement,
+    ServedModel,
+    Waiting,
+)
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
+
+log = structlog.get_logger(__name__)
+
+_ADOPT_SECONDS = 5.0
+_LEASE_RETRY_SECONDS = 0.2
+_LOG_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What a server leaves for the next one about a running head."""
+
+    pid: int
+    url: str
+    generation: str
+
+
+class _LocalHead:
+    """One base model's head: absent, starting or running."""
+
+    def __init__(
+        self, model: ServedModel, settings: Settings, client: aiohttp.ClientSession
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._client = client
+        self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
+        self._starting: asyncio.Task[HeadRoute] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._pid: int | None = None
+        self._lease: asyncio.Task[None] | None = None
+        self.route: HeadRoute | None = None
+
+    async def acquire(self) -> HeadRoute:
+        """Return the running head; start it if there is none. Callers share one start."""
+        if self.route is not None:
+            return self.route
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(self._start_is_over)
+        return await asyncio.shield(self._starting)
+
+    def _start_is_over(self, task: "asyncio.Task[HeadRoute]") -> None:
+        self._starting = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error(
+                "a session head could not be started", model=self._model.name, error=str(error)
+            )
+
+    async def _start(self) -> HeadRoute:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
+        self._write_secret("token", token)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(2048)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            config = self._config(generation, listener.fileno())
+            config_file = self._folder / "config.json"
+            config_file.write_text(config.model_dump_json(indent=2))
+            with (self._folder / "head.log").open("wb") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "tinkercloud_worker", str(config_file)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(listener.fileno(),),
+                    start_new_session=True,
+                    env=_head_environment(),
+                )
+        route = HeadRoute(url, token, generation)
+        log.info("session head started", model=self._model.name, pid=self._process.pid)
+        await self._wait_until_ready(route, self._process)
+        self._adopted(route, self._process.pid)
+        record = _Record(self._process.pid, url, generation)
+        self._write_secret("head.json", json.dumps(asdict(record)))
+        return route
+
+    def _config(self, generation: str, fd: int) -> HeadConfig:
+        settings = self._settings
+        timings = settings.timings.model_copy(
+            update={"orphan_grace_seconds": settings.orphan_grace_seconds}
+        )
+        return HeadConfig(
+            head=_slug(self._model.name),
+            generation=generation,
+            model=BaseModelSource(name=self._model.name, path=self._model.local_path or ""),
+            token_file=str(self._folder / "token"),
+            checkpoint_root=settings.checkpoint_url,
+            scratch_dir=str(self._folder / "scratch" / generation),
+            listen=Listen(fd=fd),
+            trainer=settings.trainer,
+            sampler=settings.sampler,
+            limits=settings.limits,
+            timings=timings,
+        )
+
+    async def _wait_until_ready(
+        self, route: HeadRoute, process: asyncio.subprocess.Process
+    ) -> None:
+        ready = asyncio.create_task(self._get(route, routes.HEAD_READY))
+        ended = asyncio.create_task(process.wait())
+        done, _ = await asyncio.wait(
+            {ready, ended},
+            timeout=self._settings.head_start_seconds,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        ready.cancel()
+        ended.cancel()
+        if ready in done and ready.exception() is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        seconds = self._settings.head_start_seconds
+        what = "ended" if done else f"was not ready within {seconds:.0f} s"
+        raise HeadFailed(
+            f"the session head of {self._model.name!r} {what} while starting: {self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        lines = [line for line in tail.splitlines() if line.strip()]
+        errors = [line for line in lines if '"level": "error"' in line or "Error" in line]
+        return (errors or lines or ["no output"])[-1][:500]
+
+    async def adopt(self) -> None:
+        """Take over the head a previous server left running, if there is one."""
+        try:
+            record = _Record(**json.loads((self._folder / "head.json").read_text()))
+            token = (self._folder / "token").read_text()
+        except (FileNotFoundError, ValueError, TypeError):
+            return
+        route = HeadRoute(record.url, token, record.generation)
+        try:
+            async with asyncio.timeout(_ADOPT_SECONDS):
+                status = HeadStatus.model_validate_json(await self._get(route, routes.HEAD_STATUS))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return
+        if status.generation == record.generation:
+            log.info("session head found running", model=self._model.name, pid=record.pid)
+            self._adopted(route, record.pid)
+
+    def _adopted(self, route: HeadRoute, pid: int) -> None:
+        self.route, self._pid = route, pid
+        self._lease = asyncio.create_task(self._hold_lease(route))
+
+    async def _hold_lease(self, route: HeadRoute) -> None:
+        """Hold the head's lease; when it can't be held any more, the head is gone."""
+        while True:
+            try:
+                await self._get(route, routes.HEAD_LEASE)
+                await asyncio.sleep(_LEASE_RETRY_SECONDS)
+            except aiohttp.ClientConnectorError:
+                break
+            except aiohttp.ClientError:
+                continue
+        log.error("session head is gone", model=self._model.name, generation=route.generation)
+        self.route = self._pid = None
+
+    async def _get(self, route: HeadRoute, path: str) -> bytes:
+        async with self._client.get(
+            route.url + path,
+            headers={routes.HEAD_TOKEN_HEADER: route.token},
+            timeout=aiohttp.ClientTimeout(total=None),
+            raise_for_status=True,
+        ) as response:
+            return await response.read()
+
+    async def stop(self) -> None:
+        """Stop the head and wait for its end."""
+        if self._starting is not None:
+            self._starting.cancel()
+        pid = self._pid or (self._process.pid if self._process is not None else None)
+        if pid is None or not _signal(pid, signal.SIGTERM):
+            return
+        try:
+            async with asyncio.timeout(self._settings.timings.drain_seconds + 10):
+                if self._lease is not None:
+                    await self._lease
+                if self._process is not None:
+                    await self._process.wait()
+        except TimeoutError:
+            _signal(pid, signal.SIGKILL)
+
+    def _write_secret(self, name: str, content: str) -> None:
+        """Write a file only this user can read, whole or not at all."""
+        temporary = self._folder / f".{name}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        temporary.replace(self._folder / name)
+
+
+class LocalProvider:
+    """See `providers.base.SessionProvider`, whose contract this class fulfils."""
+
+    def __init__(self, models: list[ServedModel], settings: Settings) -> None:
+        self._models = {model.name: model for model in models}
+        self._settings = settings
+        self._client: aiohttp.ClientSession | None = None
+        self._heads: dict[str, _LocalHead] = {}
+
+    async def start(self) -> None:
+        """See `SessionProvider.start`."""
+        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        for model in self._models.values():
+            head = _LocalHead(model, self._settings, self._client)
+            self._heads[model.name] = head
+            await head.adopt()
+
+    async def stop(self) -> None:
+        """See `SessionProvider.stop`."""
+        await asyncio.gather(*[head.stop() for head in self._heads.values()])
+        if self._client is not None:
+            await self._client.close()
+
+    def models(self) -> list[ServedModel]:
+        """See `SessionProvider.models`."""
+        return list(self._models.values())
+
+    def find(self, placement: Placement) -> HeadRoute | None:
+        """See `SessionProvider.find`."""
+        head = self._heads.get(placement.base_model)
+        return head.route if head is not None else None
+
+    async def acquire(self, placement: Placement) -> HeadRoute:
+        """See `SessionProvider.acquire`."""
+        head = self._heads.get(placement.base_model)
+        if head is None:
+            raise NotFound(
+                f"base model {placement.base_model!r} is not served here; the served ones are"
+                f" {', '.join(map(repr, self._models))}"
+            )
+        return await head.acquire()
+
+    def waiting(self, placement: Placement) -> Waiting:
+        """See `SessionProvider.waiting`."""
+        reason = f"the session head of {placement.base_model!r} is loading the model"
+        return Waiting("paused_capacity", reason)
+
+
+def _slug(name: str) -> str:
+    """Return a folder name that is readable, and different for different model names."""
+    readable = re.sub(r"[^0-9A-Za-z.-]+", "-", name).strip("-.")[:48]
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _head_environment() -> Mapping[str, str]:
+    # OpenMP's threads must sleep when they have nothing to do: spinning ones starve the server
+    # and each other on a small machine.
+    defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    own = {name for name in os.environ if name.startswith("TINKERCLOUD_")}
+    return defaults | {name: value for name, value in os.environ.items() if name not in own}
+
+
+def _signal(pid: int, number: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

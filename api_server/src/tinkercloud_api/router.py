@@ -1,0 +1,264 @@
+"""From a run or sampling session to the head that holds it: checked, created or given up.
+
+A model is created on a head once; the catalog remembers the head's generation. If that generation
+is gone, so is the model: requests for it are refused for good, because an empty model under the
+same id would silently forget its training. Sampling sessions of base models and saved checkpoints
+have nothing to lose and are made known to whatever head there is.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import aiohttp
+import structlog
+
+from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
+from tinkercloud_api.providers.base import HeadRoute, Placement, SessionProvider, Waiting
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+
+log = structlog.get_logger(__name__)
+
+_HEAD_CALL_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _KnownRun:
+    """What routing needs of a run; only its generation ever changes."""
+
+    owner: str
+    placement: Placement
+    spec: ModelSpec
+    generation: str | None
+    is_deleted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownSampler:
+    owner: str
+    placement: Placement
+    model_path: str | None
+    run_id: str | None
+
+
+class SamplerLost(InvalidRequest):
+    """A sampling session's weights lived only in a head that is gone.
+
+    A 400 rather than a 410, on which the SDK would send the same sample again without end.
+    """
+
+
+class Router:
+    """Finds heads, and makes runs and samplers exist on them. Belongs to one event loop."""
+
+    def __init__(
+        self, catalog: Catalog, provider: SessionProvider, client: aiohttp.ClientSession
+    ) -> None:
+        self._catalog = catalog
+        self._provider = provider
+        self._client = client
+        self._runs: dict[str, _KnownRun] = {}
+        self._samplers: dict[str, _KnownSampler] = {}
+        self._registered: set[tuple[str, str]] = set()
+        """Generation and sampling session of what a head has been told."""
+        self._creating: dict[str, asyncio.Task[HeadRoute]] = {}
+
+    async def authorize_run(self, run_id: str, principal: Principal) -> None:
+        """Check that a run exists for this principal.
+
+        Raises:
+            NotFound: it does not.
+        """
+        run = await self._run(run_id)
+        principal.require(run.owner if run else None, f"training run {run_id!r}")
+
+    async def authorize_sampler(self, sampler_id: str, principal: Principal) -> None:
+        """Check that a sampling session exists for this principal.
+
+        Raises:
+            NotFound: it does not.
+        """
+        sampler = await self._sampler(sampler_id)
+        principal.require(sampler.owner if sampler else None, f"sampling session {sampler_id!r}")
+
+    async def _run(self, run_id: str) -> _KnownRun | None:
+        run = self._runs.get(run_id)
+        if run is None and (row := await self._catalog.run(run_id)) is not None:
+            run = self.learn_run(row)
+        return run
+
+    def learn_run(self, row: TrainingRun) -> _KnownRun:
+        """Remember a run from its catalog row."""
+        run = _KnownRun(
+            row.owner,
+            Placement(row.id, row.owner, row.base_model),
+            spec=ModelSpec.model_validate(row.spec),
+            generation=row.generation,
+            is_deleted=row.deleted_at is not None,
+        )
+        self._runs[row.id] = run
+        return run
+
+    async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
+        sampler = self._samplers.get(sampler_id)
+        if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
+            sampler = self.learn_sampler(row)
+        return sampler
+
+    def learn_sampler(self, row: SamplingSession) -> _KnownSampler:
+        """Remember a sampling session from its catalog row."""
+        sampler = _KnownSampler(
+            row.owner,
+            Placement(row.run_id or row.id, row.owner, row.base_model),
+            row.model_path,
+            row.run_id,
+        )
+        self._samplers[row.id] = sampler
+        return sampler
+
+    async def head_of_run(self, run_id: str) -> HeadRoute:
+        """Return the head that holds a run, which `authorize_run` has let through.
+
+        Raises:
+            StateLost: the head that held it is gone, or the run was deleted.
+        """
+        run = await self._run(run_id)
+        if run is None or run.is_deleted:
+            raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
+        if run.generation is None:
+            return await asyncio.shield(self._creation(run_id))
+        route = self._provider.find(run.placement)
+        if route is None or route.generation != run.generation:
+            raise StateLost(await self._obituary(run_id))
+        return route
+
+    def begin_run(self, run_id: str) -> None:
+        """Begin to make a run exist on a head; `head_of_run` waits for it."""
+        _in_background = self._creation(run_id)
+
+    def _creation(self, run_id: str) -> "asyncio.Task[HeadRoute]":
+        """Return the attempt to make a run exist, which all callers share."""
+        task = self._creating.get(run_id)
+        if task is None:
+            task = self._creating[run_id] = asyncio.create_task(self._create_run(run_id))
+            task.add_done_callback(lambda _: self._creating.pop(run_id, None))
+            task.add_done_callback(_retrieve_exception)
+        return task
+
+    async def _create_run(self, run_id: str) -> HeadRoute:
+        run = await self._run(run_id)
+        if run is None:
+            raise StateLost(f"training run {run_id} was deleted")
+        route = await self._provider.acquire(run.placement)
+        await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", run.spec.model_dump_json())
+        await self._catalog.set_generation(run_id, route.generation)
+        run.generation = route.generation
+        return route
+
+    async def head_of_sampler(self, sampler_id: str) -> HeadRoute:
+        """Return a head that samples for a session, which `authorize_sampler` has let through.
+
+        Raises:
+            SamplerLost: its weights lived only in a head that is gone.
+        """
+        sampler = await self._sampler(sampler_id)
+        if sampler is None:
+            raise SamplerLost(f"sampling session {sampler_id} was deleted")
+        if sampler.run_id is not None:
+            try:
+                return await self.head_of_run(sampler.run_id)
+            except StateLost as error:
+                raise SamplerLost(
+                    f"the weights of sampling session {sampler_id} were never saved under a name,"
+                    f" and {error.message}"
+                ) from None
+        route = await self._provider.acquire(sampler.placement)
+        if (route.generation, sampler_id) not in self._registered:
+            spec = SamplerSpec(model_path=sampler.model_path).model_dump_json()
+            await self._put(route, f"{routes.HEAD_SAMPLERS}/{sampler_id}", spec)
+            self._registered.add((route.generation, sampler_id))
+        return route
+
+    async def head_of_sample(self, sampler_id: str) -> HeadRoute:
+        """Return the head that may hold the result of a sample.
+
+        Raises:
+            StateLost: there is none, and sending the sample again will find or start one.
+            SamplerLost: there is none, and never will be.
+        """
+        sampler = await self._sampler(sampler_id)
+        if sampler is None or sampler.run_id is not None:
+            return await self.head_of_sampler(sampler_id)
+        route = self._provider.find(sampler.placement)
+        if route is None:
+            raise StateLost("the session head that drew this sample has stopped; sample again")
+        return route
+
+    async def can_sample_again(self, sampler_id: str) -> bool:
+        """Whether a sample whose result is gone can simply be drawn again."""
+        sampler = await self._sampler(sampler_id)
+        return sampler is not None and sampler.run_id is None
+
+    def why_waiting(self, run_id: str) -> Waiting:
+        """Return why a run that is being created is not there yet."""
+        return self._provider.waiting(self._runs[run_id].placement)
+
+    async def release(self, run_ids: list[str], sampler_ids: list[str]) -> None:
+        """Free what runs and sampling sessions hold in heads. Repeating it is fine."""
+        for run_id in run_ids:
+            await self._catalog.delete_run(run_id)
+            if (run := await self._run(run_id)) is not None:
+                run.is_deleted = True
+                await self._delete(run.placement, f"{routes.HEAD_MODELS}/{run_id}")
+        for sampler_id in sampler_ids:
+            if (sampler := await self._sampler(sampler_id)) is not None:
+                await self._delete(sampler.placement, f"{routes.HEAD_SAMPLERS}/{sampler_id}")
+
+    async def _delete(self, placement: Placement, path: str) -> None:
+        route = self._provider.find(placement)
+        if route is None:
+            return
+        try:
+            await self._call("DELETE", route, path, None)
+        except Unavailable:
+            log.warning("could not tell a head to let go", path=path)
+
+    async def _put(self, route: HeadRoute, path: str, body: str) -> None:
+        await self._call("PUT", route, path, body)
+
+    async def _call(self, method: str, route: HeadRoute, path: str, body: str | None) -> None:
+        try:
+            async with self._client.request(
+                method,
+                route.url + path,
+                data=body,
+                headers={routes.HEAD_TOKEN_HEADER: route.token},
+                timeout=aiohttp.ClientTimeout(total=_HEAD_CALL_SECONDS),
+            ) as response:
+                if response.status == 400:
+                    raise InvalidRequest(str((await response.json())["detail"]))
+                response.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unavailable(f"the session head did not answer: {error}") from None
+
+    async def _obituary(self, run_id: str) -> str:
+        rows = await self._catalog.checkpoints_of_run(run_id)
+        saved = [row for row in rows if row.kind == str(CheckpointKind.TRAINING)]
+        hint = "no checkpoint of it was saved"
+        if saved:
+            path = CheckpointPath(run_id, CheckpointKind.TRAINING, saved[-1].name)
+            hint = f"resume with create_training_client_from_state_with_optimizer({str(path)!r})"
+        return (
+            f"the session head that held training run {run_id} has stopped, and what was trained"
+            f" since the last checkpoint is lost; {hint}"
+        )
+
+
+def _retrieve_exception(task: "asyncio.Task[HeadRoute]") -> None:
+    """Mark a failed attempt's exception as seen: whoever waits for it has it, or nobody does."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,31 @@
+"""Health that means ready: the catalog and the object store answer."""
+
+import obstore
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinkercloud_api.context import Server
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def live() -> dict[str, str]:
+    """Answer as long as the process serves."""
+    return {"status": "ok"}
+
+
+@router.get("/healthz")
+@router.get("/api/v1/healthz")
+async def healthy(server: Server) -> JSONResponse:
+    """Answer 200 if requests can be served, 503 with the reason if not."""
+    try:
+        await server.catalog.ping()
+    except (SQLAlchemyError, OSError) as error:
+        return JSONResponse({"status": "unavailable", "detail": f"catalog: {error}"}, 503)
+    try:
+        await server.checkpoints.ping()
+    except (obstore.exceptions.BaseError, OSError) as error:
+        return JSONResponse({"status": "unavailable", "detail": f"checkpoints: {error}"}, 503)
+    return JSONResponse({"status": "ok"})

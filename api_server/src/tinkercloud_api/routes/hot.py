@@ -1,0 +1,299 @@
+"""The hot paths: everything a head serves, forwarded as bytes.
+
+Plain ASGI, without FastAPI: bodies are read only as far as needed to route them. Before anything
+goes to a head, the key is checked, and that what the request is about belongs to its holder.
+"""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import orjson
+import structlog
+import zstandard
+
+from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.tables import SamplingSession
+from tinkercloud_api.context import Context
+from tinkercloud_api.http import (
+    HotRequest,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    answer_error,
+)
+from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_protocol import envelope, futures, routes
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
+from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.sampling import RetrieveFutureRequest
+from tinkercloud_protocol.training import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_protocol.wire import parse_json
+
+log = structlog.get_logger(__name__)
+
+SaveT = TypeVar("SaveT", SaveWeightsRequest, SaveWeightsForSamplerRequest)
+
+_SMALL_BODY_BYTES = 1 << 20
+_GONE = (410, orjson.dumps({"detail": "this result is gone; send the request again"}))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request and what is known of it."""
+
+    server: Context
+    request: HotRequest
+    principal: Principal
+    send: Send
+
+    async def forward(
+        self,
+        route: HeadRoute,
+        target: str,
+        body: bytes | AsyncIterator[bytes],
+        replace: Mapping[int, tuple[int, bytes]] | None = None,
+    ) -> None:
+        """Forward to a head."""
+        await self.server.proxy.forward(
+            self.send,
+            route,
+            self.request.path,
+            target=target,
+            headers=self.request.headers,
+            body=body,
+            replace=replace,
+        )
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class HotRoute:
+    """An ASGI application around one handler: key, errors, nothing else."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        server: Context = scope["app"].state.context
+        request = HotRequest(scope, receive)
+        try:
+            key = request.headers.get(routes.API_KEY_HEADER)
+            principal = await server.authenticator.principal(key)
+            await self._handler(Call(server, request, principal, send))
+        except WireError as error:
+            await answer_error(send, error)
+
+
+async def forward_backward(call: Call) -> None:
+    """Stream a protobuf body to the head of its model."""
+    async with aclosing(call.request.chunks()) as chunks:
+        prefix = await _prefix(chunks)
+        encoding = call.request.headers.get("content-encoding", "identity")
+        plain = _decompressed_prefix(prefix) if encoding == "zstd" else prefix
+        model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
+        route = await _route_run(call, model_id)
+        await call.forward(route, model_id, _chain(prefix, chunks))
+
+
+async def ordered(call: Call) -> None:
+    """Forward a small JSON request to the head of its model."""
+    body = await call.request.body(_SMALL_BODY_BYTES)
+    model_id = envelope.peek_json(body, "model_id")
+    await call.forward(await _route_run(call, model_id), model_id, body)
+
+
+async def save_weights(call: Call) -> None:
+    """Forward a save; note the checkpoint that it may make."""
+    body = await call.request.body(_SMALL_BODY_BYTES)
+    model_id = envelope.peek_json(body, "model_id")
+    route = await _route_run(call, model_id)
+    request = _read_or_none(SaveWeightsRequest, body)
+    if request is not None and request.model_id == model_id:
+        path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
+        await _expect(call, path)
+    await call.forward(route, model_id, body)
+
+
+async def save_weights_for_sampler(call: Call) -> None:
+    """Forward a publication; note the checkpoint or the sampling session that it may make."""
+    body = await call.request.body(_SMALL_BODY_BYTES)
+    model_id = envelope.peek_json(body, "model_id")
+    route = await _route_run(call, model_id)
+    request = _read_or_none(SaveWeightsForSamplerRequest, body)
+    if request is not None and request.model_id == model_id:
+        if request.path is not None:
+            await _expect(call, _path_or_none(model_id, CheckpointKind.SAMPLER, request.path))
+        elif request.sampling_session_seq_id is not None:
+            await _expect_sampler(call, ModelId.parse(model_id), request.sampling_session_seq_id)
+    await call.forward(route, model_id, body)
+
+
+async def load_weights(call: Call) -> None:
+    """Begin a run from a checkpoint, or forward a load into an existing model.
+
+    Either way the checkpoint must be the caller's to read.
+    """
+    body = await call.request.body(_SMALL_BODY_BYTES)
+    request = parse_json(LoadWeightsRequest, body)
+    if request.model_id is None:
+        runs = call.server.training_runs
+        request_id = await runs.create_from_checkpoint(request, call.principal)
+        await answer(call.send, futures.promise(request_id))
+        return
+    route = await _route_run(call, request.model_id)
+    await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
+    await call.forward(route, request.model_id, body)
+
+
+async def asample(call: Call) -> None:
+    """Forward a sampling request to a head that serves its session."""
+    body = await call.request.body(call.server.settings.limits.max_body_bytes)
+    sampler_id = envelope.peek_json(body, "sampling_session_id")
+    router = call.server.router
+    await router.authorize_sampler(sampler_id, call.principal)
+    await call.forward(await router.head_of_sampler(sampler_id), sampler_id, body)
+
+
+async def cancel_future(call: Call) -> None:
+    """Forward a cancellation; one that comes too late is fine."""
+    body = await call.request.body(_SMALL_BODY_BYTES)
+    request_id = RequestId.parse(parse_json(RetrieveFutureRequest, body).request_id)
+    if not isinstance(request_id.target, SamplingSessionId):
+        raise InvalidRequest("only sampling requests can be cancelled")
+    target = str(request_id.target)
+    await call.server.router.authorize_sampler(target, call.principal)
+    try:
+        route = await call.server.router.head_of_sample(target)
+    except WireError:
+        await answer(call.send, b"{}")
+        return
+    await call.forward(route, target, body)
+
+
+async def retrieve_future(call: Call) -> None:
+    """Wait for a result where it lives; what is lost for good is answered, not retried."""
+    body = await call.request.body(_SMALL_BODY_BYTES)
+    request_id = RequestId.parse(parse_json(RetrieveFutureRequest, body).request_id)
+    if isinstance(request_id.target, SamplingSessionId):
+        await _retrieve_sample(call, request_id, body)
+        return
+    target, router = str(request_id.target), call.server.router
+    await router.authorize_run(target, call.principal)
+    try:
+        async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
+            route = await router.head_of_run(target)
+    except TimeoutError:
+        waiting = router.why_waiting(target)
+        body = futures.pending(str(request_id), waiting.queue_state, waiting.reason)
+        await answer(call.send, body, status=futures.PENDING_STATUS)
+        return
+    except WireError as error:
+        await answer(call.send, futures.failed_with(error).body)
+        return
+    await call.forward(route, target, body)
+
+
+async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> None:
+    target, router = str(request_id.target), call.server.router
+    await router.authorize_sampler(target, call.principal)
+    try:
+        route = await router.head_of_sample(target)
+    except StateLost:
+        await answer(call.send, _GONE[1], status=_GONE[0])
+        return
+    except WireError as error:
+        await answer(call.send, futures.failed_with(error).body)
+        return
+    # A head that does not know the request is not the one it was sent to: on 410 the SDK sends
+    # the sample again.
+    replace = {404: _GONE} if await router.can_sample_again(target) else None
+    await call.forward(route, target, body, replace)
+
+
+async def _route_run(call: Call, model_id: str) -> HeadRoute:
+    await call.server.router.authorize_run(model_id, call.principal)
+    call.server.activity.touch(model_id)
+    return await call.server.router.head_of_run(model_id)
+
+
+async def _expect(call: Call, path: CheckpointPath | None) -> None:
+    if path is not None:
+        await call.server.checkpoints.expect(path, call.principal.owner)
+
+
+async def _expect_sampler(call: Call, model_id: ModelId, index: int) -> None:
+    run = await call.server.catalog.run(str(model_id))
+    if run is not None:
+        row = SamplingSession(
+            id=str(SamplingSessionId(model_id.session_id, index)),
+            session_id=model_id.session_id,
+            owner=run.owner,
+            base_model=run.base_model,
+            model_path=None,
+            run_id=run.id,
+        )
+        call.server.router.learn_sampler(await call.server.catalog.add_sampler(row))
+
+
+def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPath | None:
+    """Return a path, or None if the head is going to refuse it."""
+    try:
+        return CheckpointPath(run_id, kind, name)
+    except InvalidRequest:
+        return None
+
+
+def _read_or_none(model: type[SaveT], body: bytes) -> SaveT | None:
+    """Return a request, or None if the head is going to refuse it."""
+    try:
+        return parse_json(model, body)
+    except InvalidRequest:
+        return None
+
+
+async def _prefix(chunks: AsyncIterator[bytes]) -> bytes:
+    """Read until the beginning of the body can be routed by."""
+    prefix = b""
+    async for chunk in chunks:
+        prefix += chunk
+        if len(prefix) >= envelope.PREFIX_BYTES:
+            break
+    return prefix
+
+
+def _decompressed_prefix(prefix: bytes) -> bytes:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(prefix)) as reader:
+            return reader.read(envelope.PREFIX_BYTES)
+    except zstandard.ZstdError as error:
+        raise InvalidRequest(f"body is not valid zstd: {error}") from None
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+HANDLERS: Mapping[str, Handler] = {
+    routes.FORWARD_BACKWARD: forward_backward,
+    routes.OPTIM_STEP: ordered,
+    routes.SAVE_WEIGHTS: save_weights,
+    routes.SAVE_WEIGHTS_FOR_SAMPLER: save_weights_for_sampler,
+    routes.LOAD_WEIGHTS: load_weights,
+    routes.ASAMPLE: asample,
+    routes.RETRIEVE_FUTURE: retrieve_future,
+    routes.CANCEL_FUTURE: cancel_future,
+}

@@ -1,0 +1,127 @@
+"""A read-only mirror of the served models' tokenizers, in the Hugging Face hub's own protocol.
+
+The SDK loads tokenizers from the hub, on the client. With `HF_ENDPOINT=http://<server>/hf` it
+gets those of the served models from here instead, without a network. Only the files a tokenizer
+consists of are served; weights never.
+"""
+
+import hashlib
+from fnmatch import fnmatch
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+
+from tinkercloud_api.context import Server
+from tinkercloud_api.providers.base import ServedModel
+
+router = APIRouter(prefix="/hf", tags=["tokenizers"])
+
+_SERVED_FILES = (
+    "added_tokens.json",
+    "chat_template.*",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.*",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tiktoken.*",
+    "*.tiktoken",
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "tokenizer_config.json",
+    "vocab.*",
+)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that belong to its tokenizer."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _SERVED_FILES)
+    )
+
+
+def _find(server: Server, repo: str) -> ServedModel | None:
+    models = {model.name: model for model in server.provider.models()}
+    model = models.get(repo)
+    is_served = server.settings.hf_mirror and model is not None and model.local_path is not None
+    return model if is_served else None
+
+
+def _commit(files: list[Path]) -> str:
+    """Return a revision that changes with the content, in the form of a git commit id."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _missing(code: str) -> Response:
+    """Return the hub's own kind of 404; clients tell a missing file from a missing repository."""
+    return JSONResponse({"error": code}, 404, {"X-Error-Code": code})
+
+
+@router.get("/api/models/{repo:path}/tree/{revision}")
+def tree(repo: str, revision: str, server: Server) -> Response:
+    """List a model's tokenizer files."""
+    del revision
+    model = _find(server, repo)
+    if model is None or model.local_path is None:
+        return _missing("RepoNotFound")
+    return JSONResponse(
+        [
+            {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _commit([file])}
+            for file in tokenizer_files(Path(model.local_path))
+        ]
+    )
+
+
+@router.get("/api/models/{repo:path}/revision/{revision}")
+def revision(repo: str, revision: str, server: Server) -> Response:
+    """Describe a model at a revision; there is only one."""
+    del revision
+    return describe(repo, server)
+
+
+@router.get("/api/models/{repo:path}")
+def describe(repo: str, server: Server) -> Response:
+    """Describe a model."""
+    model = _find(server, repo)
+    if model is None or model.local_path is None:
+        return _missing("RepoNotFound")
+    files = tokenizer_files(Path(model.local_path))
+    return JSONResponse(
+        {
+            "id": repo,
+            "modelId": repo,
+            "sha": _commit(files),
+            "private": False,
+            "gated": False,
+            "tags": [],
+            "siblings": [{"rfilename": file.name} for file in files],
+        }
+    )
+
+
+@router.api_route("/{repo:path}/resolve/{revision}/{name}", methods=["GET", "HEAD"])
+def resolve(repo: str, revision: str, name: str, request: Request, server: Server) -> Response:
+    """Return one file."""
+    del revision
+    model = _find(server, repo)
+    if model is None or model.local_path is None:
+        return _missing("RepoNotFound")
+    files = {file.name: file for file in tokenizer_files(Path(model.local_path))}
+    if name not in files:
+        return _missing("EntryNotFound")
+    headers = {
+        "ETag": f'"{_commit([files[name]])}"',
+        "X-Repo-Commit": _commit(list(files.values())),
+        "Accept-Ranges": "bytes",
+    }
+    if request.method == "HEAD":
+        headers["Content-Length"] = str(files[name].stat().st_size)
+        return Response(headers=headers)
+    return FileResponse(files[name], headers=headers, media_type="application/octet-stream")

@@ -1,0 +1,24 @@
+"""The caller's own key."""
+
+from fastapi import APIRouter
+
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.catalogue import ApiKeyInfo
+
+router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
+
+
+@router.get("/apikey/me")
+async def show_key(caller: Caller) -> ApiKeyInfo:
+    """Return what is known of the key that was sent."""
+    details = {"org_details": {"name": "tinkercloud"}, "user_details": {"email": caller.owner}}
+    return ApiKeyInfo(
+        key_id=caller.key_id, name=caller.key_name, note=str(caller.role), details=details
+    )
+
+
+@router.delete("/apikey/me")
+async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
+    """Revoke the key that was sent."""
+    await server.catalog.revoke_key(caller.key_id)
+    return {}

@@ -1,0 +1,140 @@
+"""Training runs and their checkpoints: list, show, delete, publish, let expire."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+
+from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.store import Page
+from tinkercloud_api.catalog.tables import TrainingRun
+from tinkercloud_api.checkpoints import latest
+from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_protocol.catalogue import (
+    CheckpointInfo,
+    CheckpointList,
+    Cursor,
+    TrainingRunInfo,
+    TrainingRunList,
+)
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.wire import TtlSeconds, WireModel
+
+router = APIRouter(prefix="/api/v1", tags=["training runs"])
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+Scope = Literal["owned", "accessible"]
+
+
+class Ttl(WireModel):
+    """PUT .../ttl."""
+
+    ttl_seconds: TtlSeconds | None
+
+
+@router.get("/training_runs", response_model_exclude_none=True)
+async def list_runs(
+    server: Server,
+    caller: Caller,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Scope = "owned",
+) -> TrainingRunList:
+    """List training runs, newest first."""
+    owner = caller.listed_owner(access_scope)
+    rows, total = await server.catalog.runs(owner, Page(offset, limit))
+    infos = [_run_info(row, await server.checkpoints.of_run(row.id)) for row in rows]
+    cursor = Cursor(offset=offset, limit=limit, total_count=total)
+    return TrainingRunList(training_runs=infos, cursor=cursor)
+
+
+@router.get("/training_runs/{run_id}", response_model_exclude_none=True)
+async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunInfo:
+    """Return one training run."""
+    row = await _visible_run(run_id, server, caller)
+    return _run_info(row, await server.checkpoints.of_run(run_id))
+
+
+@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
+async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> CheckpointList:
+    """List a run's checkpoints, oldest first, without pages."""
+    await _visible_run(run_id, server, caller)
+    return CheckpointList(checkpoints=await server.checkpoints.of_run(run_id))
+
+
+@router.get("/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints(
+    server: Server,
+    caller: Caller,
+    limit: Limit = 100,
+    offset: Offset = 0,
+    access_scope: Scope = "owned",
+) -> CheckpointList:
+    """List checkpoints of all runs, newest first."""
+    owner = caller.listed_owner(access_scope)
+    infos, total = await server.checkpoints.page(owner, Page(offset, limit))
+    cursor = Cursor(offset=offset, limit=limit, total_count=total)
+    return CheckpointList(checkpoints=infos, cursor=cursor)
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
+async def unpublish(
+    run_id: str, checkpoint_id: str, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Let only its owner read a checkpoint."""
+    path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
+    await server.checkpoints.publish(path, caller, is_public=False)
+    return {}
+
+
+@router.post("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
+async def publish(
+    run_id: str, checkpoint_id: str, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Let everybody with a key read a checkpoint."""
+    path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
+    await server.checkpoints.publish(path, caller, is_public=True)
+    return {}
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl")
+async def set_ttl(
+    run_id: str, checkpoint_id: str, request: Ttl, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Let a checkpoint expire some time from now, or never."""
+    path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
+    await server.checkpoints.set_ttl(path, caller, request.ttl_seconds)
+    return {}
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
+async def delete_checkpoint(
+    run_id: str, checkpoint_id: str, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Delete a checkpoint."""
+    path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
+    await server.checkpoints.delete(path, caller)
+    return {}
+
+
+async def _visible_run(run_id: str, server: Context, caller: Principal) -> TrainingRun:
+    row = await server.catalog.run(run_id)
+    caller.require(row.owner if row else None, f"training run {run_id!r}")
+    assert row is not None  # noqa: S101 - `require` has just checked it
+    return row
+
+
+def _run_info(row: TrainingRun, checkpoints: list[CheckpointInfo]) -> TrainingRunInfo:
+    spec = ModelSpec.model_validate(row.spec)
+    return TrainingRunInfo(
+        training_run_id=row.id,
+        base_model=row.base_model,
+        model_owner=row.owner,
+        is_lora=spec.lora is not None,
+        lora_rank=spec.lora.rank if spec.lora else None,
+        last_request_time=row.last_request_at,
+        last_checkpoint=latest(checkpoints, CheckpointKind.TRAINING),
+        last_sampler_checkpoint=latest(checkpoints, CheckpointKind.SAMPLER),
+        user_metadata=row.user_metadata,
+    )

@@ -1,0 +1,165 @@
+"""Sessions: one for each `ServiceClient`, with its flags, heartbeat and end."""
+
+from typing import Annotated, Any, Literal
+
+import structlog
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from tinkercloud_api.catalog.store import Page
+from tinkercloud_api.catalog.tables import Session
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.catalogue import (
+    ClientConfig,
+    CreateSessionAnswer,
+    DynamicConfig,
+    SessionInfo,
+    SessionList,
+)
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.ids import new_session_id
+from tinkercloud_protocol.wire import Name, UserMetadata, WireModel
+
+log = structlog.get_logger(__name__)
+router = APIRouter(prefix="/api/v1", tags=["sessions"])
+
+
+class CreateSession(WireModel):
+    """POST create_session."""
+
+    sdk_version: Name
+    tags: list[Annotated[str, Field(max_length=256)]] = Field(default_factory=list, max_length=64)
+    user_metadata: UserMetadata = Field(default_factory=dict)
+    project_id: Name | None = None
+    display_name: Annotated[str, Field(max_length=256)] | None = None
+
+
+class Heartbeat(WireModel):
+    """POST session_heartbeat."""
+
+    session_id: Name
+
+
+class FinishReason(WireModel):
+    """Why a client is done."""
+
+    type: Literal["success", "errored", "interrupted"]
+
+
+class Finish(WireModel):
+    """POST sessions/{id}/finish."""
+
+    reason: FinishReason
+    detail: Annotated[str, Field(max_length=4096)] | None = None
+
+
+class Telemetry(BaseModel):
+    """POST telemetry: what the SDK reports about itself. Only crashes are of interest here."""
+
+    session_id: str = ""
+    events: list[dict[str, Any]] = []
+
+
+@router.post("/client/config")
+async def client_config(server: Server, _caller: Caller) -> ClientConfig:
+    """Return the flags the SDK asks for before anything else."""
+    return ClientConfig(proto_compress_fwdbwd=server.settings.compress_uploads)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(_caller: Caller) -> DynamicConfig:
+    """Return the flags the SDK asks for again and again."""
+    return DynamicConfig()
+
+
+@router.post("/create_session")
+async def create_session(
+    request: CreateSession, server: Server, caller: Caller
+) -> CreateSessionAnswer:
+    """Begin a session."""
+    session = Session(
+        id=new_session_id(),
+        owner=caller.owner,
+        sdk_version=request.sdk_version,
+        display_name=request.display_name,
+        project_id=request.project_id,
+        tags=request.tags,
+        user_metadata=request.user_metadata,
+    )
+    await server.catalog.add_session(session)
+    log.info("session created", session_id=session.id, owner=caller.owner)
+    return CreateSessionAnswer(session_id=session.id)
+
+
+@router.post("/session_heartbeat")
+async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[str, str]:
+    """Note that a session's client is alive; tell it if the session is over."""
+    session = await server.catalog.session(request.session_id)
+    caller.require(session.owner if session else None, f"session {request.session_id!r}")
+    if session is None or session.finished_at is not None:
+        raise StateLost(f"session {request.session_id!r} is over")
+    server.activity.beat(request.session_id)
+    return {}
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish(
+    session_id: str, request: Finish, server: Server, caller: Caller
+) -> dict[str, str]:
+    """End a session and free what it holds; the first reason given stays."""
+    session = await server.catalog.session(session_id)
+    caller.require(session.owner if session else None, f"session {session_id!r}")
+    await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
+    return {}
+
+
+@router.delete("/sessions/{session_id}")
+async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
+    """End a session from outside (not an SDK call). Its checkpoints stay."""
+    session = await server.catalog.session(session_id)
+    caller.require(session.owner if session else None, f"session {session_id!r}")
+    await server.training_runs.finish_session(session_id, "interrupted", "deleted")
+    return {}
+
+
+@router.get("/sessions")
+async def list_sessions(
+    server: Server,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    access_scope: Literal["owned", "accessible"] = "owned",
+) -> SessionList:
+    """List sessions, newest first."""
+    owner = caller.listed_owner(access_scope)
+    return SessionList(sessions=list(await server.catalog.sessions(owner, Page(offset, limit))))
+
+
+@router.get("/sessions/{session_id}")
+async def show_session(session_id: str, server: Server, caller: Caller) -> SessionInfo:
+    """Return what a session has made."""
+    session = await server.catalog.session(session_id)
+    caller.require(session.owner if session else None, f"session {session_id!r}")
+    assert session is not None  # noqa: S101 - `require` has just checked it
+    runs = await server.catalog.runs_of_session(session_id)
+    samplers = await server.catalog.samplers_of_session(session_id)
+    return SessionInfo(
+        training_run_ids=[run.id for run in runs],
+        sampler_ids=[sampler.id for sampler in samplers],
+        user_metadata=session.user_metadata,
+        display_name=session.display_name,
+    )
+
+
+@router.post("/telemetry")
+async def telemetry(request: Telemetry, _caller: Caller) -> dict[str, str]:
+    """Take the SDK's reports; crashes of clients are worth a line in the log."""
+    for event in request.events:
+        if event.get("event") == "UNHANDLED_EXCEPTION":
+            log.info(
+                "a client reports an exception",
+                session_id=request.session_id[:64],
+                error_type=str(event.get("error_type"))[:200],
+                error_message=str(event.get("error_message"))[:500],
+            )
+    return {"status": "accepted"}

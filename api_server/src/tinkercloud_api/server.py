@@ -1,0 +1,180 @@
+"""Runs the API server in this process, until a signal ends or restarts it."""
+
+import asyncio
+import fcntl
+import getpass
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import structlog
+import uvicorn
+
+from tinkercloud_api.app import create_app
+from tinkercloud_api.auth import Role, hash_key, new_key
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.models import resolve
+from tinkercloud_api.providers.local import LocalProvider
+from tinkercloud_api.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_GRACE_SECONDS = 10
+PID_FILE = "server.pid"
+
+
+class AlreadyRunningError(Exception):
+    """Another server uses the same state folder or the same port."""
+
+
+class _Server(uvicorn.Server):
+    """A server that can be told to start over (SIGHUP), as daemons are."""
+
+    restart_wanted = False
+
+    def restart(self, _number: int, _frame: FrameType | None) -> None:
+        """Stop, and have `run` start again (a signal handler)."""
+        self.restart_wanted = True
+        self.should_exit = True
+
+
+def run(settings: Settings) -> None:
+    """Serve until stopped.
+
+    SIGINT and SIGTERM end the server and its session heads, SIGHUP starts it over.
+
+    Raises:
+        AlreadyRunningError: another server runs with this state folder, or has the port.
+    """
+    os.umask(0o077)
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    models = [resolve(name, where) for name, where in settings.models.items()]
+    app = create_app(settings, LocalProvider(models, settings))
+    listener = _listen(settings)
+    with _PidFile(settings.state_dir / PID_FILE):
+        asyncio.run(_introduce(settings, listener.getsockname()[1]))
+        config = uvicorn.Config(
+            app,
+            loop="auto",
+            http="httptools",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        server = _Server(config)
+        signal.signal(signal.SIGHUP, server.restart)
+        server.run(sockets=[listener])
+    if server.restart_wanted:
+        log.info("starting over")
+        listener.close()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
+
+
+def _listen(settings: Settings) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        raise AlreadyRunningError(
+            f"{settings.host}:{settings.port} can't be listened on ({error.strerror}): choose"
+            " another with --port or TINKERCLOUD_PORT"
+        ) from None
+    listener.listen(2048)
+    return listener
+
+
+class _PidFile:
+    """Says which process serves a state folder, and keeps a second one out.
+
+    The lock on the file counts, not the file: it ends with the process, however that ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> None:
+        self._file = self._path.open("a+")
+        if not _lock(self._file):
+            raise AlreadyRunningError(
+                f"process {running_server(self._path.parent)} serves {self._path.parent} already:"
+                " stop it, or choose another folder with TINKERCLOUD_STATE_DIR"
+            )
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def running_server(state_dir: Path) -> int | None:
+    """Return the process that serves a state folder; None if none does."""
+    try:
+        with (state_dir / PID_FILE).open() as file:
+            return None if _lock(file) else int(file.read())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+async def _introduce(settings: Settings, port: int) -> None:
+    """Make the first key if there is none, and tell the user how to begin."""
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    key = None
+    if settings.bootstrap_key is None and not await catalog.keys():
+        key = new_key()
+        await catalog.add_key(
+            key_hash=hash_key(key), name="first", owner=_user_name(), role=Role.ADMIN
+        )
+    await catalog.close()
+    sys.stderr.write(_welcome(settings, port, key) + "\n\n")
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "admin"
+
+
+def _welcome(settings: Settings, port: int, key: str | None) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{port}"
+    model = next(iter(settings.models), None)
+    lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
+    if key is not None:
+        lines += ["An API key was made. It is shown this once and stored hashed:", ""]
+    else:
+        lines += ["Keys: `tinkercloud keys create NAME` makes another.", ""]
+    lines += [
+        f"export TINKER_BASE_URL={url}",
+        f"export TINKER_API_KEY={key or 'tml-...'}",
+        f"export HF_ENDPOINT={url}/hf    # tokenizers from here instead of the public hub",
+    ]
+    if model is not None:
+        lines += [
+            "",
+            "import tinker",
+            "client = tinker.ServiceClient()",
+            f'training = client.create_lora_training_client(base_model="{model}").result()',
+            "tokenizer = training.get_tokenizer()",
+        ]
+    return "\n".join(lines)

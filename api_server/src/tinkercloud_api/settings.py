@@ -1,0 +1,141 @@
+"""All settings of the API server and the `tinkercloud` command, in one place.
+
+Sources, strongest first: arguments of the command, environment variables (`TINKERCLOUD_PORT=8001`;
+nested ones with two underscores, `TINKERCLOUD_LIMITS__MAX_LORA_RANK=64`), then the TOML file named
+by `TINKERCLOUD_CONFIG_FILE`. A key nobody knows is refused wherever it stands: a setting that does
+nothing must not pass for one that works.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from tinkercloud_protocol.launch import Limits, SamplerConfig, Timings, TrainerConfig
+
+ENV_PREFIX = "TINKERCLOUD_"
+CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
+KEY_PREFIX = "tml-"
+
+
+def _default_state_dir() -> Path:
+    data_home = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "tinkercloud"
+
+
+class Settings(BaseSettings):
+    """What an operator may decide. Immutable once read."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The service speaks plain HTTP: put TLS in front of any other."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    state_dir: Path = Field(default_factory=_default_state_dir)
+    """Folder for everything that must survive: catalog, checkpoints, heads."""
+    database_url: SecretStr | None = None
+    """SQLAlchemy URL of the catalog; by default an SQLite file in `state_dir`."""
+    checkpoint_root: str | None = None
+    """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://...; by
+    default a folder in `state_dir`. Credentials come from the environment as usual for the store.
+    """
+    models: dict[str, str] = Field(default_factory=dict)
+    """Served models: the name SDK users ask for, and a local Hugging Face folder or the id of a
+    model in the local Hugging Face cache."""
+    bootstrap_key: SecretStr | None = None
+    """An API key (`tml-...`) to register at start, for scripts and charts."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    hf_mirror: bool = True
+    """Whether the tokenizers of the served models can be read, without a key, under /hf."""
+    compress_uploads: bool = False
+    """Whether clients compress forward_backward bodies: worth it over a slow network only."""
+    orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """How long session heads outlive a server that was killed; one started within this time finds
+    their models as they were."""
+    head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a session head may take to load its model."""
+    trainer: TrainerConfig = TrainerConfig()
+    """How session heads train."""
+    sampler: SamplerConfig = SamplerConfig()
+    """How session heads sample."""
+    limits: Limits = Limits()
+    """What clients may ask for."""
+    timings: Timings = Timings()
+    """Durations of session heads."""
+
+    @field_validator("bootstrap_key")
+    @classmethod
+    def _is_a_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not key.get_secret_value().startswith(KEY_PREFIX):
+            raise ValueError(f"must begin with {KEY_PREFIX!r}: the SDK refuses other keys")
+        return key
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of the interface
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - as above
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Say which sources there are, strongest first (called by pydantic-settings)."""
+        file = os.environ.get(CONFIG_FILE_VARIABLE)
+        toml = (TomlConfigSettingsSource(settings_cls, Path(file)),) if file else ()
+        return (init_settings, env_settings, *toml)
+
+    @property
+    def catalog_url(self) -> str:
+        """SQLAlchemy URL of the catalog."""
+        if self.database_url is not None:
+            return self.database_url.get_secret_value()
+        return f"sqlite+aiosqlite:///{self.state_dir / 'catalog.db'}"
+
+    @property
+    def checkpoint_url(self) -> str:
+        """URL of the checkpoints' object store."""
+        return self.checkpoint_root or (self.state_dir.absolute() / "checkpoints").as_uri()
+
+
+class UnknownSettingError(Exception):
+    """A setting that does not exist; the message names it."""
+
+
+def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
+    """Read the settings.
+
+    Args:
+        overrides: values that are stronger than environment and file; None means not given.
+
+    Raises:
+        UnknownSettingError: the environment holds a TINKERCLOUD_ variable nobody reads.
+        pydantic.ValidationError: a value is not acceptable; the message names its field.
+        FileNotFoundError: the configuration file does not exist.
+    """
+    known = {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}
+    for name in os.environ:
+        stem = name.upper().split("__")[0]
+        if stem.startswith(ENV_PREFIX) and stem not in known | {CONFIG_FILE_VARIABLE}:
+            raise UnknownSettingError(
+                f"environment variable {name} is not a setting; the settings are listed in"
+                " docs/configuration.md"
+            )
+    file = os.environ.get(CONFIG_FILE_VARIABLE)
+    if file and not Path(file).is_file():
+        raise FileNotFoundError(f"{CONFIG_FILE_VARIABLE} names {file}, which does not exist")
+    return Settings(**{name: value for name, value in overrides.items() if value is not None})

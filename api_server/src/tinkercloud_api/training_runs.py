@@ -1,0 +1,136 @@
+"""Begins training runs, and releases what sessions hold once they are over."""
+
+from dataclasses import dataclass
+
+from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.providers.base import ServedModel, SessionProvider
+from tinkercloud_api.router import Router
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.ids import ModelId, RequestId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.training import CreateModelRequest, LoadWeightsRequest, OptimizerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRuns:
+    """Everything about runs that no head can do."""
+
+    catalog: Catalog
+    provider: SessionProvider
+    checkpoints: Checkpoints
+    router: Router
+
+    async def create(self, request: CreateModelRequest, principal: Principal) -> str:
+        """Begin a run from a base model; return the id of the request that does it.
+
+        Raises:
+            NotFound: the session does not exist for this principal.
+            InvalidRequest: the base model is not served, or the id was used for another run.
+        """
+        self.served(request.base_model)
+        spec = ModelSpec(
+            owner=principal.owner, lora=request.lora_config, optimizer=request.optimizer_config
+        )
+        model_id = ModelId(request.session_id, request.model_seq_id)
+        return await self._begin(
+            model_id, request.base_model, spec, request.user_metadata, principal
+        )
+
+    async def create_from_checkpoint(
+        self, request: LoadWeightsRequest, principal: Principal
+    ) -> str:
+        """Begin a run from a checkpoint; return the id of the request that does it.
+
+        Raises:
+            NotFound: the session or the checkpoint does not exist for this principal.
+            InvalidRequest: the base model is another one or not served, or the id was used.
+        """
+        path = CheckpointPath.parse(request.path)
+        manifest = await self.checkpoints.manifest(path, principal)
+        if request.base_model not in {None, manifest.base_model}:
+            raise InvalidRequest(
+                f"base_model: {path} was trained on {manifest.base_model!r}, it can't be loaded"
+                f" into {request.base_model!r}"
+            )
+        self.served(manifest.base_model)
+        optimizer = request.optimizer_config or OptimizerConfig()
+        spec = ModelSpec(
+            owner=principal.owner,
+            lora=manifest.lora,
+            optimizer=manifest.optimizer if request.optimizer else optimizer,
+            restore_from=str(path),
+            restore_optimizer=request.optimizer,
+        )
+        model_id = ModelId(request.session_id or "", request.model_seq_id or 0)
+        return await self._begin(
+            model_id, manifest.base_model, spec, request.user_metadata, principal
+        )
+
+    async def _begin(
+        self,
+        model_id: ModelId,
+        base_model: str,
+        spec: ModelSpec,
+        user_metadata: dict[str, str] | None,
+        principal: Principal,
+    ) -> str:
+        await self.open_session(model_id.session_id, principal)
+        content = spec.model_dump(mode="json")
+        row = await self.catalog.add_run(
+            TrainingRun(
+                id=str(model_id),
+                session_id=model_id.session_id,
+                owner=principal.owner,
+                base_model=base_model,
+                spec=content,
+                user_metadata=user_metadata,
+            )
+        )
+        if (row.base_model, row.spec) != (base_model, content):
+            raise InvalidRequest(
+                f"model_seq_id {model_id.index} was used before in this session for another model"
+            )
+        self.router.learn_run(row)
+        if row.generation is None:
+            self.router.begin_run(row.id)
+        return str(RequestId(model_id, 0))
+
+    async def open_session(self, session_id: str, principal: Principal) -> Session:
+        """Return a session that exists for this principal and is not over.
+
+        Raises:
+            NotFound: it does not exist for this principal.
+            InvalidRequest: it is over.
+        """
+        session = await self.catalog.session(session_id)
+        principal.require(session.owner if session else None, f"session {session_id!r}")
+        assert session is not None  # noqa: S101 - `require` has just checked it
+        if session.finished_at is not None:
+            raise InvalidRequest(
+                f"session {session_id!r} was finished ({session.finish_reason}); create a new"
+                " ServiceClient"
+            )
+        return session
+
+    def served(self, name: str) -> ServedModel:
+        """Return a served base model.
+
+        Raises:
+            InvalidRequest: it is not served; the message lists those that are.
+        """
+        models = {model.name: model for model in self.provider.models()}
+        if name not in models:
+            offered = ", ".join(map(repr, models)) or "none"
+            raise InvalidRequest(f"base_model {name!r} is not served here; served are: {offered}")
+        return models[name]
+
+    async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
+        """Mark a session as over and free what it holds. Repeating it is fine."""
+        await self.catalog.finish_session(session_id, reason, detail)
+        runs = await self.catalog.runs_of_session(session_id)
+        samplers = await self.catalog.samplers_of_session(session_id)
+        await self.router.release([run.id for run in runs], [s.id for s in samplers])
