@@ -67,6 +67,9 @@ class Settings(BaseSettings):
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long session heads outlive a server that was killed; one started within this time finds
     their models as they were."""
+    preload: bool = True
+    """Whether session heads are started with the server rather than when first needed. Each holds
+    its whole model in memory."""
     head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
     """How long a session head may take to load its model."""
     trainer: TrainerConfig = TrainerConfig()

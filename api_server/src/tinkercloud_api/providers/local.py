@@ -67,12 +67,18 @@ class _LocalHead:
 
     async def acquire(self) -> HeadRoute:
         """Return the running head; start it if there is none. Callers share one start."""
-        if self.route is not None:
-            return self.route
-        if self._starting is None:
+        if self.route is None:
+            self.begin_start()
+        if self._starting is not None:
+            return await asyncio.shield(self._starting)
+        assert self.route is not None  # noqa: S101 - neither absent nor starting
+        return self.route
+
+    def begin_start(self) -> None:
+        """Begin to start the head, if it neither runs nor is being started."""
+        if self.route is None and self._starting is None:
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(self._start_is_over)
-        return await asyncio.shield(self._starting)
 
     def _start_is_over(self, task: "asyncio.Task[HeadRoute]") -> None:
         self._starting = None
@@ -242,6 +248,8 @@ class LocalProvider:
             head = _LocalHead(model, self._settings, self._client)
             self._heads[model.name] = head
             await head.adopt()
+            if self._settings.preload:
+                head.begin_start()
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`."""

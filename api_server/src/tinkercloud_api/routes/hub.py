@@ -79,6 +79,13 @@ def tree(repo: str, revision: str, server: Server) -> Response:
     )
 
 
+@router.get("/api/models/{repo:path}/tree/{revision}/{folder:path}")
+def subtree(repo: str, revision: str, folder: str, server: Server) -> Response:
+    """Say that a model has no folders."""
+    del revision, folder
+    return _missing("RepoNotFound" if _find(server, repo) is None else "EntryNotFound")
+
+
 @router.get("/api/models/{repo:path}/revision/{revision}")
 def revision(repo: str, revision: str, server: Server) -> Response:
     """Describe a model at a revision; there is only one."""

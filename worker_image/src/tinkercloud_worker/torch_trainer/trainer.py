@@ -241,10 +241,9 @@ class TorchTrainer:
         """See `Trainer.export_state`."""
         model = self._models[model_id]
         state, layout = model.optimizer.state[model.trainable.flat], model.trainable.layout
-        zeros = torch.zeros(layout.size) if not state else None
         moments: dict[str, Tensor] = {}
         for moment in ("exp_avg", "exp_avg_sq"):
-            flat = state[moment].clone() if zeros is None else zeros
+            flat = state[moment].clone() if state else torch.zeros(layout.size)
             moments |= {f"{name}.{moment}": view for name, view in layout.views(flat).items()}
         return TrainingState(self.snapshot(model_id), moments, _step(model))
 

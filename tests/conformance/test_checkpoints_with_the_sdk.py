@@ -1,0 +1,159 @@
+"""Every checkpoint path: save, load, resume, list, publish, expire, delete."""
+
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.servers import Server
+
+MODEL = "tiny/llama"
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
+    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
+)
+ADAM = types.AdamParams(learning_rate=0.01)
+
+
+def a_training_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+def step(training: tinker.TrainingClient) -> float:
+    result = training.forward_backward([DATUM], "cross_entropy")
+    training.optim_step(ADAM).result()
+    return result.result().metrics["loss:sum"]
+
+
+def losses(training: tinker.TrainingClient, count: int) -> list[float]:
+    return [step(training) for _ in range(count)]
+
+
+def test_save_train_load_train_repeats_the_losses_bit_for_bit(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    losses(training, 3)
+    path = training.save_state("three").result().path
+
+    first = losses(training, 4)
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+
+    assert losses(resumed, 4) == first
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_loading_in_place_restores_the_state(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    losses(training, 3)
+    path = training.save_state("three").result().path
+    first = losses(training, 3)
+
+    training.load_state_with_optimizer(path).result()
+
+    assert losses(training, 3) == first
+
+
+def test_loading_without_the_optimizer_begins_with_fresh_moments(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    losses(training, 3)
+    path = training.save_state("three").result().path
+    first = losses(training, 3)
+
+    fresh = client.create_training_client_from_state(path).result()
+    again = losses(fresh, 3)
+
+    assert again[0] == first[0]
+    assert again[1] != first[1]
+
+
+def test_a_named_sampler_checkpoint_keeps_the_weights_it_was_made_of(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    losses(training, 2)
+    text = types.ModelInput.from_ints([5, 6, 7, 8])
+    live = training.save_weights_and_get_sampling_client().result()
+    path = training.save_weights_for_sampler("two").result().path
+
+    losses(training, 3)
+    sampler = client.create_sampling_client(model_path=path).result()
+
+    assert sampler.get_base_model() == MODEL
+    assert sampler.compute_logprobs(text).result() == live.compute_logprobs(text).result()
+
+
+def test_a_name_is_written_over_only_when_asked(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    first = training.save_state("same", user_metadata={"which": "first"}).result().path
+
+    with pytest.raises(tinker.RequestFailedError, match="overwrite"):
+        training.save_state("same").result()
+    losses(training, 2)
+    second = training.save_state("same", overwrite=True, user_metadata={"which": "2nd"}).result()
+
+    assert second.path == first
+    after = losses(training, 2)
+    resumed = client.create_training_client_from_state_with_optimizer(first).result()
+    assert losses(resumed, 2) == after
+
+
+def test_lists_show_what_was_saved_and_nothing_else(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    training = a_training_client(client)
+    rest = server.rest()
+    training.save_state("a", user_metadata={"note": "x"}).result()
+    training.save_weights_for_sampler("b", ttl_seconds=3600).result()
+    with pytest.raises(tinker.RequestFailedError):
+        training.save_state("not/allowed").result()
+
+    listed = rest.list_checkpoints(training.model_id).result().checkpoints
+    run = rest.get_training_run(training.model_id).result()
+
+    assert [entry.checkpoint_id for entry in listed] == ["weights/a", "sampler_weights/b"]
+    assert listed[0].user_metadata == {"note": "x"}
+    assert listed[0].size_bytes > 0
+    assert listed[1].expires_at is not None
+    assert run.last_checkpoint.checkpoint_id == "weights/a"
+    assert run.last_sampler_checkpoint.checkpoint_id == "sampler_weights/b"
+
+
+def test_a_deleted_checkpoint_is_gone_everywhere(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    training = a_training_client(client)
+    rest = server.rest()
+    path = training.save_state("gone").result().path
+
+    rest.delete_checkpoint_from_tinker_path(path).result()
+
+    assert rest.list_checkpoints(training.model_id).result().checkpoints == []
+    with pytest.raises(tinker.NotFoundError):
+        client.create_training_client_from_state(path).result()
+    assert (
+        list((server.state_dir / "checkpoints" / "runs").glob(f"{training.model_id}/*/gone/*"))
+        == []
+    )
+
+
+def test_weights_info_describes_a_checkpoint(server: Server, client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client(MODEL, rank=8, train_mlp=False).result()
+    path = training.save_state("described").result().path
+
+    info = server.rest().get_weights_info_by_tinker_path(path).result()
+
+    assert (info.base_model, info.is_lora, info.lora_rank) == (MODEL, True, 8)
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, False, True)
+
+
+def test_metadata_of_a_run_is_kept(server: Server, client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client(
+        MODEL, rank=4, user_metadata={"renderer_name": "role_colon"}
+    ).result()
+
+    run = server.rest().get_training_run(training.model_id).result()
+
+    assert run.user_metadata == {"renderer_name": "role_colon"}
+    assert run.base_model == MODEL

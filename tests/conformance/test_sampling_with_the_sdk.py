@@ -1,0 +1,198 @@
+"""What a researcher does with samplers: base model, snapshots, policy gradients."""
+
+import pickle
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.servers import Server
+
+MODEL = "tiny/llama"
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+
+
+def a_training_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+def train(training: tinker.TrainingClient, steps: int, rate: float = 0.02) -> None:
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
+        loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
+    )
+    for _ in range(steps):
+        training.forward_backward([datum], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=rate)).result()
+
+
+def test_a_base_model_can_be_sampled(client: tinker.ServiceClient) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+
+    result = sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=6, stop=[], seed=1)).result()
+
+    assert [len(sequence.tokens) for sequence in result.sequences] == [6, 6, 6]
+    assert len({sequence.sequence_id for sequence in result.sequences}) == 3
+    assert {sequence.stop_reason for sequence in result.sequences} == {"length"}
+    assert all(len(sequence.logprobs) == 6 for sequence in result.sequences)
+
+
+def test_sampled_logprobs_are_the_trainers_own(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    train(training, steps=2)
+    sampler = training.save_weights_and_get_sampling_client().result()
+
+    params = types.SamplingParams(max_tokens=10, temperature=0.7, stop=[])
+    sequence = sampler.sample(PROMPT, 1, params).result().sequences[0]
+    tokens = [*PROMPT.to_ints(), *sequence.tokens]
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:]},
+    )
+    scored = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+
+    np.testing.assert_allclose(scored.data[2:], sequence.logprobs, atol=1e-5)
+
+
+def test_a_policy_gradient_loop_begins_on_policy(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    result = sampler.sample(PROMPT, 4, types.SamplingParams(max_tokens=5, stop=[], seed=3)).result()
+
+    data = []
+    for sequence, advantage in zip(result.sequences, [1.0, -1.0, 0.5, -0.5], strict=True):
+        tokens = [*PROMPT.to_ints(), *sequence.tokens]
+        pad = [0.0] * (PROMPT.length - 1)
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": tokens[1:],
+                    "logprobs": [*pad, *sequence.logprobs],
+                    "advantages": [*pad, *[advantage] * len(sequence.tokens)],
+                },
+            )
+        )
+    output = training.forward_backward(data, "importance_sampling").result()
+    applied = training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    # Every ratio is one, so the loss is minus the sum of the advantages, here zero.
+    assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=1e-4)
+    assert applied.metrics["grad_norm"] > 0
+
+
+def test_an_older_snapshot_keeps_its_weights_while_training_goes_on(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    params = types.SamplingParams(max_tokens=1, stop=[], temperature=0)
+
+    before = training.save_weights_and_get_sampling_client().result()
+    first = before.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
+    train(training, steps=4)
+    after = training.save_weights_and_get_sampling_client().result()
+    again = before.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
+    second = after.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
+
+    assert first == again
+    assert abs(second[3] - first[3]) > 0.1
+    assert after.sample(PROMPT, 1, params).result().sequences[0].tokens == [8]
+
+
+def test_inflight_samplers_share_the_newest_weights(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    text = types.ModelInput.from_ints([5, 6, 7, 8])
+
+    old = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    before = old.compute_logprobs(text).result()
+    train(training, steps=4)
+    new = training.save_weights_and_get_sampling_client(kind="inflight").result()
+
+    assert old.compute_logprobs(text).result() == new.compute_logprobs(text).result()
+    assert new.compute_logprobs(text).result() != before
+
+
+def test_prompt_questions_are_answered_together(client: tinker.ServiceClient) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8, 9])
+
+    result = sampler.sample(
+        prompt,
+        1,
+        types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData(data=[6, -1, 8, 9], dtype="int64", shape=[4, 1]),
+        prompt_alt_tokens_k=2,
+        prompt_logprobs_last_n=3,
+    ).result()
+
+    assert result.prompt_logprobs[:2] == [None, None]
+    assert all(value < 0 for value in result.prompt_logprobs[2:])
+    targets = result.target_prompt_logprobs.to_numpy()[:, 0]
+    assert np.isnan(targets[1])
+    np.testing.assert_allclose(targets[2:], result.prompt_logprobs[3:], atol=1e-6)
+    assert result.prompt_alt_tokens.tokens.shape == [4, 2]
+    assert result.topk_prompt_logprobs is not None
+    assert result.sequences[0].topk_logprobs is not None
+
+
+def test_stop_strings_end_a_sequence(client: tinker.ServiceClient) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+    tokenizer = client.create_lora_training_client(MODEL, rank=4).result().get_tokenizer()
+    params = types.SamplingParams(max_tokens=30, stop=[], seed=5)
+    free = sampler.sample(PROMPT, 1, params).result().sequences[0]
+    text = tokenizer.decode(free.tokens[:12])[-3:]
+
+    stopped = types.SamplingParams(max_tokens=30, stop=[text], seed=5)
+    sequence = sampler.sample(PROMPT, 1, stopped).result().sequences[0]
+
+    assert sequence.stop_reason == "stop"
+    assert tokenizer.decode(sequence.tokens).endswith(text)
+    assert list(sequence.tokens) == list(free.tokens[: len(sequence.tokens)])
+
+
+def test_a_pickled_sampling_client_samples_the_same_weights(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    train(training, steps=2)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    text = types.ModelInput.from_ints([5, 6, 7, 8])
+
+    clone = pickle.loads(pickle.dumps(sampler))  # noqa: S301 - our own
+
+    assert clone.compute_logprobs(text).result() == sampler.compute_logprobs(text).result()
+
+
+def test_many_samples_at_once_are_all_answered(client: tinker.ServiceClient) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+
+    futures = [
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, stop=[], seed=seed))
+        for seed in range(100)
+    ]
+    tokens = {tuple(future.result().sequences[0].tokens) for future in futures}
+
+    assert len(tokens) > 50
+
+
+def test_a_tokenizer_is_found_through_the_mirror_alone(
+    server: Server, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "from transformers import AutoTokenizer;"
+        f"print(AutoTokenizer.from_pretrained({MODEL!r}).encode('Hi'))"
+    )
+    environment = {"HF_ENDPOINT": f"{server.url}/hf", "HF_HOME": str(tmp_path), "PATH": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert result.stdout.startswith("["), result.stderr
+    assert server.request("GET", f"/hf/{MODEL}/resolve/main/model.safetensors").status == 404

@@ -1,0 +1,222 @@
+"""What a researcher does with the unmodified SDK: start, train, evaluate."""
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from tinkercloud_testing.servers import Server
+
+MODEL = "tiny/llama"
+PAIRS = [([10, 11, 12], [20, 21]), ([30, 31], [40, 41, 42, 43]), ([50], [60])]
+
+
+def a_datum(prompt: list[int], completion: list[int]) -> types.Datum:
+    tokens = [*prompt, *completion]
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+    )
+
+
+DATA = [a_datum(*pair) for pair in PAIRS]
+
+
+def a_training_client(client: tinker.ServiceClient, **options: object) -> tinker.TrainingClient:
+    arguments = {"rank": 4, "seed": 1, **options}
+    return client.create_lora_training_client(base_model=MODEL, **arguments).result()
+
+
+def loss_of(result: types.ForwardBackwardOutput) -> float:
+    return result.metrics["loss:sum"]
+
+
+def test_the_start_up_sequence_ends_with_a_described_model(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+
+    info = training.get_info()
+
+    assert info.model_id == f"{training.holder.get_session_id()}:train:0"
+    assert (info.model_data.model_name, info.is_lora, info.lora_rank) == (MODEL, True, 4)
+    assert training.get_tokenizer().decode([72, 105]) == training.get_tokenizer().decode([72, 105])
+
+
+def test_supervised_steps_lower_the_loss(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+
+    losses = []
+    for _ in range(8):
+        step = training.forward_backward(DATA, "cross_entropy")
+        applied = training.optim_step(types.AdamParams(learning_rate=1e-2))
+        losses.append(loss_of(step.result()))
+        applied.result()
+
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_logprobs_come_back_for_every_target_in_request_order(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+
+    together = training.forward(DATA, "cross_entropy").result()
+    alone = [training.forward([datum], "cross_entropy").result() for datum in DATA]
+
+    assert [len(output["logprobs"].data) for output in together.loss_fn_outputs] == [4, 5, 1]
+    for one, other in zip(together.loss_fn_outputs, alone, strict=True):
+        np.testing.assert_allclose(
+            one["logprobs"].data, other.loss_fn_outputs[0]["logprobs"].data, atol=1e-5
+        )
+
+
+def test_a_pipelined_step_sees_the_weights_of_the_one_before(
+    client: tinker.ServiceClient,
+) -> None:
+    pipelined, waiting = a_training_client(client), a_training_client(client)
+    adam = types.AdamParams(learning_rate=1e-2)
+
+    futures = []
+    for _ in range(5):
+        futures.append(pipelined.forward_backward(DATA, "cross_entropy"))
+        pipelined.optim_step(adam)
+    expected = []
+    for _ in range(5):
+        expected.append(loss_of(waiting.forward_backward(DATA, "cross_entropy").result()))
+        waiting.optim_step(adam).result()
+
+    assert [loss_of(future.result()) for future in futures] == expected
+
+
+def test_forward_leaves_the_gradient_alone(client: tinker.ServiceClient) -> None:
+    one, other = a_training_client(client), a_training_client(client)
+    adam = types.AdamParams(learning_rate=1e-2)
+
+    for training in (one, other):
+        training.forward_backward(DATA, "cross_entropy").result()
+        if training is one:
+            training.forward(DATA, "cross_entropy").result()
+        training.optim_step(adam).result()
+
+    after = [loss_of(training.forward(DATA, "cross_entropy").result()) for training in (one, other)]
+    assert after[0] == after[1]
+
+
+def test_a_call_split_in_parallel_chunks_equals_one_call(
+    client: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, split = a_training_client(client), a_training_client(client)
+    data = DATA * 4
+
+    one_call = whole.forward_backward(data, "cross_entropy").result()
+    monkeypatch.setattr(split.holder._client_config, "fwdbwd_max_chunk_len", 3)
+    chunks = split.forward_backward(data, "cross_entropy").result()
+    adam = types.AdamParams(learning_rate=1e-2)
+    norms = [training.optim_step(adam).result().metrics for training in (whole, split)]
+
+    assert loss_of(chunks) == pytest.approx(loss_of(one_call), rel=1e-6)
+    assert norms[0]["grad_norm"] == pytest.approx(norms[1]["grad_norm"], rel=1e-5)
+    for one, other in zip(one_call.loss_fn_outputs, chunks.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"].data, other["logprobs"].data, atol=1e-5)
+
+
+def test_gradients_add_up_until_the_optimizer_step(client: tinker.ServiceClient) -> None:
+    once, parts = a_training_client(client), a_training_client(client)
+    adam = types.AdamParams(learning_rate=1e-2)
+
+    once.forward_backward(DATA, "cross_entropy").result()
+    for datum in DATA:
+        parts.forward_backward([datum], "cross_entropy").result()
+    norms = [training.optim_step(adam).result().metrics["grad_norm"] for training in (once, parts)]
+
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_custom_loss_on_the_client_has_the_gradient_of_the_built_in_one(
+    client: tinker.ServiceClient,
+) -> None:
+    custom, built_in = a_training_client(client), a_training_client(client)
+    adam = types.AdamParams(learning_rate=1e-2)
+
+    def negative_log_likelihood(data, logprobs):
+        total = sum(
+            -(lp * torch.tensor(datum.loss_fn_inputs["weights"].data)).sum()
+            for datum, lp in zip(data, logprobs, strict=True)
+        )
+        return total, {"answer:sum": 42.0}
+
+    result = custom.forward_backward_custom(DATA, negative_log_likelihood).result()
+    expected = built_in.forward_backward(DATA, "cross_entropy").result()
+    norms = [
+        training.optim_step(adam).result().metrics["grad_norm"] for training in (custom, built_in)
+    ]
+
+    assert loss_of(result) == pytest.approx(loss_of(expected), rel=1e-5)
+    assert result.metrics["answer:sum"] == 42.0
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_top_k_targets_and_sparse_weights_are_a_distillation_loss(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    targets = torch.tensor([[1, 2, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0], [4, 5, 6, 0, 0, 0]])
+    weights = torch.tensor([[0.5, 0.5, 0, 0, 0, 0], [1.0, 0, 0, 0, 0, 0], [0.2, 0.3, 0.5, 0, 0, 0]])
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([7, 8, 9]),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+    )
+
+    result = training.forward_backward([datum], "cross_entropy").result()
+
+    assert datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
+    logprobs = result.loss_fn_outputs[0]["logprobs"]
+    assert logprobs.shape == [3, 6]
+    expected = -(np.asarray(logprobs.data).reshape(3, 6) * weights.numpy()).sum()
+    assert loss_of(result) == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_models_in_one_head_do_not_touch_each_other(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    one, other = a_training_client(client), a_training_client(client, rank=8)
+    alone = a_training_client(client)
+    adam = types.AdamParams(learning_rate=1e-2)
+
+    histories: dict[str, list[float]] = {"one": [], "alone": []}
+    for _ in range(4):
+        for name, training in (("one", one), ("alone", alone)):
+            step = training.forward_backward(DATA, "cross_entropy")
+            training.optim_step(adam).result()
+            histories[name].append(loss_of(step.result()))
+            if name == "one":
+                other.forward_backward(DATA[:1], "cross_entropy").result()
+                other.optim_step(types.AdamParams(learning_rate=0.1)).result()
+
+    assert len(server.head_pids()) == 1
+    assert histories["one"] == histories["alone"]
+
+
+def test_a_full_fine_tuning_run_trains_all_weights(server: Server) -> None:
+    session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
+    created = server.post(
+        "create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+    ).json()
+
+    result = server.result(str(created["request_id"])).json()
+    info = server.post("get_info", {"model_id": result["model_id"]}).json()
+
+    assert info["is_lora"] is False
+    training = tinker.TrainingClient(
+        server.client().holder,
+        model_seq_id=0,
+        model_id=str(result["model_id"]),
+        info=types.GetInfoResponse.model_validate(info),
+    )
+    losses = []
+    for _ in range(6):
+        step = training.forward_backward(DATA, "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+        losses.append(loss_of(step.result()))
+    assert losses[-1] < 0.8 * losses[0]

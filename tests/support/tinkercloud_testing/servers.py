@@ -1,0 +1,197 @@
+"""A real server on this machine: the `tinkercloud` command, its heads, its own state folder."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tinker
+
+API_KEY = "tml-the-first-owner"
+_START_SECONDS = 120
+
+
+@dataclass
+class Answer:
+    """What a plain HTTP request got."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> dict[str, object]:
+        """Return the body as a JSON object."""
+        content = json.loads(self.body)
+        assert isinstance(content, dict)
+        return content
+
+    @property
+    def detail(self) -> str:
+        """Return what an error says."""
+        return str(self.json()["detail"])
+
+
+@dataclass
+class Server:
+    """One server. `start` and `stop` may alternate; the state folder and the port stay."""
+
+    models: Mapping[str, Path]
+    state_dir: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=lambda: free_port())
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return (self.state_dir / "server.log").read_text()
+
+    def start(self) -> None:
+        """Start it and wait until it is healthy."""
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        arguments = [f"--model={name}={path}" for name, path in self.models.items()]
+        with (self.state_dir / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tinkercloud_api", "serve", *arguments],
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self.is_healthy():
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment its commands run in."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
+        own = {
+            "TINKERCLOUD_STATE_DIR": str(self.state_dir),
+            "TINKERCLOUD_PORT": str(self.port),
+            "TINKERCLOUD_BOOTSTRAP_KEY": API_KEY,
+            "TINKERCLOUD_LOG_LEVEL": "debug",
+            "TINKERCLOUD_ORPHAN_GRACE_SECONDS": "10",
+        }
+        return {**inherited, **own, **self.settings}
+
+    def command(self, *arguments: str) -> str:
+        """Run the `tinkercloud` command beside it and return what it printed."""
+        result = subprocess.run(
+            [sys.executable, "-m", "tinkercloud_api", *arguments],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def is_healthy(self) -> bool:
+        """Whether it answers that it is."""
+        try:
+            return self.request("GET", "/healthz", key=None).status == 200
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        """Stop it as a service manager would, and wait for the end."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(60)
+
+    def kill(self) -> None:
+        """Kill it without warning; its heads go on."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def head_pids(self) -> list[int]:
+        """Return the process ids of the running heads."""
+        records = (self.state_dir / "heads").glob("*/head.json")
+        return [int(json.loads(record.read_text())["pid"]) for record in records]
+
+    def kill_heads(self) -> None:
+        """Kill all heads without warning."""
+        for pid in self.head_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def client(self, key: str = API_KEY) -> tinker.ServiceClient:
+        """Return an SDK client of this server."""
+        return tinker.ServiceClient(base_url=self.url, api_key=key)
+
+    def rest(self, key: str = API_KEY) -> tinker.RestClient:
+        """Return an SDK client of the REST calls."""
+        return tinker.RestClient(base_url=self.url, api_key=key)
+
+    def new_key(self, owner: str) -> str:
+        """Return a fresh key of an owner."""
+        return str(json.loads(self.command("keys", "create", owner, "--json"))["key"])
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        key: str | None = API_KEY,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Send a plain HTTP request; bytes go as they are, anything else as JSON."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        fields = {"Content-Type": "application/json", **(headers or {})}
+        if key is not None:
+            fields["X-API-Key"] = key
+        request = urllib.request.Request(self.url + path, data=data, headers=fields, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return Answer(response.status, dict(response.headers), response.read())
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, dict(error.headers), error.read())
+
+    def post(self, path: str, body: object, *, key: str | None = API_KEY) -> Answer:
+        """POST to an API path."""
+        return self.request("POST", f"/api/v1/{path}", body, key=key)
+
+    def result(self, request_id: str, *, key: str | None = API_KEY) -> Answer:
+        """Wait for a future, as the SDK would."""
+        while True:
+            answer = self.post("retrieve_future", {"request_id": request_id}, key=key)
+            if answer.status != 408:
+                return answer
+
+
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def a_server(
+    state_dir: Path, models: Mapping[str, Path], settings: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Run a server; end it and its heads afterwards, whatever happens."""
+    server = Server(models, state_dir, settings or {})
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        server.kill_heads()
