@@ -1,6 +1,9 @@
 """What a researcher does with samplers: base model, snapshots, policy gradients."""
 
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,12 +182,7 @@ def test_many_samples_at_once_are_all_answered(client: tinker.ServiceClient) -> 
     assert len(tokens) > 50
 
 
-def test_a_tokenizer_is_found_through_the_mirror_alone(
-    server: Server, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import subprocess
-    import sys
-
+def test_a_tokenizer_is_found_through_the_mirror_alone(server: Server, tmp_path: Path) -> None:
     script = (
         "from transformers import AutoTokenizer;"
         f"print(AutoTokenizer.from_pretrained({MODEL!r}).encode('Hi'))"

@@ -64,7 +64,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     await register_bootstrap_key(catalog, settings)
     client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
-    router = Router(catalog, provider, client)
+    router = Router(catalog, checkpoints, provider, client)
     context = Context(
         settings=settings,
         catalog=catalog,

@@ -15,11 +15,12 @@ import structlog
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
+from tinkercloud_api.checkpoints import Checkpoints, latest
 from tinkercloud_api.providers.base import HeadRoute, Placement, SessionProvider, Waiting
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.paths import CheckpointKind
 
 log = structlog.get_logger(__name__)
 
@@ -56,9 +57,14 @@ class Router:
     """Finds heads, and makes runs and samplers exist on them. Belongs to one event loop."""
 
     def __init__(
-        self, catalog: Catalog, provider: SessionProvider, client: aiohttp.ClientSession
+        self,
+        catalog: Catalog,
+        checkpoints: Checkpoints,
+        provider: SessionProvider,
+        client: aiohttp.ClientSession,
     ) -> None:
         self._catalog = catalog
+        self._checkpoints = checkpoints
         self._provider = provider
         self._client = client
         self._runs: dict[str, _KnownRun] = {}
@@ -246,12 +252,11 @@ class Router:
             raise Unavailable(f"the session head did not answer: {error}") from None
 
     async def _obituary(self, run_id: str) -> str:
-        rows = await self._catalog.checkpoints_of_run(run_id)
-        saved = [row for row in rows if row.kind == str(CheckpointKind.TRAINING)]
+        saved = latest(await self._checkpoints.of_run(run_id), CheckpointKind.TRAINING)
         hint = "no checkpoint of it was saved"
-        if saved:
-            path = CheckpointPath(run_id, CheckpointKind.TRAINING, saved[-1].name)
-            hint = f"resume with create_training_client_from_state_with_optimizer({str(path)!r})"
+        if saved is not None:
+            path = saved.tinker_path
+            hint = f"resume with create_training_client_from_state_with_optimizer({path!r})"
         return (
             f"the session head that held training run {run_id} has stopped, and what was trained"
             f" since the last checkpoint is lost; {hint}"

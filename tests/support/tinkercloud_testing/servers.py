@@ -20,6 +20,13 @@ API_KEY = "tml-the-first-owner"
 _START_SECONDS = 120
 
 
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass
 class Answer:
     """What a plain HTTP request got."""
@@ -47,7 +54,7 @@ class Server:
     models: Mapping[str, Path]
     state_dir: Path
     settings: Mapping[str, str] = field(default_factory=dict)
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -174,13 +181,6 @@ class Server:
             answer = self.post("retrieve_future", {"request_id": request_id}, key=key)
             if answer.status != 408:
                 return answer
-
-
-def free_port() -> int:
-    """Return a port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ class HeadApp:
         try:
             body = await request.body(self._limits.max_body_bytes)
         except BodyTooLarge as error:
-            self._refuse_place(request.prefix, error)
+            self._refuse_place(request.plain_prefix(envelope.PREFIX_BYTES), error)
             raise
         place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
         self._check_target(request, place.model_id)
@@ -153,9 +153,12 @@ class HeadApp:
     def _refuse_place(self, prefix: bytes, error: BodyTooLarge) -> None:
         """Let an oversized body take its place in the order, if its beginning names one."""
         try:
-            place = envelope.peek_training(prefix[: envelope.PREFIX_BYTES])
+            place = envelope.peek_training(prefix)
             if place.seq_id >= 1:
-                self._service.refuse(place.model_id, place.seq_id, prefix, "gradient", error)
+                request_id = self._service.refuse(
+                    place.model_id, place.seq_id, prefix, "gradient", error
+                )
+                self._service.mark_known(request_id)
         except WireError:
             log.info("an oversized body named no place in any model's order")
 

@@ -66,8 +66,17 @@ class Request:
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        self.prefix = b""
-        """The first bytes of the body as it came, once `body` has begun."""
+        self._prefix = b""
+
+    def plain_prefix(self, max_bytes: int) -> bytes:
+        """Return the beginning of the body, decompressed, as far as `body` has come."""
+        if self.headers.get("content-encoding") != "zstd":
+            return self._prefix[:max_bytes]
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(self._prefix)) as reader:
+                return reader.read(max_bytes)
+        except zstandard.ZstdError:
+            return b""
 
     async def body(self, max_bytes: int) -> bytes:
         """Return the body, decompressed if it came so.
@@ -84,7 +93,7 @@ class Request:
                 raise InvalidRequest("the client hung up before its request was complete")
             chunk = message.get("body", b"")
             if not chunks:
-                self.prefix = chunk
+                self._prefix = chunk
             chunks.append(chunk)
             size += len(chunk)
             if size > max_bytes:

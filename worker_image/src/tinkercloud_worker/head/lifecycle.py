@@ -74,8 +74,18 @@ class Lifecycle:
         log.info("ready", model=backend.config.model.name)
 
     async def wait_until_ready(self) -> None:
-        """Return once the engine is loaded."""
-        await self._ready.wait()
+        """Return once the engine is loaded.
+
+        Raises:
+            Unavailable: it will not be, because the head is stopping.
+        """
+        ready = asyncio.create_task(self._ready.wait())
+        drained = asyncio.create_task(self.drained.wait())
+        await asyncio.wait({ready, drained}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        drained.cancel()
+        if not self._ready.is_set():
+            raise Unavailable("this session head is stopping")
 
     @contextmanager
     def held_lease(self) -> Iterator[None]:

@@ -95,6 +95,12 @@ class Results:
         for entry in self._entries.values():
             entry.finished.set()
 
+    def mark_read(self, request_id: str) -> None:
+        """Note that a client knows this result without having asked for it."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.read_at is None:
+            entry.read_at = self._now()
+
     def was_read(self, request_id: str) -> bool:
         """Whether a client has been given this result."""
         entry = self._entries.get(request_id)

@@ -117,6 +117,10 @@ class HeadService:
         model = self._model(model_id)
         return model.queue.submit(seq_id, body_digest(body), 0, refusal(error, role))
 
+    def mark_known(self, request_id: str) -> None:
+        """Note that a client has been told of a failure in another way than by its future."""
+        self._results.mark_read(request_id)
+
     def _operation(self, request: OrderedRequest) -> tuple[LiveModel, Operation]:
         model = self._model(request.model_id or "")
         operations = model.operations

@@ -1,0 +1,13 @@
+"""The tiny model that the servers of these tests serve."""
+
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.models import save, tiny_llama
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the tiny model that is served."""
+    return save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")

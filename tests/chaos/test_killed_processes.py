@@ -1,0 +1,195 @@
+"""kill -9 in the middle of a loop: nobody hangs, nothing saved is lost, training resumes."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.servers import Server, a_server
+
+MODEL = "tiny/llama"
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
+    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
+)
+ADAM = types.AdamParams(learning_rate=0.01)
+
+
+def step(training: tinker.TrainingClient) -> float:
+    result = training.forward_backward([DATUM], "cross_entropy")
+    training.optim_step(ADAM).result(timeout=60)
+    return result.result(timeout=60).metrics["loss:sum"]
+
+
+def a_training_client(server: Server) -> tinker.TrainingClient:
+    client = server.client()
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+def kill_soon(kill: Callable[[], None]) -> threading.Thread:
+    """Kill something in a moment, while the caller is in the middle of something."""
+
+    def later() -> None:
+        time.sleep(0.3)
+        kill()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    return thread
+
+
+def train_until_failure(training: tinker.TrainingClient) -> Exception:
+    """Train until the client is told that it can't go on, and return what it was told."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            step(training)
+        except (tinker.TinkerError, ValueError) as error:
+            return error
+    raise AssertionError("the client was never told")
+
+
+def test_a_killed_head_fails_its_runs_definitely_and_they_resume(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        training = a_training_client(server)
+        for _ in range(3):
+            step(training)
+        path = training.save_state("three").result().path
+        expected = [step(training) for _ in range(3)]
+
+        killer = kill_soon(server.kill_heads)
+        error = train_until_failure(training)
+        killer.join()
+
+        assert path in str(error)
+        assert "create_training_client_from_state_with_optimizer" in str(error)
+        listed = server.rest().list_checkpoints(training.model_id).result().checkpoints
+        assert [entry.tinker_path for entry in listed] == [path]
+        resumed = server.client().create_training_client_from_state_with_optimizer(path).result()
+        assert [step(resumed) for _ in range(3)] == expected
+
+
+def test_samples_of_a_saved_checkpoint_survive_a_killed_head(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        training = a_training_client(server)
+        step(training)
+        path = training.save_weights_for_sampler("one").result().path
+        sampler = server.client().create_sampling_client(model_path=path).result()
+        ephemeral = training.save_weights_and_get_sampling_client().result()
+        text = types.ModelInput.from_ints([5, 6, 7])
+        before = sampler.compute_logprobs(text).result()
+
+        params = types.SamplingParams(max_tokens=200, stop=[], seed=1)
+        futures = [sampler.sample(text, 4, params) for _ in range(8)]
+        killer = kill_soon(server.kill_heads)
+        killer.join()
+
+        assert all(len(f.result(timeout=90).sequences) == 4 for f in futures)
+        assert sampler.compute_logprobs(text).result() == before
+        with pytest.raises(tinker.BadRequestError, match="never saved under a name"):
+            ephemeral.compute_logprobs(text).result(timeout=60)
+
+
+def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        uninterrupted = a_training_client(server)
+        expected = [step(uninterrupted) for _ in range(60)]
+        training = a_training_client(server)
+        pids = server.head_pids()
+
+        def restart() -> None:
+            server.kill()
+            time.sleep(0.5)
+            server.start()
+
+        killer = kill_soon(restart)
+        losses = [step(training) for _ in range(60)]
+        killer.join()
+
+        assert losses == expected
+        assert server.head_pids() == pids
+        assert training.save_state("after").result().path
+
+
+def test_a_head_whose_server_never_comes_back_ends_by_itself(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"TINKERCLOUD_ORPHAN_GRACE_SECONDS": "1"}
+    with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
+        a_training_client(server)
+        (pid,) = server.head_pids()
+
+        server.kill()
+
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+            assert time.monotonic() < deadline, "the head outlived its server"
+            time.sleep(0.1)
+
+
+def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(model_folder: Path, tmp_path: Path) -> None:
+    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        training = a_training_client(server)
+        saved: list[str] = []
+
+        def save_for_ever() -> None:
+            while True:
+                path = training.save_state(f"save-{len(saved)}").result(timeout=60).path
+                saved.append(path)
+
+        killer = kill_soon(server.kill_heads)
+        with pytest.raises((tinker.TinkerError, ValueError)):
+            save_for_ever()
+        killer.join()
+
+        listed = {
+            entry.tinker_path
+            for entry in server.rest().list_checkpoints(training.model_id).result().checkpoints
+        }
+
+        assert saved
+        assert set(saved) <= listed
+        client = server.client()
+        for path in sorted(listed)[-2:]:
+            assert client.create_training_client_from_state_with_optimizer(path).result()
+
+
+def test_a_restart_keeps_keys_runs_and_checkpoints(model_folder: Path, tmp_path: Path) -> None:
+    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        training = a_training_client(server)
+        step(training)
+        path = training.save_state("one").result().path
+        expected = step(training)
+        key = server.new_key("somebody")
+
+        server.stop()
+        server.start()
+
+        assert server.request("GET", "/api/v1/sessions", key=key).status == 200
+        run = server.rest().get_training_run(training.model_id).result()
+        assert run.last_checkpoint.tinker_path == path
+        with pytest.raises((tinker.TinkerError, ValueError), match="has stopped"):
+            step(training)
+        resumed = server.client().create_training_client_from_state_with_optimizer(path).result()
+        assert step(resumed) == expected
+
+
+def test_a_model_that_cannot_be_loaded_fails_with_the_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama", "architectures": ["Nonsense"]}')
+    with (
+        a_server(tmp_path / "state", {"broken": broken}) as server,
+        pytest.raises(tinker.RequestFailedError, match="while starting"),
+    ):
+        server.client().create_lora_training_client("broken", rank=4).result()

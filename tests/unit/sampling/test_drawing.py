@@ -1,0 +1,105 @@
+"""Drawing a token: the distribution it follows, and what it may depend on."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tinkercloud_worker.torch_sampler.drawing import Policy, draw, filter_logits, invert, uniform
+
+logit_rows = hnp.arrays(np.float32, st.integers(2, 40), elements=st.floats(-10, 10, width=32))
+policies = st.builds(
+    Policy,
+    temperature=st.floats(0.1, 3),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.05, 1),
+)
+
+
+@given(logit_rows, policies)
+def test_filters_keep_the_most_likely_tokens_and_only_them(logits, policy: Policy) -> None:
+    filtered = filter_logits(torch.from_numpy(logits), policy).numpy()
+    kept = np.isfinite(filtered)
+
+    assert logits[kept].max() == logits.max()
+    if policy.top_k:
+        assert kept.sum() <= policy.top_k
+    if not kept.all():
+        assert logits[kept].min() >= logits[~kept].max()
+    np.testing.assert_allclose(filtered[kept], logits[kept] / policy.temperature, rtol=1e-5)
+
+
+@given(logit_rows, st.floats(0.05, 0.99))
+def test_top_p_keeps_the_fewest_tokens_that_have_that_probability(logits, top_p: float) -> None:
+    filtered = filter_logits(torch.from_numpy(logits), Policy(1.0, 0, top_p)).numpy()
+    probs = torch.softmax(torch.from_numpy(logits).double(), 0).numpy()
+    kept = np.isfinite(filtered)
+
+    assert probs[kept].sum() >= top_p - 1e-5
+    if kept.sum() > 1:
+        assert probs[kept].sum() - probs[kept].min() < top_p + 1e-5
+
+
+@given(logit_rows, st.floats(0, 1, exclude_max=True))
+def test_a_number_selects_the_token_whose_share_it_falls_in(logits, number: float) -> None:
+    probs = torch.softmax(torch.from_numpy(logits), 0)
+
+    token = int(invert(probs.unsqueeze(0), torch.tensor([number], dtype=torch.float64))[0])
+
+    cumulative = np.cumsum(probs.double().numpy())
+    cumulative /= cumulative[-1]
+    assert cumulative[token] >= number - 1e-9
+    assert (cumulative[token - 1] if token else 0.0) <= number + 1e-9
+    assert probs[token] > 0
+
+
+def test_excluded_tokens_are_never_drawn_whatever_the_number() -> None:
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
+    numbers = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
+
+    assert invert(probs, numbers).tolist() == [1, 3, 3]
+
+
+def test_drawn_tokens_follow_the_distribution() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    count = 4000
+    numbers = [uniform(seed=1, sample=k, position=0) for k in range(count)]
+
+    tokens = draw(logits.repeat(count, 1), [Policy(1.0, 0, 1.0)] * count, numbers)
+
+    shares = torch.bincount(tokens, minlength=4).numpy() / count
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+
+
+def test_a_draw_depends_on_its_own_row_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=generator)
+    rows = [Policy(1.0, 0, 1.0), Policy(0.0, 0, 1.0), Policy(0.5, 5, 0.9)] * 2
+    numbers = [uniform(7, row, 3) for row in range(6)]
+
+    together = draw(logits, rows, numbers).tolist()
+    alone = [draw(logits[row : row + 1], [rows[row]], [numbers[row]]).item() for row in range(6)]
+
+    assert together == alone
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.integers(0, 10_000))
+def test_numbers_are_a_function_of_seed_sample_and_position(
+    seed: int, sample: int, position: int
+) -> None:
+    number = uniform(seed, sample, position)
+
+    assert 0 <= number < 1
+    assert number == uniform(seed, sample, position)
+    assert number == uniform(seed + sample, 0, position) or seed + sample >= 2**63
+
+
+def test_neighbouring_numbers_have_nothing_in_common() -> None:
+    numbers = np.array(
+        [[uniform(seed, 0, position) for position in range(40)] for seed in range(40)]
+    )
+
+    assert abs(np.corrcoef(numbers)[np.triu_indices(40, 1)]).mean() < 0.2
+    assert numbers.mean() == pytest.approx(0.5, abs=0.03)

@@ -1,0 +1,110 @@
+"""Results are kept until some time after they were read, within bounds, and wake who waits."""
+
+import asyncio
+
+import pytest
+
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.futures import JSON, Result
+from tinkercloud_protocol.launch import Timings
+from tinkercloud_worker.head.results import Results
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_store(clock: Clock, max_bytes: int = 1000, dropped: list[str] | None = None) -> Results:
+    timings = Timings(result_ttl_seconds=10, unread_result_ttl_seconds=100)
+    on_drop = (dropped if dropped is not None else []).append
+    return Results(timings, max_bytes, now=clock, on_drop=on_drop)
+
+
+def a_result(size: int = 1) -> Result:
+    return Result(b"x" * size, JSON)
+
+
+async def test_a_waiter_is_woken_by_the_result() -> None:
+    results = a_store(Clock())
+    results.open("r", b"")
+    waiters = [asyncio.create_task(results.wait("r", seconds=5)) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    results.finish("r", a_result())
+
+    assert [await waiter for waiter in waiters] == [a_result()] * 3
+
+
+async def test_a_wait_ends_without_a_result_when_its_time_is_over() -> None:
+    results = a_store(Clock())
+    results.open("r", b"")
+
+    assert await results.wait("r", seconds=0.01) is None
+
+
+async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
+    clock = Clock()
+    results = a_store(clock)
+    results.open("r", b"")
+    results.finish("r", a_result())
+    await results.wait("r", seconds=1)
+
+    clock.now = 9
+    results.sweep()
+    assert await results.wait("r", seconds=1) == a_result()
+    clock.now = 11
+    results.sweep()
+
+    with pytest.raises(NotFound, match="no longer kept"):
+        await results.wait("r", seconds=1)
+
+
+async def test_a_result_nobody_read_is_kept_longer() -> None:
+    clock, dropped = Clock(), []
+    results = a_store(clock, dropped=dropped)
+    results.open("r", b"")
+    results.finish("r", a_result())
+
+    clock.now = 99
+    results.sweep()
+    assert dropped == []
+    clock.now = 101
+    results.sweep()
+    assert dropped == ["r"]
+
+
+async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> None:
+    clock, dropped = Clock(), []
+    results = a_store(clock, max_bytes=25, dropped=dropped)
+    for index, name in enumerate("abc"):
+        clock.now = float(index)
+        results.open(name, b"")
+        results.finish(name, a_result(size=10))
+        if name != "c":
+            await results.wait(name, seconds=1)
+
+    results.sweep()
+    assert dropped == ["a"]
+    results.open("d", b"")
+    results.finish("d", a_result(size=100))
+    results.sweep()
+
+    assert dropped == ["a", "b"]
+
+
+async def test_the_first_result_stays() -> None:
+    results = a_store(Clock())
+    results.open("r", b"")
+    results.finish("r", a_result(1))
+    results.finish("r", a_result(2))
+
+    assert await results.wait("r", seconds=1) == a_result(1)
+
+
+async def test_an_unknown_request_is_not_found() -> None:
+    with pytest.raises(NotFound, match="never sent"):
+        await a_store(Clock()).wait("nobody", seconds=1)
