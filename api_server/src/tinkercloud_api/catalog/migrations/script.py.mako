@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-import tinkercloud_api.catalog.tables
+
 
 revision = ${repr(up_revision)}
 down_revision = ${repr(down_revision)}

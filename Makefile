@@ -1,0 +1,59 @@
+# Everything a contributor or a new user runs. `make help` lists it.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help install run demo test lint type docs check bench clean
+
+# OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
+export OMP_WAIT_POLICY ?= PASSIVE
+export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
+
+BIN := .venv/bin
+MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
+CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
+MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
+PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: .venv/.installed ## install everything but CUDA libraries a CPU wheel makes unnecessary
+
+.venv/.installed: tools/install.sh $(PYTHON_FILES)
+	@echo "Installing (the first time: torch, some gigabytes) ..." >&2
+	@tools/install.sh --all-groups
+	@touch $@
+
+$(MODEL_FOLDER): | .venv/.installed
+	@echo "Converting the model, once ..." >&2
+	@$(BIN)/python -m tinkercloud_worker.convert_gguf \
+	  "$$($(BIN)/python tools/find_smollm2.py)" $(MODEL_FOLDER)
+
+run: .venv/.installed $(MODEL_FOLDER) ## serve a real small language model on 127.0.0.1:8000
+	@$(BIN)/tinkercloud serve --model $(MODEL)=$(MODEL_FOLDER)
+
+demo: .venv/.installed ## train, sample and resume against `make run`, in a second terminal
+	@$(BIN)/python examples/demo.py
+
+test: .venv/.installed ## run all tests
+	@$(BIN)/pytest tests/house tests/unit
+	@$(BIN)/pytest tests/conformance tests/chaos
+
+lint: .venv/.installed ## check style, imports and layering
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYTHONPATH=tests/support $(BIN)/lint-imports
+
+type: .venv/.installed ## check types
+	@$(BIN)/mypy
+
+docs: .venv/.installed ## write the generated pages of docs/
+	@$(BIN)/python tools/write_docs.py
+
+check: lint type ## lint, types, and that generated pages are fresh
+	@$(BIN)/python tools/write_docs.py --check
+
+bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
+	@$(BIN)/python -m benchmarks
+
+clean: ## remove the environment and the state of `make run`
+	rm -rf .venv .uv .run

@@ -1,0 +1,58 @@
+"""What the examples share: finding the server, making data, waiting."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+BASE_URL = os.environ.setdefault("TINKER_BASE_URL", "http://127.0.0.1:8000")
+os.environ.setdefault("HF_ENDPOINT", f"{BASE_URL}/hf")
+MODEL = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+
+from tinker import types  # noqa: E402 - after HF_ENDPOINT is set, which is read on import
+
+
+def tinkercloud(*arguments: str) -> str:
+    """Run the `tinkercloud` command and return what it printed."""
+    command = [str(Path(sys.executable).parent / "tinkercloud"), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
+
+
+def ensure_key() -> None:
+    """Make an API key with the local command if the environment has none."""
+    if "TINKER_API_KEY" not in os.environ:
+        os.environ["TINKER_API_KEY"] = json.loads(tinkercloud("keys", "create", "demo", "--json"))[
+            "key"
+        ]
+
+
+def is_healthy() -> bool:
+    """Return whether the server answers that it is."""
+    try:
+        with urllib.request.urlopen(f"{BASE_URL}/healthz", timeout=5) as response:  # noqa: S310
+            return response.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def wait_until_healthy(seconds: float = 120) -> None:
+    """Wait for the server."""
+    deadline = time.monotonic() + seconds
+    while not is_healthy():
+        if time.monotonic() > deadline:
+            sys.exit(f"No server answers at {BASE_URL}. Start one with `make run`.")
+        time.sleep(0.2)
+
+
+def completion_datum(prompt: list[int], completion: list[int]) -> types.Datum:
+    """Return a supervised example: the loss counts on the completion only."""
+    tokens = [*prompt, *completion]
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+    )

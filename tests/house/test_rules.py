@@ -1,0 +1,70 @@
+"""Rules of this code base that no linter knows."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("api_server", "protocol", "worker_image", "tests", "tools", "examples", "benchmarks")
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+PROGRAMS = [p for p in SOURCES if "tests" not in p.parts and "migrations" not in p.parts]
+MAX_MODULE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_and_functions_fit_a_readers_head(path: Path) -> None:
+    too_long = [
+        f"{node.name}: {(node.end_lineno or 0) - node.lineno} lines"
+        for node in functions(path)
+        if (node.end_lineno or 0) - node.lineno > MAX_FUNCTION_LINES
+    ]
+
+    assert len(path.read_text().splitlines()) <= MAX_MODULE_LINES, "split the module"
+    assert too_long == [], "split the function"
+
+
+def test_generated_pages_are_fresh() -> None:
+    subprocess.run([sys.executable, "tools/write_docs.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_every_test_is_named_as_a_sentence() -> None:
+    short = [
+        f"{path.name}: {node.name}"
+        for path in SOURCES
+        if path.name.startswith("test_")
+        for node in functions(path)
+        if node.name.startswith("test_") and node.name.count("_") < 3
+    ]
+
+    assert short == []
+
+
+def test_every_link_in_the_documentation_leads_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)} -> {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+
+    assert broken == []
+
+
+def test_the_make_targets_of_the_readme_exist() -> None:
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    mentioned = set(re.findall(r"`make ([a-z][a-z-]*)", readme))
+    defined = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+    assert mentioned
+    assert mentioned <= defined

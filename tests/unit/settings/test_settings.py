@@ -1,0 +1,89 @@
+"""Settings: sources and their order, and that nothing unknown passes."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tinkercloud_api.settings import UnknownSettingError, load_settings
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("TINKERCLOUD_"):
+            monkeypatch.delenv(name)
+
+
+def test_arguments_are_stronger_than_environment_than_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('port = 1\nhost = "a"\nlog_level = "debug"\n[limits]\nmax_lora_rank = 7\n')
+    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
+    monkeypatch.setenv("TINKERCLOUD_PORT", "2")
+    monkeypatch.setenv("TINKERCLOUD_HOST", "b")
+
+    settings = load_settings(port=3, host=None)
+
+    assert (settings.port, settings.host, settings.log_level) == (3, "b", "debug")
+    assert settings.limits.max_lora_rank == 7
+
+
+def test_nested_settings_are_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS", "3")
+
+    assert load_settings().timings.long_poll_seconds == 3
+
+
+def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_PROT", "1")
+
+    with pytest.raises(UnknownSettingError, match="TINKERCLOUD_PROT"):
+        load_settings()
+
+
+def test_an_unknown_nested_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_LIMITS__MAX_RANK", "1")
+
+    with pytest.raises(ValidationError, match="max_rank"):
+        load_settings()
+
+
+def test_an_unknown_key_in_the_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("prot = 1\n")
+    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
+
+    with pytest.raises(ValidationError, match="prot"):
+        load_settings()
+
+
+def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", "/nowhere.toml")
+
+    with pytest.raises(FileNotFoundError, match=r"/nowhere\.toml"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PORT", "x"), ("PORT", "70000"), ("LOG_LEVEL", "loud"), ("BOOTSTRAP_KEY", "secret")],
+)
+def test_a_value_that_is_not_acceptable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"TINKERCLOUD_{name}", value)
+
+    with pytest.raises(ValidationError, match=name.lower()):
+        load_settings()
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush")
+    monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:hush@h/d")
+
+    assert "hush" not in repr(load_settings())

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Installs the locked environment into .venv. Arguments go to `uv sync` (--group test, say).
+#
+# torch on PyPI is the CUDA build, with gigabytes of libraries a CPU never loads. Where pip's
+# find-links folder holds the CPU build of the same version, that one is installed instead.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+UV_VERSION=0.13.8
+python=${PYTHON:-python3}
+uv=.uv/bin/uv
+
+if [ ! -x "$uv" ] || [ "$("$uv" --version | cut -d' ' -f2)" != "$UV_VERSION" ]; then
+  "$python" -m venv .uv
+  .uv/bin/python -m pip install --quiet "uv==$UV_VERSION"
+fi
+
+locked_torch=$(sed -n '/^name = "torch"$/{n;s/version = "\(.*\)"/\1/p}' uv.lock)
+tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+
+cpu_torch() {
+  local folder
+  for folder in ${PIP_FIND_LINKS:-} $("$python" -m pip config get global.find-links 2>/dev/null || true); do
+    [ -d "$folder" ] || continue
+    find "$folder" -name "torch-$locked_torch+cpu-$tag-*_$(uname -m).whl" -print -quit
+  done | head -n 1
+}
+
+wheel=$(cpu_torch)
+options=(--frozen --all-packages --python "$python" --no-python-downloads "$@")
+if [ -z "$wheel" ]; then
+  "$uv" sync --quiet "${options[@]}"
+else
+  for package in torch $(sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\)"$/\1/p' uv.lock); do
+    options+=(--no-install-package "$package")
+  done
+  "$uv" sync --quiet --inexact "${options[@]}"
+  "$uv" pip install --quiet --python .venv --no-deps "$wheel"
+fi
