@@ -10,7 +10,7 @@ lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 @given(lengths, st.integers(1, 500))
 def test_every_example_is_in_one_group_within_the_budget(sizes: list[int], budget: int) -> None:
-    groups = list(micro_batches(sizes, budget))
+    groups = micro_batches(sizes, budget)
 
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
     for group in groups:

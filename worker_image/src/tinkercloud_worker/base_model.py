@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Group, Target
 
 log = structlog.get_logger(__name__)
@@ -62,7 +63,16 @@ def route_all(weights: ActiveWeights | None) -> list[Route]:
 class BaseModel:
     """The shared base. Not thread-safe: one pass at a time."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
+        """Take a model over.
+
+        Args:
+            model: any Hugging Face causal LM.
+            packed: whether memory may be spent on packed weights (`frozen_linear`).
+
+        Raises:
+            UnsupportedModelError: its architecture is not one we compute correctly.
+        """
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._trunk: nn.Module = model.base_model
         head = model.get_output_embeddings()
@@ -79,12 +89,17 @@ class BaseModel:
         for target in self.targets:
             if target.group != "unembed":
                 module = model.get_submodule(target.name)
+                if isinstance(module, nn.Linear):
+                    _freeze(module, packed=packed)
                 module.register_forward_hook(partial(self._add_adapters, target))
         self._head_target = next(t for t in self.targets if t.group == "unembed")
+        bias = getattr(head, "bias", None)
+        self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
+        """The output embedding, as it is in the base."""
         self._check()
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype) -> "BaseModel":
+    def load(cls, path: str, dtype: torch.dtype, *, packed: bool = True) -> "BaseModel":
         """Load a model from a local folder in Hugging Face layout.
 
         Raises:
@@ -95,7 +110,7 @@ class BaseModel:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
-        return cls(model)
+        return cls(model, packed=packed)
 
     @property
     def has_fused_experts(self) -> bool:
@@ -116,7 +131,7 @@ class BaseModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the output embedding."""
-        return int(self.head_weight(None).shape[0])
+        return int(self.frozen_head.weight.shape[0])
 
     @property
     def max_context_length(self) -> int:
@@ -157,7 +172,11 @@ class BaseModel:
         replaced = self._trunk_weights(self._replaced_weights(routes) or {})
         self._routes = routes
         try:
-            output = torch.func.functional_call(self._trunk, replaced, (), arguments)
+            output = (
+                torch.func.functional_call(self._trunk, replaced, (), arguments)
+                if replaced
+                else self._trunk(**arguments)
+            )
         finally:
             self._routes = ()
         hidden_BTD: Tensor = output.last_hidden_state
@@ -166,22 +185,20 @@ class BaseModel:
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `routes` here divides the R positions."""
         with torch.no_grad():
-            weight = self.head_weight(self._replaced_weights(routes))
-            logits_RV = nn.functional.linear(hidden_RD, weight, self.head_bias).float()
+            logits_RV = self.head(self._replaced_weights(routes)).product(hidden_RD).float()
             for rows, a, b, scale in self.head_adapters(routes):
                 logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
         return logits_RV
 
-    @property
-    def head_bias(self) -> Tensor | None:
-        """The output embedding's bias [V], if it has one."""
-        return getattr(self._head, "bias", None)
+    def head(self, replaced: Mapping[str, Tensor] | None) -> FrozenLinear:
+        """Return the output embedding: the base's, or the one that takes its place."""
+        if replaced is None:
+            return self.frozen_head
+        name = f"{self._head_name}.weight"
+        weight = replaced[name if name in replaced else self._tied_name]
+        return FrozenLinear(weight, replaced.get(f"{self._head_name}.bias"), packed=False)
 
-    def head_weight(self, replaced: Mapping[str, Tensor] | None) -> Tensor:
-        """Return the output embedding [V, D], the base's or the one that takes its place."""
-        if replaced is not None:
-            name = f"{self._head_name}.weight"
-            return replaced[name if name in replaced else self._tied_name]
+    def _head_weight(self) -> Tensor:
         weight = self._head.weight
         assert isinstance(weight, Tensor)  # noqa: S101 - true of every linear output embedding
         return weight
@@ -199,7 +216,7 @@ class BaseModel:
 
     @property
     def _tied_name(self) -> str:
-        head_weight = self.head_weight(None)
+        head_weight = self._head_weight()
         names = (name for name, weight in self._model.named_parameters() if weight is head_weight)
         return str(next(names))
 
@@ -255,6 +272,19 @@ class BaseModel:
                 f" reproduce (relative difference {error:.1e}); it can't be served"
             )
         log.debug("base model checked", relative_difference=error)
+
+
+def _freeze(module: nn.Linear, *, packed: bool) -> None:
+    """Let a linear layer compute from a packed weight, unless another takes the weight's place."""
+    frozen = FrozenLinear(module.weight, module.bias, packed=packed)
+
+    def forward(x: Tensor) -> Tensor:
+        if module.weight is frozen.weight:
+            return frozen(x)
+        return nn.functional.linear(x, module.weight, module.bias)
+
+    # Assigned to the instance, so that the module stays what it is, names and all.
+    module.forward = forward  # type: ignore[method-assign,assignment]
 
 
 def _low_rank(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

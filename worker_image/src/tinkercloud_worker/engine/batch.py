@@ -6,7 +6,7 @@ only ever sees sound input. Arrays stay NumPy: nothing here needs torch's tensor
 Shape legend: N tokens of a datum, K targets per position.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -166,25 +166,38 @@ def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
     return array if array.ndim == 2 else array[:, None]
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Split examples into groups whose padded size stays within a budget.
+_OVERHEAD_SHARE = 32
+"""A pass costs as much on top of its tokens as one part in so many of the budget's."""
 
-    Examples are taken longest first, so that those of like length share a group and padding stays
-    small. The grouping depends on the lengths alone, so equal requests give equal bits.
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Split examples into groups whose padded size stays within a budget, at the least cost.
+
+    A group costs its padded size, which is its longest example times their number, and a constant
+    for the pass. The cheapest split puts examples of like length together; it is found over the
+    examples sorted by length, from the shortest group to end with to the whole. It depends on the
+    lengths alone, so equal requests give equal bits.
 
     Args:
         lengths: tokens of each example.
         max_tokens: budget for examples x longest of the group; an example that exceeds it alone
             is a group of its own.
 
-    Yields:
-        Indices of the group's examples, longest first.
+    Returns:
+        Indices of each group's examples, longest first.
     """
-    group: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if group and (len(group) + 1) * lengths[group[0]] > max_tokens:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    overhead = max_tokens / _OVERHEAD_SHARE
+    cheapest, ends = [0.0] * (len(order) + 1), [0] * len(order)
+    for start in reversed(range(len(order))):
+        longest = lengths[order[start]]
+        most = max(1, max_tokens // longest)
+        cheapest[start], ends[start] = min(
+            (overhead + (end - start) * longest + cheapest[end], end)
+            for end in range(start + 1, min(start + most, len(order)) + 1)
+        )
+    groups, start = [], 0
+    while start < len(order):
+        groups.append(order[start : ends[start]])
+        start = ends[start]
+    return groups

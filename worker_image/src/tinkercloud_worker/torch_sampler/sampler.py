@@ -135,13 +135,11 @@ class TorchSampler:
         return bool(self._inbox or self._jobs)
 
     def step(self) -> None:
-        """See `Background.step`: read one chunk of a prompt, then draw one token everywhere."""
+        """See `Background.step`: read a chunk of prompts, then draw one token everywhere."""
         while self._inbox:
             self._jobs.append(self._inbox.popleft())
         self._drop_cancelled()
-        reading = next((job for job in self._jobs if not job.is_read), None)
-        if reading is not None:
-            self._guarded([reading], lambda: self._read(reading))
+        self._read_prompts()
         for job in [job for job in self._jobs if job.is_read]:
             self._guarded([job], lambda job=job: self._start_samples(job))  # type: ignore[misc]
         for batch in list(self._batches.values()):
@@ -161,14 +159,24 @@ class TorchSampler:
             for job in jobs:
                 self._finish(job, error)
 
-    def _read(self, job: _Job) -> None:
-        """Read the next chunk of a prompt; begin with what is known of it."""
+    def _read_prompts(self) -> None:
+        """Read prompts, first come first served, until a chunk's worth of tokens is read."""
+        left = self._config.prefill_chunk_tokens
+        for job in [job for job in self._jobs if not job.is_read]:
+            before = job.read
+            self._guarded([job], lambda job=job, left=left: self._read(job, left))  # type: ignore[misc]
+            left -= job.read - max(before, job.reused)
+            if left <= 0:
+                return
+
+    def _read(self, job: _Job, max_tokens: int) -> None:
+        """Read the next tokens of a prompt; begin with what is known of it."""
         request, prompt = job.request, job.request.prompt
         if job.cache is None or job.batch is None or job.scorer is None:
             self._admit(job)
             assert job.cache is not None and job.batch is not None and job.scorer is not None  # noqa: S101, PT018
         start = job.read
-        stop = min(start + self._config.prefill_chunk_tokens, len(prompt))
+        stop = min(start + max_tokens, len(prompt))
         chunk = prompt[start:stop].tolist()
         hidden_TD = job.batch.prefill(job.cache, chunk, start, job.weights)
         job.read = stop

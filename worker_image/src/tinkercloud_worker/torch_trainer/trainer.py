@@ -190,11 +190,7 @@ class TorchTrainer:
         route = Route(slice(None), model.weights)
         adapters = self._base.head_adapters([route])
         replaced = None if model.lora else model.trainable.tensors
-        return Unembedding(
-            weight=self._base.head_weight(replaced),
-            bias=self._base.head_bias,
-            lora=adapters[0][1:] if adapters else None,
-        )
+        return Unembedding(self._base.head(replaced), adapters[0][1:] if adapters else None)
 
     def _micro_batches(self, batch: Batch) -> Sequence[_MicroBatch]:
         lengths = [len(example.tokens) for example in batch.examples]

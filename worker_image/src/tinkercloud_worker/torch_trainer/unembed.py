@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from tinkercloud_worker.frozen_linear import FrozenLinear
 
 _LOGITS_BYTES = 64 << 20
 """Size of the logits held at a time."""
@@ -25,15 +27,14 @@ _LOGITS_BYTES = 64 << 20
 class Unembedding:
     """The output layer a batch runs through: frozen or trained weight, optional adapter."""
 
-    weight: Tensor
-    """[V, D]; if it requires grad, its `.grad` receives the gradient."""
-    bias: Tensor | None
+    linear: FrozenLinear
+    """[V, D]; if its weight requires grad after all, the weight's `.grad` receives the gradient."""
     lora: tuple[Tensor, Tensor, float] | None
     """A [r, D], B [V, r] and scale; gradients are added to their `.grad`."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V]."""
-        logits_RV = nn.functional.linear(hidden_RD, self.weight, self.bias).float()
+        logits_RV = self.linear.product(hidden_RD).float()
         if self.lora is not None:
             a, b, scale = self.lora
             logits_RV.addmm_(hidden_RD.float() @ a.T, b.T, alpha=scale)
@@ -94,9 +95,12 @@ def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward(layer: Unembedding, h_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
     """Return the gradient [R, D] of the hidden states; add those of the trained tensors."""
-    if layer.weight.requires_grad:
-        _grad(layer.weight).addmm_(dlogits_RV.T, h_RD)
-    dh_RD = dlogits_RV.to(layer.weight.dtype) @ layer.weight
+    linear = layer.linear
+    if linear.weight.requires_grad:
+        _grad(linear.weight).addmm_(dlogits_RV.T, h_RD)
+        if linear.bias is not None:
+            _grad(linear.bias).add_(dlogits_RV.sum(0))
+    dh_RD = linear.gradient(dlogits_RV)
     if layer.lora is not None:
         a, b, scale = layer.lora
         h32_RD = h_RD.float()
@@ -114,5 +118,5 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
-    rows = max(1, _LOGITS_BYTES // (4 * layer.weight.shape[0]))
+    rows = max(1, _LOGITS_BYTES // (4 * layer.linear.weight.shape[0]))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]

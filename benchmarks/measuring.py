@@ -1,0 +1,59 @@
+"""How things are measured: interleaved, the median of several, ratios rather than seconds.
+
+Absolute times on a shared machine mean nothing; a ratio of two things that took turns does.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of the table. `value` is what is compared with `wanted` (`<= x` or `>= x`)."""
+
+    id: str
+    what: str
+    value: float
+    unit: str
+    wanted: str
+    strong: str = ""
+    note: str = ""
+
+    def as_row(self) -> dict[str, object]:
+        return asdict(self)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is as wanted, or better."""
+        if self.strong and _holds(self.value, self.strong):
+            return "strong"
+        return "pass" if _holds(self.value, self.wanted) else "below"
+
+
+def _holds(value: float, bound: str) -> bool:
+    operator, number = bound.split()
+    return value <= float(number) if operator == "<=" else value >= float(number)
+
+
+def medians(*works: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+    """Return the median seconds of each piece of work; they take turns."""
+    for work in works:
+        work()
+    seconds: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for taken, work in zip(seconds, works, strict=True):
+            start = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory this process has held since the mark was last reset."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024

@@ -1,0 +1,159 @@
+"""The trainer against a plain transformers + PEFT loop on the same model and data."""
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import peft
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.measuring import Measurement, medians, peak_rss_bytes
+from tinkercloud_protocol.payloads import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import Batch, micro_batches, prepare
+from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.torch_trainer.unembed import Unembedding, logprobs_and_gradient
+
+RANK = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = LoraConfig(rank=RANK, seed=1, train_unembed=False)
+
+
+def a_batch(trainer: TorchTrainer, data: Sequence[Datum]) -> Batch:
+    request = ForwardBackwardRequest(
+        "s:train:0", 1, tuple(data), "cross_entropy", loss_fn_config={}, forward_only=False
+    )
+    return prepare(request, trainer.limits)
+
+
+def random_data(lengths: Sequence[int], vocab_size: int) -> list[Datum]:
+    rng = np.random.default_rng(0)
+    return [
+        Datum(
+            rng.integers(0, vocab_size, length).astype(np.int32),
+            {"target_tokens": rng.integers(0, vocab_size, length)},
+        )
+        for length in lengths
+    ]
+
+
+class BareLoop:
+    """What one would write without a service: pad to the longest, whole logits, PEFT."""
+
+    def __init__(self, folder: str) -> None:
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules=TARGETS)
+        self.model = peft.get_peft_model(base, config)
+
+    def step(self, data: Sequence[Datum]) -> None:
+        longest = max(len(datum.tokens) for datum in data)
+        ids = torch.zeros(len(data), longest, dtype=torch.int64)
+        targets = torch.full_like(ids, -100)
+        for row, datum in enumerate(data):
+            ids[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens.astype(np.int64))
+            targets[row, : len(datum.tokens)] = torch.from_numpy(datum.inputs["target_tokens"])
+        mask = (targets != -100).long()
+        logits = self.model(input_ids=ids, attention_mask=mask).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss.backward()
+        self.model.zero_grad()
+
+
+def measure(folder: str) -> Iterator[Measurement]:
+    trainer = TorchTrainer(BaseModel.load(folder, torch.float32), max_batch_tokens=2048)
+    trainer.add_model("m", LORA)
+    bare = BareLoop(folder)
+    vocab_size = trainer.limits.vocab_size
+
+    def step(batch: Batch) -> None:
+        trainer.forward_backward("m", batch, lambda: None)
+        trainer.discard_gradient("m")
+
+    ragged = random_data([256, 24, 31, 40, 22, 64, 90, 48], vocab_size)
+    efficiency = sum(len(d.tokens) for d in ragged) / (len(ragged) * 256)
+    batch = a_batch(trainer, ragged)
+    ours, theirs = medians(lambda: step(batch), lambda: bare.step(ragged), rounds=5)
+    note = f"padding efficiency of the plain loop {efficiency:.2f}"
+    yield Measurement(
+        "C1", "trainer / plain loop, ragged batch", theirs / ours, "x", ">= 2.5", ">= 3.1", note
+    )
+
+    equal = random_data([128] * 4, vocab_size)
+    batch_equal = a_batch(trainer, equal)
+    ours, theirs = medians(lambda: step(batch_equal), lambda: bare.step(equal), rounds=5)
+    yield Measurement(
+        "C2", "trainer / plain loop, equal lengths", theirs / ours, "x", ">= 0.95", ">= 1.2"
+    )
+
+    yield from _adapter_swap(trainer, vocab_size)
+    yield from _head_memory()
+    yield _packing()
+
+
+def _adapter_swap(trainer: TorchTrainer, vocab_size: int) -> Iterator[Measurement]:
+    trainer.add_model("other", LORA)
+    batch = a_batch(trainer, random_data([32] * 2, vocab_size))
+
+    def steps(*names: str) -> None:
+        for name in names:
+            trainer.forward_backward(name, batch, lambda: None)
+            trainer.optim_step(name, AdamParams())
+
+    same, alternating = medians(
+        lambda: steps("m", "m", "m", "m"), lambda: steps("m", "other", "m", "other")
+    )
+    yield Measurement(
+        "C9", "steps of two models in turn / of one", alternating / same, "x", "<= 1.05", "<= 1.01"
+    )
+
+
+def _head_memory() -> Iterator[Measurement]:
+    peaks = {}
+    for name in ("ours", "whole"):
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:
+            peaks[name] = pool.apply(_head_peak, (name,))
+    ratio = peaks["ours"] / peaks["whole"]
+    note = f"{peaks['ours'] >> 20} MiB against {peaks['whole'] >> 20} MiB at 4,096 positions"
+    yield Measurement(
+        "C3", "memory of the output layer / whole logits", ratio, "x", "<= 0.2", "<= 0.05", note
+    )
+
+
+def _head_peak(which: str) -> int:
+    """Return the memory one output-layer pass needs, beyond its inputs."""
+    positions, hidden_size, vocab_size = 4096, 64, 151_936
+    hidden = torch.randn(positions, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab_size, hidden_size)
+    targets = torch.randint(0, vocab_size, (positions, 1))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_rss_bytes()
+    if which == "ours":
+        layer = Unembedding(FrozenLinear(weight, None, packed=False), None)
+        logprobs_and_gradient(layer, hidden.detach(), targets, lambda _, lp: torch.ones_like(lp))
+    else:
+        logits = hidden @ weight.T
+        torch.nn.functional.cross_entropy(logits, targets[:, 0], reduction="sum").backward()
+    return peak_rss_bytes() - before
+
+
+def _packing() -> Measurement:
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(5, 1, 64).astype(int), 8, 2048).tolist()
+    padded = sum(
+        len(group) * max(lengths[i] for i in group) for group in micro_batches(lengths, 2048)
+    )
+    return Measurement(
+        "C22",
+        "tokens / padded tokens, lognormal lengths",
+        sum(lengths) / padded,
+        "",
+        ">= 0.9",
+        ">= 0.97",
+    )
