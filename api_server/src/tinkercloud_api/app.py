@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, suppress
 import aiohttp
 import structlog
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from tinkercloud_api import errors
 from tinkercloud_api.activity import Activity
@@ -22,6 +21,8 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints, open_store
 from tinkercloud_api.context import Context
+from tinkercloud_api.head_client import HeadClient
+from tinkercloud_api.http import Receive, Scope, Send
 from tinkercloud_api.limits import BodyLimit
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
@@ -29,6 +30,7 @@ from tinkercloud_api.router import Router
 from tinkercloud_api.routes import health, hot, hub, keys, models, runs, sessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.waiters import Waiters
 
 log = structlog.get_logger(__name__)
 
@@ -36,23 +38,34 @@ JSON_BODY_BYTES = 1 << 20
 _JANITOR_SECONDS = 30.0
 
 
-def create_app(settings: Settings, provider: SessionProvider) -> FastAPI:
-    """Return the application; it opens its catalog and starts its provider when it is served."""
+class Application:
+    """The ASGI application; it opens its catalog and starts its provider when it is served."""
+
+    def __init__(self, settings: Settings, provider: SessionProvider) -> None:
+        self._settings = settings
+        self._provider = provider
+        self.context: Context | None = None
+        """The server's parts, while it runs."""
+        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, redoc_url=None)
+        for module in (sessions, models, runs, keys, health, hub):
+            api.include_router(module.router)
+        api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
+        errors.install(api)
+        self._asgi = hot.HotPaths(api, self._running)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event (the ASGI entry point)."""
+        await self._asgi(scope, receive, send)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running_context(settings, provider) as context:
-            app.state.context = context
+    async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
+        async with running_context(self._settings, self._provider) as self.context:
+            api.state.context = self.context
             yield
 
-    app = FastAPI(title="Tinkercloud", lifespan=lifespan, docs_url="/docs", redoc_url=None)
-    for path, handler in hot.HANDLERS.items():
-        app.router.routes.append(Route(path, hot.HotRoute(handler), methods=["POST"]))
-    for module in (sessions, models, runs, keys, health, hub):
-        app.include_router(module.router)
-    app.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES, exempt=hot.HANDLERS.keys())
-    errors.install(app)
-    return app
+    def _running(self) -> Context:
+        assert self.context is not None  # noqa: S101 - requests come after start-up
+        return self.context
 
 
 @asynccontextmanager
@@ -63,6 +76,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
     client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+    head_client = HeadClient()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
     router = Router(catalog, checkpoints, provider, client)
     context = Context(
@@ -73,9 +87,10 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         checkpoints=checkpoints,
         router=router,
         training_runs=TrainingRuns(catalog, provider, checkpoints, router),
-        proxy=Proxy(client),
+        proxy=Proxy(head_client),
         activity=Activity(catalog),
         client=client,
+        waiters=Waiters(),
     )
     await provider.start()
     janitor = asyncio.create_task(_keep_house(context))
@@ -87,6 +102,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             await janitor
         await provider.stop()
         await context.activity.write()
+        head_client.close()
         await client.close()
         await catalog.close()
 

@@ -15,6 +15,7 @@ from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.waiters import Waiters
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Context:
     proxy: Proxy
     activity: Activity
     client: aiohttp.ClientSession
+    waiters: Waiters
 
 
 def get_context(request: Request) -> Context:

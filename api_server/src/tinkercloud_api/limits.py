@@ -1,6 +1,6 @@
 """Bounds on the bodies of the JSON routes, before anything parses them."""
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -13,21 +13,13 @@ from tinkercloud_protocol.errors import BodyTooLarge
 class BodyLimit:
     """ASGI middleware: a body over the limit is answered 413 and read no further."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, exempt: Collection[str]) -> None:
-        """Wrap an application.
-
-        Args:
-            app: what is wrapped.
-            max_bytes: of one body.
-            exempt: paths that bound their bodies themselves.
-        """
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._exempt = frozenset(exempt)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
-        if scope["type"] != "http" or scope["path"] in self._exempt:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")

@@ -2,25 +2,24 @@
 
 from collections.abc import AsyncIterator, Mapping
 
-import aiohttp
 import structlog
 
-from tinkercloud_api.http import Send
+from tinkercloud_api.head_client import HeadClient, HeadResponse, HeadUnreachable
+from tinkercloud_api.http import Send, answer
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
-_FORWARDED = ("content-type", "content-encoding", "content-length")
-_RETURNED = ("content-type", "content-length", "retry-after")
-_CONNECT_SECONDS = 5.0
+_FORWARDED = ("content-type", "content-encoding")
+_RETURNED = frozenset({b"content-type", b"content-length", b"retry-after"})
 
 
 class Proxy:
     """Forwards to heads over kept-alive connections."""
 
-    def __init__(self, client: aiohttp.ClientSession) -> None:
+    def __init__(self, client: HeadClient) -> None:
         self._client = client
 
     async def forward(
@@ -48,43 +47,31 @@ class Proxy:
         Raises:
             Unavailable: the head hung up or can't be reached, before any part of its answer came.
         """
-        forwarded = {name: headers[name] for name in _FORWARDED if name in headers}
-        forwarded[routes.HEAD_TOKEN_HEADER] = route.token
-        forwarded[routes.TARGET_HEADER] = target
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        fields = [
+            (routes.HEAD_TOKEN_HEADER.encode(), route.token.encode()),
+            (routes.TARGET_HEADER.encode(), target.encode()),
+        ]
+        fields += [(n.encode(), headers[n].encode("latin-1")) for n in _FORWARDED if n in headers]
+        if not isinstance(body, bytes) and "content-length" in headers:
+            fields.append((b"content-length", headers["content-length"].encode("latin-1")))
         try:
-            async with self._client.post(
-                route.url + path, data=body, headers=forwarded, timeout=timeout
-            ) as response:
-                substitute = (replace or {}).get(response.status)
-                if substitute is None:
-                    await _relay(send, response)
-                    return
-        except (aiohttp.ClientError, ConnectionError) as error:
+            response = await self._client.post(route.url + path, fields, body)
+        except HeadUnreachable as error:
             log.warning("a session head hung up", path=path, error=str(error))
             raise Unavailable(
                 "the session head stopped answering; if it is gone, the next try will say so"
             ) from None
-        status, content = substitute
-        await _send_whole(send, status, content)
+        async with response:
+            substitute = (replace or {}).get(response.status)
+            if substitute is not None:
+                await answer(send, substitute[1], status=substitute[0])
+            else:
+                await _relay(send, response)
 
 
-async def _relay(send: Send, response: aiohttp.ClientResponse) -> None:
-    kept = [
-        (name.encode(), response.headers[name].encode())
-        for name in _RETURNED
-        if name in response.headers
-    ]
+async def _relay(send: Send, response: HeadResponse) -> None:
+    kept = [(name, value) for name, value in response.headers if name in _RETURNED]
     await send({"type": "http.response.start", "status": response.status, "headers": kept})
-    async for chunk in response.content.iter_any():
+    async for chunk in response.chunks():
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_whole(send: Send, status: int, content: bytes) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(content)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

@@ -14,7 +14,7 @@ from typing import IO
 import structlog
 import uvicorn
 
-from tinkercloud_api.app import create_app
+from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
@@ -37,10 +37,20 @@ class _Server(uvicorn.Server):
 
     restart_wanted = False
 
-    def restart(self, _number: int, _frame: FrameType | None) -> None:
+    def __init__(self, config: uvicorn.Config, app: Application) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def restart(self, number: int, frame: FrameType | None) -> None:
         """Stop, and have `run` start again (a signal handler)."""
         self.restart_wanted = True
-        self.should_exit = True
+        self.handle_exit(number, frame)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop (uvicorn's signal handler): let those go who wait for a result."""
+        if self._app.context is not None:
+            self._app.context.waiters.dismiss()
+        super().handle_exit(sig, frame)
 
 
 def run(settings: Settings) -> None:
@@ -54,7 +64,7 @@ def run(settings: Settings) -> None:
     os.umask(0o077)
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     models = [resolve(name, where) for name, where in settings.models.items()]
-    app = create_app(settings, LocalProvider(models, settings))
+    app = Application(settings, LocalProvider(models, settings))
     listener = _listen(settings)
     with _PidFile(settings.state_dir / PID_FILE):
         asyncio.run(_introduce(settings, listener.getsockname()[1]))
@@ -67,7 +77,7 @@ def run(settings: Settings) -> None:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
-        server = _Server(config)
+        server = _Server(config, app)
         signal.signal(signal.SIGHUP, server.restart)
         server.run(sockets=[listener])
     if server.restart_wanted:

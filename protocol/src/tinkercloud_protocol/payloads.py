@@ -8,6 +8,7 @@ Shape legend: N tokens of a datum, K targets per position.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -133,7 +134,7 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
     shape = tuple(message.shape)
     if any(size < 0 for size in shape) or len(shape) > 2:
         raise InvalidRequest(f"{where}: shape {list(shape)} must have one or two sizes >= 0")
-    if np.prod(shape, dtype=object) > MAX_DENSE_CELLS:
+    if math.prod(shape) > MAX_DENSE_CELLS:
         raise InvalidRequest(
             f"{where}: shape {list(shape)} has more than {MAX_DENSE_CELLS} cells; split the datum"
         )
@@ -142,11 +143,11 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
     values = _array(message.dense, dtype, where)
     if not shape:
         return values
-    if values.size != np.prod(shape):
+    if values.size != math.prod(shape):
         raise InvalidRequest(
-            f"{where}: shape {list(shape)} needs {int(np.prod(shape))} values, got {values.size}"
+            f"{where}: shape {list(shape)} needs {math.prod(shape)} values, got {values.size}"
         )
-    return values.reshape(shape)
+    return values.reshape(shape) if len(shape) == 2 else values
 
 
 def _array(data: bytes, dtype: Dtype, where: str) -> Array:

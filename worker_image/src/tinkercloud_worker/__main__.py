@@ -6,6 +6,7 @@ The only place that knows which trainer and sampler there are.
 import asyncio
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,7 @@ import uvicorn
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.engine.thread import EngineThread
@@ -86,6 +87,17 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def listening_socket(listen: Listen) -> socket.socket:
+    """Return the socket to accept connections on.
+
+    Made here rather than by uvicorn, which takes an inherited one for a Unix socket; then nothing
+    would switch Nagle's algorithm off, and every answer would wait 40 ms for an acknowledgement.
+    """
+    if listen.fd is not None:
+        return socket.socket(fileno=listen.fd)
+    return socket.create_server((listen.host, listen.port), backlog=2048)
+
+
 async def serve(config: HeadConfig) -> None:
     """Serve until a stop signal, or until nobody needs this head any more."""
     token = Path(config.token_file).read_text().strip()  # noqa: ASYNC240 - once, before serving
@@ -93,16 +105,13 @@ async def serve(config: HeadConfig) -> None:
     app = HeadApp(lifecycle, config.limits, token)
     settings = uvicorn.Config(
         app,
-        host=config.listen.host,
-        port=config.listen.port,
-        fd=config.listen.fd,
         http="httptools",
         log_config=None,
         access_log=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(config.timings.drain_seconds) + 5,
     )
-    await _Server(settings, lifecycle).serve()
+    await _Server(settings, lifecycle).serve(sockets=[listening_socket(config.listen)])
 
 
 def main() -> None:

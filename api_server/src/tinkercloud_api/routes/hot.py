@@ -6,14 +6,15 @@ goes to a head, the key is checked, and that what the request is about belongs t
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import orjson
 import structlog
 import zstandard
+from starlette.types import ASGIApp
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import SamplingSession
@@ -27,6 +28,7 @@ from tinkercloud_api.http import (
     answer_error,
 )
 from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
@@ -44,17 +46,26 @@ log = structlog.get_logger(__name__)
 SaveT = TypeVar("SaveT", SaveWeightsRequest, SaveWeightsForSamplerRequest)
 
 _SMALL_BODY_BYTES = 1 << 20
+_INTERNAL_ERROR = b'{"detail": "internal error; the log of the server has the details"}'
 _GONE = (410, orjson.dumps({"detail": "this result is gone; send the request again"}))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One request and what is known of it."""
 
     server: Context
     request: HotRequest
-    principal: Principal
-    send: Send
+    raw_send: Send
+    principal: Principal = field(init=False)
+    """Who is asking, once that is known."""
+    has_answered: bool = False
+    """Whether any part of an answer has been sent."""
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part of the answer (ASGI)."""
+        self.has_answered = True
+        await self.raw_send(message)
 
     async def forward(
         self,
@@ -78,22 +89,41 @@ class Call:
 Handler = Callable[[Call], Awaitable[None]]
 
 
-class HotRoute:
-    """An ASGI application around one handler: key, errors, nothing else."""
+class HotPaths:
+    """ASGI middleware, the outermost: serves the hot paths, hands everything else on.
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    Nothing but a dictionary look-up stands between the server and these handlers: the framework's
+    own routing costs more than all that they do.
+    """
+
+    def __init__(self, app: ASGIApp, server: Callable[[], Context]) -> None:
+        """Wrap an application.
+
+        Args:
+            app: serves every other path.
+            server: returns the server's parts, which exist once it runs.
+        """
+        self._app = app
+        self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        server: Context = scope["app"].state.context
-        request = HotRequest(scope, receive)
+        """Serve one connection event."""
+        handler = HANDLERS.get(scope["path"]) if scope["type"] == "http" else None
+        if handler is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        call = Call(self._server(), HotRequest(scope, receive), send)
         try:
-            key = request.headers.get(routes.API_KEY_HEADER)
-            principal = await server.authenticator.principal(key)
-            await self._handler(Call(server, request, principal, send))
+            key = call.request.headers.get(routes.API_KEY_HEADER)
+            call.principal = await call.server.authenticator.principal(key)
+            await handler(call)
         except WireError as error:
             await answer_error(send, error)
+        except Exception:
+            log.exception("request failed unexpectedly", path=call.request.path)
+            if call.has_answered:
+                raise
+            await answer(send, _INTERNAL_ERROR, status=500)
 
 
 async def forward_backward(call: Call) -> None:
@@ -186,9 +216,19 @@ async def retrieve_future(call: Call) -> None:
     """Wait for a result where it lives; what is lost for good is answered, not retried."""
     body = await call.request.body(_SMALL_BODY_BYTES)
     request_id = RequestId.parse(parse_json(RetrieveFutureRequest, body).request_id)
-    if isinstance(request_id.target, SamplingSessionId):
-        await _retrieve_sample(call, request_id, body)
-        return
+    is_sample = isinstance(request_id.target, SamplingSessionId)
+    retrieve = _retrieve_sample if is_sample else _retrieve_training
+    try:
+        with call.server.waiters.waiting():
+            await retrieve(call, request_id, body)
+    except Dismissed:
+        # This server is stopping: the client asks again, the next one or another replica.
+        if not call.has_answered:
+            pending = futures.pending(str(request_id))
+            await answer(call.send, pending, status=futures.PENDING_STATUS)
+
+
+async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> None:
     target, router = str(request_id.target), call.server.router
     await router.authorize_run(target, call.principal)
     try:
