@@ -59,7 +59,9 @@ class Settings(BaseSettings):
     bootstrap_key: SecretStr | None = None
     """An API key (`tml-...`) to register at start, for scripts and charts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages to log: debug, info, warning or error."""
     log_format: Literal["console", "json"] = "console"
+    """`console` for people, `json` for machines: one object a line."""
     hf_mirror: bool = True
     """Whether the tokenizers of the served models can be read, without a key, under /hf."""
     compress_uploads: bool = False

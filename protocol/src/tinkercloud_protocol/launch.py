@@ -42,10 +42,13 @@ class TrainerConfig(_Config):
     """How to train."""
 
     backend: Literal["torch"] = "torch"
+    """The engine that trains. `torch`: any Hugging Face causal language model, in one process."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
     """Padded tokens of one micro-batch; a single longer datum is a micro-batch of its own."""
+    packed_weights: bool = True
+    """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory."""
 
 
 class SamplerConfig(_Config):
@@ -65,6 +68,7 @@ class Limits(_Config):
     """Bounds on what a client may ask for."""
 
     max_lora_rank: Annotated[int, Field(ge=1)] = 256
+    """Rank of an adapter."""
     max_context_length: Annotated[int, Field(ge=1)] | None = None
     """Tokens of a sequence; absent means what the model's own configuration says."""
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20

@@ -33,7 +33,11 @@ log = structlog.get_logger(__name__)
 
 def build_backend(config: HeadConfig) -> Backend:
     """Load the model and assemble the engine that the configuration asks for."""
-    base = BaseModel.load(config.model.path, getattr(torch, config.trainer.dtype))
+    base = BaseModel.load(
+        config.model.path,
+        getattr(torch, config.trainer.dtype),
+        packed=config.trainer.packed_weights,
+    )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = TorchTrainer(
         base,
