@@ -1,0 +1,192 @@
+"""The `tinkercloud` command beside a running server, and what the server does with signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+from tinkercloud_testing.servers import Server, a_server
+
+MODEL = "tiny/llama"
+
+
+def tinkercloud(
+    server: Server, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user of the server would, and return what became of it."""
+    user = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.new_key("cli")}
+    return subprocess.run(
+        [sys.executable, "-m", "tinkercloud_api", *arguments],
+        env={**server.environment(), **user, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_key_can_be_made_used_listed_and_revoked(server: Server) -> None:
+    made = json.loads(server.command("keys", "create", "ci", "--owner", "team", "--json"))
+    assert server.request("GET", "/api/v1/sessions", key=made["key"]).status == 200
+
+    server.command("keys", "revoke", str(made["id"]))
+
+    listed = {row["id"]: row for row in json.loads(server.command("keys", "list", "--json"))}
+    assert listed[made["id"]]["owner"] == "team"
+    assert listed[made["id"]]["revoked"]
+    assert made["key"] not in server.command("keys", "list", "--json")
+
+
+def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:
+    result = tinkercloud(server, "keys", "revoke", "999999")
+
+    assert result.returncode == 1
+    assert "there is no key 999999" in result.stderr
+
+
+def test_models_are_listed_for_people_and_for_scripts(server: Server) -> None:
+    rows = json.loads(tinkercloud(server, "models", "list", "--json").stdout)
+
+    assert [row["model_name"] for row in rows] == [MODEL]
+    assert MODEL in tinkercloud(server, "models", "list").stdout
+
+
+def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
+    key = server.new_key("cli-sessions")
+    user = {"TINKER_API_KEY": key}
+    training = server.client(key).create_lora_training_client(MODEL, rank=4).result()
+    session = training.holder.get_session_id()
+
+    listed = json.loads(tinkercloud(server, "sessions", "list", "--json", **user).stdout)
+    shown = json.loads(tinkercloud(server, "sessions", "show", session, "--json", **user).stdout)
+    tinkercloud(server, "sessions", "delete", session, **user)
+
+    assert listed == [{"session": session}]
+    assert shown["training_run_ids"] == [training.model_id]
+    answer = server.post("session_heartbeat", {"session_id": session}, key=key)
+    assert answer.status == 410
+
+
+def test_a_missing_server_is_named(server: Server) -> None:
+    result = tinkercloud(server, "models", "list", TINKER_BASE_URL="http://127.0.0.1:9")
+
+    assert result.returncode == 1
+    assert "no server answers at http://127.0.0.1:9" in result.stderr
+
+
+def test_a_refused_key_is_told(server: Server) -> None:
+    result = tinkercloud(server, "models", "list", TINKER_API_KEY="tml-nobody")
+
+    assert result.returncode == 1
+    assert "401" in result.stderr
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_running_server(
+    server: Server, model_folder: Path
+) -> None:
+    models = json.dumps({MODEL: str(model_folder)})
+    result = tinkercloud(server, "doctor", "--json", TINKERCLOUD_MODELS=models)
+    findings = {row["check"]: row["result"] for row in json.loads(result.stdout)}
+
+    assert result.returncode == 0, result.stdout
+    assert findings[f"model {MODEL}"] == "ok"
+    assert findings["server"] == "ok"
+
+
+def test_the_doctor_says_which_model_is_missing(server: Server) -> None:
+    models = json.dumps({"absent": "/nowhere/at/all"})
+    result = tinkercloud(server, "doctor", "--json", TINKERCLOUD_MODELS=models)
+    (finding,) = [row for row in json.loads(result.stdout) if row["check"] == "model absent"]
+
+    assert result.returncode == 1
+    assert finding["result"] == "FAILED"
+    assert "/nowhere/at/all" in finding["detail"]
+
+
+def test_a_second_server_on_the_same_state_is_refused(server: Server) -> None:
+    result = tinkercloud(server, "serve", "--port", "0")
+
+    assert result.returncode == 1
+    assert "serves" in result.stderr
+    assert "TINKERCLOUD_STATE_DIR" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path) -> None:
+    result = tinkercloud(server, "serve", "--state-dir", str(tmp_path))
+
+    assert result.returncode == 1
+    assert f"127.0.0.1:{server.port} can't be listened on" in result.stderr
+
+
+def test_an_unknown_setting_is_refused_by_name(server: Server) -> None:
+    result = tinkercloud(server, "serve", TINKERCLOUD_MAX_RANK="3")
+
+    assert result.returncode == 1
+    assert "TINKERCLOUD_MAX_RANK" in result.stderr
+
+
+def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -> None:
+    server = Server({MODEL: model_folder}, tmp_path / "state")
+    environment = {k: v for k, v in server.environment().items() if "BOOTSTRAP" not in k}
+
+    def start_and_stop() -> str:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tinkercloud_api",
+                "serve",
+                "--model",
+                f"{MODEL}={model_folder}",
+            ],
+            env={**environment, "TINKERCLOUD_PRELOAD": "false"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 60
+        while not server.is_healthy():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        _, printed = process.communicate(timeout=60)
+        return printed
+
+    first, second = start_and_stop(), start_and_stop()
+
+    key = first.split("TINKER_API_KEY=")[1].split()[0]
+    assert key.startswith("tml-")
+    assert "tml-" not in second.replace("tml-...", "")
+
+
+def test_a_hangup_starts_the_server_over_and_runs_resume(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([5, 6, 7]),
+        loss_fn_inputs={"target_tokens": [6, 7, 8]},
+    )
+
+    def loss(training: tinker.TrainingClient) -> float:
+        return training.forward([datum], "cross_entropy").result().metrics["loss:sum"]
+
+    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        training = server.client().create_lora_training_client(MODEL, rank=4).result()
+        training.forward_backward([datum], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        path, before = training.save_state("here").result().path, loss(training)
+        heads = server.head_pids()
+        assert server.process is not None
+
+        os.kill(server.process.pid, signal.SIGHUP)
+        deadline = time.monotonic() + 60
+        while not server.is_healthy() or server.head_pids() == heads:
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.05)
+
+        resumed = server.client().create_training_client_from_state(path).result()
+        assert loss(resumed) == before
