@@ -44,6 +44,7 @@ class _Connection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
+        self._is_sent = False
         self._is_complete = False
         self._keeps_alive = False
         self._waiter: asyncio.Future[None] | None = None
@@ -110,15 +111,21 @@ class _Connection(asyncio.Protocol):
         self._reset()
         if isinstance(body, bytes):
             self._write(head + body)
+            self._is_sent = True
         else:
             self._write(head)
-            async for chunk in body:
-                await self._can_write.wait()
-                if self.has_answered or not self.is_open:
-                    break  # refused before it was complete
-                self._write(chunk)
+            self._is_sent = await self._stream(body)
         while not self.has_answered:
             await self._wait()
+
+    async def _stream(self, body: AsyncIterator[bytes]) -> bool:
+        """Write a body as it arrives; return whether it was wanted to its end."""
+        async for chunk in body:
+            await self._can_write.wait()
+            if self.has_answered or not self.is_open:
+                return False
+            self._write(chunk)
+        return True
 
     def _write(self, data: bytes) -> None:
         if self._transport is None:
@@ -140,8 +147,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the answer was read to its end and the head keeps the connection open."""
-        return self._is_complete and self.is_open and self._keeps_alive
+        """Whether nothing of this request or its answer is left on the connection."""
+        is_clean = self._is_sent and self._is_complete
+        return is_clean and self.is_open and self._keeps_alive
 
     def close(self) -> None:
         """Close the connection."""

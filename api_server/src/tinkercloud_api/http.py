@@ -53,6 +53,33 @@ class HotRequest:
                 return
 
 
+_MAX_DISCARDED_BYTES = 256 << 20
+
+
+def reading_to_the_end(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Return a connection's two ends such that no answer is sent before the body was read.
+
+    A client that uploads when its connection is closed sees a reset, not the answer that says
+    why; so what nobody wants to read is received and thrown away first, within a bound.
+    """
+    names = {name for name, _ in scope["headers"]}
+    has_more = bool(names & {b"content-length", b"transfer-encoding"})
+
+    async def counted() -> MutableMapping[str, Any]:
+        nonlocal has_more
+        message = await receive()
+        has_more = message["type"] == "http.request" and bool(message.get("more_body"))
+        return message
+
+    async def late(message: MutableMapping[str, Any]) -> None:
+        discarded = 0
+        while has_more and discarded < _MAX_DISCARDED_BYTES:
+            discarded += len((await counted()).get("body", b""))
+        await send(message)
+
+    return counted, late
+
+
 async def answer(
     send: Send, body: bytes, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> None:

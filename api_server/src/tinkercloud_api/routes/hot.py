@@ -26,6 +26,7 @@ from tinkercloud_api.http import (
     Send,
     answer,
     answer_error,
+    reading_to_the_end,
 )
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_api.waiters import Dismissed
@@ -108,6 +109,8 @@ class HotPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
+        if scope["type"] == "http":
+            receive, send = reading_to_the_end(scope, receive, send)
         handler = HANDLERS.get(scope["path"]) if scope["type"] == "http" else None
         if handler is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
