@@ -1,7 +1,7 @@
 # Everything a contributor or a new user runs. `make help` lists it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test lint type docs check bench clean
+.PHONY: help install run demo test lint type docs generate check bench clean
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -49,8 +49,12 @@ type: .venv/.installed ## check types
 docs: .venv/.installed ## write the generated pages of docs/
 	@$(BIN)/python tools/write_docs.py
 
-check: lint type ## lint, types, and that generated pages are fresh
+generate: docs ## write everything that is generated: pages of docs/, definitions of custom resources
+	@$(BIN)/python -m tinkercloud_crds.generate
+
+check: lint type ## lint, types, and that everything generated is fresh
 	@$(BIN)/python tools/write_docs.py --check
+	@$(BIN)/python -m tinkercloud_crds.generate --check
 
 bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks

@@ -1,0 +1,176 @@
+"""Parts that both resources use: worker shapes, parallelism, placement, limits, idleness."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from tinkercloud_crds.structural import Part, rules
+
+Text = Annotated[str, Field(max_length=253)]
+Message = Annotated[str, Field(max_length=1024)]
+ObjectName = Annotated[
+    str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9][-a-z0-9]*)*$")
+]
+LabelValue = Annotated[
+    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
+]
+LabelKey = Annotated[str, Field(max_length=317)]
+Image = Annotated[str, Field(min_length=1, max_length=512)]
+Quantity = Annotated[
+    str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$")
+]
+Size = Annotated[int, Field(ge=1, le=4096)]
+Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+
+
+class Resources(Part):
+    """What one container needs. Requests and limits are equal for memory and GPUs."""
+
+    cpu: Quantity = "1"
+    """Cores requested; there is no limit, so that idle cores are used."""
+    memory: Quantity = "4Gi"
+    """Memory requested, and its limit."""
+    shared_memory: Quantity = "1Gi"
+    """Size of /dev/shm, taken from `memory`."""
+    scratch: Quantity = "8Gi"
+    """Size of the local scratch volume."""
+
+
+class Parallelism(Part):
+    """How one copy of the model is split over GPUs; data parallelism is what is left."""
+
+    tensor: Size = 1
+    """Ranks that share each matrix."""
+    pipeline: Size = 1
+    """Stages of layers."""
+    context: Size = 1
+    """Ranks that share a sequence."""
+    expert: Size = 1
+    """Ranks that share the experts of a mixture."""
+
+
+class HeadShape(Part):
+    """The head pod: the ASGI process, and with the `torch` backend on CPU the engine as well."""
+
+    image: Image
+    """Container image; it holds `tinkercloud_worker`."""
+    resources: Resources = Resources()
+    """What the head's container needs."""
+
+
+class TrainerShape(Part):
+    """The trainer pods."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.replicas == 0 ? self.gpusPerReplica == 0 : self.gpusPerReplica >= 1",
+                "replicas and gpusPerReplica: either both are 0 (the head trains, on its CPU) or"
+                " both are 1 or more",
+            ),
+            (
+                "self.replicas == 0 || (self.replicas * self.gpusPerReplica)"
+                " % (self.parallelism.tensor * self.parallelism.pipeline"
+                " * self.parallelism.context) == 0",
+                "parallelism: tensor x pipeline x context must divide replicas x gpusPerReplica",
+            ),
+            (
+                "self.backend != 'megatron' || self.replicas >= 1",
+                "backend: megatron trains on worker pods; replicas must be 1 or more",
+            ),
+        )
+    )
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """The engine that trains."""
+    image: Image | None = None
+    """Container image of the workers; the head's unless given."""
+    replicas: Annotated[int, Field(ge=0, le=512)] = 0
+    """Worker pods; 0 means that the head trains, on its CPU."""
+    gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
+    """GPUs of each worker pod."""
+    resources: Resources = Resources()
+    """What each worker's container needs besides GPUs."""
+    parallelism: Parallelism = Parallelism()
+    """How the model is split."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the frozen base weights; adapters, gradients and moments are float32 always."""
+    max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = 8192
+    """Padded tokens of one micro-batch and data-parallel rank."""
+
+
+class SamplerShape(Part):
+    """The sampler pods."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.backend == 'torch' ? self.replicas == 0 : self.replicas >= 1",
+                "replicas: the torch sampler runs inside the head (0); sglang needs 1 or more",
+            ),
+        )
+    )
+
+    backend: Literal["torch", "sglang"] = "torch"
+    """The engine that samples. `torch` uses the trainer's own weights, inside the head."""
+    image: Image | None = None
+    """Container image of the workers; the head's unless given."""
+    replicas: Annotated[int, Field(ge=0, le=512)] = 0
+    """Worker pods, each a whole engine."""
+    gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
+    """GPUs of each worker pod."""
+    resources: Resources = Resources()
+    """What each worker's container needs besides GPUs."""
+    colocated: bool = False
+    """Whether the sampler shares the trainers' GPUs instead of having its own."""
+
+
+class Toleration(Part):
+    """A taint that pods accept."""
+
+    key: LabelKey | None = None
+    """The taint's key; absent means any."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """How `value` is compared."""
+    value: LabelValue | None = None
+    """The taint's value."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The taint's effect; absent means any."""
+
+
+class NodeRequirement(Part):
+    """A term of required node affinity; all terms must hold."""
+
+    key: LabelKey
+    """The node label."""
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = "In"
+    """How it is compared."""
+    values: Annotated[list[LabelValue], Field(max_length=64)] = []
+    """With what."""
+
+
+class Placement(Part):
+    """Where pods may run."""
+
+    node_selector: Annotated[dict[str, LabelValue], Field(max_length=16)] = {}
+    """Labels a node must have."""
+    node_affinity: Annotated[list[NodeRequirement], Field(max_length=16)] = []
+    """Requirements a node must meet."""
+    tolerations: Annotated[list[Toleration], Field(max_length=16)] = []
+    """Taints the pods accept."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of the pods."""
+    queue_name: ObjectName | None = None
+    """Kueue LocalQueue that admits the sessions; absent means none."""
+    runtime_class_name: ObjectName | None = None
+    """RuntimeClass of the pods."""
+
+
+class Idle(Part):
+    """What happens to a session nobody uses."""
+
+    timeout_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
+    """How long nobody may use it."""
+    action: Literal["Suspend", "Delete"] = "Suspend"
+    """Suspend: its state is saved, its pods go, and the next request brings it back. Delete: a
+    last checkpoint is made and the session is deleted."""

@@ -1,0 +1,1 @@
+"""The operator: reconciles TrainingSessions into RayClusters and what surrounds them."""

@@ -1,0 +1,90 @@
+"""All settings of the operator, in one place: environment variables `TINKERCLOUD_OPERATOR_*`.
+
+Nested values are JSON (`TINKERCLOUD_OPERATOR_CLIENT_LABELS='[{"app": "x"}]'`). A variable nobody
+knows is refused: a setting that does nothing must not pass for one that works.
+"""
+
+import os
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "TINKERCLOUD_OPERATOR_"
+
+
+class Settings(BaseSettings):
+    """What the chart may decide. Immutable once read."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    namespace: str = "default"
+    """The one namespace that is watched."""
+    identity: str = Field(default_factory=lambda: os.environ.get("HOSTNAME", "operator"))
+    """This replica's name in the Lease: the pod's."""
+    lease_name: str = "tinkercloud-operator"
+    """Lease that the leading replica holds."""
+    lease_seconds: Annotated[int, Field(ge=3)] = 15
+    """How long a leader that says nothing stays the leader."""
+    lease_renew_seconds: Annotated[int, Field(ge=2)] = 10
+    """How long the leader tries to renew its Lease before it stops acting."""
+    lease_retry_seconds: Annotated[int, Field(ge=1)] = 2
+    """Pause between two tries."""
+    probe_host: str = "0.0.0.0"  # noqa: S104 - the kubelet and Prometheus come from outside the pod
+    """Address of /livez, /readyz and /metrics."""
+    probe_port: Annotated[int, Field(ge=0, lt=65536)] = 9090
+    """Port of /livez, /readyz and /metrics; 0 takes a free one."""
+    checkpoint_root: str = "file:///checkpoints"
+    """URL of the object store for checkpoints, as heads see it: file:///..., s3://..., gs://...,
+    az://..."""
+    checkpoint_claim: str | None = None
+    """PersistentVolumeClaim mounted at /checkpoints in every head, for file:///checkpoints."""
+    checkpoint_secret: str | None = None
+    """Secret whose entries become environment variables of every head: the store's credentials."""
+    service_account: str = "default"
+    """Service account of session pods; its token is not mounted."""
+    image_pull_secrets: list[str] = []
+    """Secrets to pull session images with."""
+    run_as_user: int | None = 65532
+    """User of session pods; null leaves it to the namespace (OpenShift)."""
+    client_labels: list[dict[str, str]] = [{"app.kubernetes.io/part-of": "tinkercloud"}]
+    """Labels of the pods that may reach heads, one selector each: API server and operator."""
+    network_policies: bool = True
+    """Whether each session gets a NetworkPolicy."""
+    ray_version: str = "2.60.0"
+    """Ray in the session images."""
+    drain_seconds: Annotated[int, Field(ge=1)] = 120
+    """How long a head that is told to stop may save its state before it is killed."""
+    last_checkpoint_seconds: Annotated[int, Field(ge=0)] = 60
+    """How long the deletion of a session waits for its last checkpoint."""
+    resync_seconds: Annotated[int, Field(ge=5)] = 300
+    """Every session is looked at again after this long, whether anything happened or not."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages to log."""
+
+
+class UnknownSettingError(Exception):
+    """A setting that does not exist; the message names it."""
+
+
+def load_settings() -> Settings:
+    """Read the settings from the environment.
+
+    Raises:
+        UnknownSettingError: the environment holds a TINKERCLOUD_OPERATOR_ variable nobody reads.
+        pydantic.ValidationError: a value is not acceptable; the message names its field.
+    """
+    known = {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name.upper().split("__")[0] not in known:
+            raise UnknownSettingError(
+                f"environment variable {name} is not a setting of the operator; the settings are"
+                " listed in docs/configuration.md"
+            )
+    return Settings()
