@@ -73,9 +73,9 @@ class Limits(Part):
 class SessionPolicy(Part):
     """What a session, and so an SDK user through tags, may choose. It can shrink always."""
 
-    queue_names: Annotated[list[ObjectName], Field(max_length=64)] = []
+    queue_names: Annotated[list[ObjectName], Field(default_factory=list, max_length=64)]
     """LocalQueues a session may choose besides the BaseModel's own."""
-    priority_class_names: Annotated[list[ObjectName], Field(max_length=64)] = []
+    priority_class_names: Annotated[list[ObjectName], Field(default_factory=list, max_length=64)]
     """PriorityClasses a session may choose besides the BaseModel's own."""
     idle: Idle = Idle()
     """Of sessions that do not say."""
@@ -134,13 +134,14 @@ class BaseModelStatus(Part):
     conditions: Annotated[
         list[Condition],
         Field(
+            default_factory=list,
             max_length=16,
             json_schema_extra={
                 "x-kubernetes-list-type": "map",
                 "x-kubernetes-list-map-keys": ["type"],
             },
         ),
-    ] = []
+    ]
     """Ready, Reconciling, Stalled."""
     live_sessions: Annotated[int, Field(ge=0)] = 0
     """Sessions that have pods or want them."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, BaseModelStatus
-from tinkercloud_crds.structural import Schema, structural_schema
+from tinkercloud_crds.structural import Schema, structural_schema, without_defaults
 from tinkercloud_crds.training_session import (
     MAX_NAME_LENGTH,
     TrainingSessionSpec,
@@ -151,7 +151,7 @@ def _root_schema(kind: Kind) -> Schema:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": structural_schema(kind.spec),
-            "status": structural_schema(kind.status),
+            "status": without_defaults(structural_schema(kind.status)),
         },
     }
     if kind.root_rules:

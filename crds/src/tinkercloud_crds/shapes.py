@@ -145,18 +145,18 @@ class NodeRequirement(Part):
     """The node label."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = "In"
     """How it is compared."""
-    values: Annotated[list[LabelValue], Field(max_length=64)] = []
+    values: Annotated[list[LabelValue], Field(default_factory=list, max_length=64)]
     """With what."""
 
 
 class Placement(Part):
     """Where pods may run."""
 
-    node_selector: Annotated[dict[str, LabelValue], Field(max_length=16)] = {}
+    node_selector: Annotated[dict[str, LabelValue], Field(default_factory=dict, max_length=16)]
     """Labels a node must have."""
-    node_affinity: Annotated[list[NodeRequirement], Field(max_length=16)] = []
+    node_affinity: Annotated[list[NodeRequirement], Field(default_factory=list, max_length=16)]
     """Requirements a node must meet."""
-    tolerations: Annotated[list[Toleration], Field(max_length=16)] = []
+    tolerations: Annotated[list[Toleration], Field(default_factory=list, max_length=16)]
     """Taints the pods accept."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods."""

@@ -76,6 +76,19 @@ def structural_schema(model: type[BaseModel]) -> Schema:
     return _convert(schema, schema.get("$defs", {}), path=model.__name__)
 
 
+def without_defaults(schema: Schema) -> Schema:
+    """Return a schema that fills nothing in: for a status, which says only what was seen."""
+    result = {key: value for key, value in schema.items() if key != "default"}
+    for key in ("items", "additionalProperties"):
+        if key in result:
+            result[key] = without_defaults(result[key])
+    if "properties" in result:
+        result["properties"] = {
+            name: without_defaults(child) for name, child in result["properties"].items()
+        }
+    return result
+
+
 def _convert(node: Schema, definitions: Mapping[str, Schema], path: str) -> Schema:
     node = _resolved(node, definitions)
     result: Schema = {
@@ -85,6 +98,8 @@ def _convert(node: Schema, definitions: Mapping[str, Schema], path: str) -> Sche
         result["description"] = " ".join(str(result["description"]).split())
     if result.get("default", ...) is None:
         del result["default"]
+    elif isinstance(result.get("default"), dict):
+        result["default"] = {}  # its fields have defaults of their own
     _exclusive_bounds(node, result)
     if "const" in node:
         result["enum"] = [node["const"]]

@@ -176,13 +176,14 @@ class TrainingSessionStatus(Part):
     conditions: Annotated[
         list[Condition],
         Field(
+            default_factory=list,
             max_length=16,
             json_schema_extra={
                 "x-kubernetes-list-type": "map",
                 "x-kubernetes-list-map-keys": ["type"],
             },
         ),
-    ] = []
+    ]
     """Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady, Ready, Reconciling,
     Stalled, Suspended."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
