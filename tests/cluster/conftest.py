@@ -1,0 +1,53 @@
+"""The cluster that the tests in this folder share: one for the whole run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.control_plane import ControlPlane, a_control_plane
+from tinkercloud_testing.cluster.existing import existing_cluster
+from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
+from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
+from tinkercloud_testing.cluster.programs import state_folder
+
+
+@pytest.fixture(scope="session")
+def cluster_folder() -> Iterator[Path]:
+    """Where the cluster's programs keep their state and their logs."""
+    with state_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def control_plane(cluster_folder: Path) -> Iterator[ControlPlane]:
+    """A control plane of our own, whose programs may be stopped and started."""
+    if existing_cluster() is not None:
+        pytest.skip("stops programs of the control plane; an existing cluster's are not ours")
+    with a_control_plane(cluster_folder) as plane:
+        yield plane
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    """The cluster under test, as its administrator sees it."""
+    existing = existing_cluster()
+    if existing is not None:
+        return existing
+    plane: ControlPlane = request.getfixturevalue("control_plane")
+    return plane.cluster
+
+
+@pytest.fixture(scope="session")
+def kuberay(cluster: Cluster, cluster_folder: Path) -> Iterator[KubeRay]:
+    """KubeRay, running and installed."""
+    with a_kuberay_operator(cluster, cluster_folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kwok(cluster: Cluster, cluster_folder: Path) -> Iterator[KwokNodes]:
+    """What plays nodes; `kwok.add("gpu-0", gpus=8)` adds one."""
+    with a_kwok_controller(cluster, cluster_folder) as running:
+        yield running

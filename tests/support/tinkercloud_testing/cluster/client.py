@@ -1,0 +1,139 @@
+"""What tests do to a cluster, whoever made it: kubectl with an administrator's kubeconfig."""
+
+import contextlib
+import json
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinkercloud_testing.cluster.certificates import write_kubeconfig
+from tinkercloud_testing.cluster.programs import binary
+
+Manifest = Mapping[str, Any]
+FIELD_MANAGER = "tests"
+
+
+class Refused(Exception):
+    """kubectl failed; the message is what it wrote."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster, as its administrator sees it."""
+
+    kubeconfig: Path
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """Run kubectl and return what it printed.
+
+        Raises:
+            Refused: It failed.
+        """
+        result = subprocess.run(
+            [str(binary("kubectl")), f"--kubeconfig={self.kubeconfig}", *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            raise Refused(f"kubectl {' '.join(arguments)}: {result.stderr.strip()}")
+        return result.stdout
+
+    def is_healthy(self) -> bool:
+        """Whether the API server says that it is ready."""
+        with contextlib.suppress(Refused):
+            return self.kubectl("get", "--raw=/readyz", "--request-timeout=2s") == "ok"
+        return False
+
+    def apply(self, *objects: Manifest) -> None:
+        """Apply objects server-side.
+
+        Raises:
+            Refused: The API server refused one of them; the message says why.
+        """
+        self.apply_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+
+    def apply_text(self, manifests: str) -> None:
+        """Apply YAML or JSON server-side.
+
+        Raises:
+            Refused: The API server refused one of the objects; the message says why.
+        """
+        options = ("--server-side", "--force-conflicts", f"--field-manager={FIELD_MANAGER}")
+        self.kubectl("apply", *options, "-f", "-", stdin=manifests)
+
+    def patch_status(
+        self, kind: str, name: str, status: Manifest, namespace: str = "default"
+    ) -> None:
+        """Merge into an object's status, as the program that owns it would."""
+        patch = json.dumps({"status": status})
+        where = (f"--namespace={namespace}", "--subresource=status", "--type=merge")
+        self.kubectl("patch", kind, name, *where, f"--patch={patch}")
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> dict[str, Any]:
+        """Return an object.
+
+        Raises:
+            Refused: There is none.
+        """
+        found: dict[str, Any] = json.loads(
+            self.kubectl("get", kind, name, f"--namespace={namespace}", "--output=json")
+        )
+        return found
+
+    def objects(
+        self, kind: str, namespace: str = "default", selector: str = ""
+    ) -> Sequence[dict[str, Any]]:
+        """Return the objects of a kind in a namespace, or those a label selector chooses."""
+        where = (f"--namespace={namespace}", f"--selector={selector}")
+        answer = json.loads(self.kubectl("get", kind, *where, "--output=json"))
+        items: Sequence[dict[str, Any]] = answer["items"]
+        return items
+
+    def delete(self, kind: str, name: str, namespace: str = "default") -> None:
+        """Delete an object, if it is there, without waiting for its end."""
+        where = f"--namespace={namespace}"
+        self.kubectl("delete", kind, name, where, "--wait=false", "--ignore-not-found")
+
+    def wait_for(
+        self, what: str, condition: str, namespace: str = "default", seconds: int = 60
+    ) -> None:
+        """Wait as `kubectl wait` does.
+
+        Args:
+            what: The object: "pod/head", "rayclusters.ray.io/one".
+            condition: "create", "delete", "condition=Ready", "jsonpath={.status.state}=ready".
+            namespace: Where it is.
+            seconds: How long.
+
+        Raises:
+            Refused: It did not come true in time.
+        """
+        options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds}s")
+        self.kubectl("wait", what, *options)
+
+    @contextlib.contextmanager
+    def a_namespace(self, name: str = "test", **labels: str) -> Iterator[str]:
+        """Make a namespace for the length of a block; its content goes with it."""
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+        metadata = {"name": unique, "labels": labels}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        self.wait_for("serviceaccount/default", "create", unique)
+        try:
+            yield unique
+        finally:
+            self.delete("namespace", unique)
+
+    def kubeconfig_of(self, service_account: str, namespace: str, folder: Path) -> Path:
+        """Write the kubeconfig of a service account, which may do what its roles allow."""
+        account = (service_account, f"--namespace={namespace}")
+        token = self.kubectl("create", "token", *account, "--duration=24h").strip()
+        view = ("config", "view", "--raw", "--minify", "--flatten", "--output=json")
+        own = json.loads(self.kubectl(*view))["clusters"][0]["cluster"]
+        path = folder / f"{namespace}-{service_account}.kubeconfig"
+        write_kubeconfig(path, own["server"], own["certificate-authority-data"], {"token": token})
+        return path

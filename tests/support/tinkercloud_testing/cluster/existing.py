@@ -1,0 +1,40 @@
+"""A cluster that somebody else runs, for machines on which ours cannot."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+from tinkercloud_testing.cluster.client import Cluster
+
+CHOICE = "TINKERCLOUD_TEST_CLUSTER"
+LOADER = "TINKERCLOUD_TEST_IMAGE_LOADER"
+
+
+def existing_cluster() -> Cluster | None:
+    """Return the cluster named by KUBECONFIG if the tests are told to use it, else None.
+
+    Raises:
+        ValueError: TINKERCLOUD_TEST_CLUSTER is neither "own" nor "existing", or there is no
+            KUBECONFIG to go with it.
+    """
+    choice = os.environ.get(CHOICE, "own")
+    if choice == "own":
+        return None
+    if choice != "existing":
+        raise ValueError(f"{CHOICE} is {choice!r}; it is 'own' (the default) or 'existing'")
+    if "KUBECONFIG" not in os.environ:
+        raise ValueError(f"{CHOICE}=existing needs KUBECONFIG, the file that names the cluster")
+    return Cluster(Path(os.environ["KUBECONFIG"]))
+
+
+def load_image(archive: Path) -> None:
+    """Bring an image archive onto the existing cluster's nodes, by the command it names.
+
+    Raises:
+        ValueError: TINKERCLOUD_TEST_IMAGE_LOADER is not set.
+    """
+    loader = os.environ.get(LOADER)
+    if loader is None:
+        raise ValueError(f"{LOADER} must name a command, say 'kind load image-archive'")
+    subprocess.run([*shlex.split(loader), str(archive)], check=True)

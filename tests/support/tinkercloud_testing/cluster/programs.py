@@ -1,0 +1,187 @@
+"""Child processes that never outlive the test run, and the folders they keep their state in."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+_BUILDER = ROOT / "tools" / "cluster" / "build.py"
+_FOLDER_PREFIX = "tinkercloud-cluster-"
+_STOP_SECONDS = 30
+
+
+class ProgramFailed(Exception):
+    """A program ended, or did not become ready in time; the message ends with its log."""
+
+
+@functools.cache
+def build_folder(*programs: str) -> Path:
+    """Build programs if they are not there; return the folder with `bin/` and `share/`."""
+    built = subprocess.run(
+        [sys.executable, str(_BUILDER), *programs], check=True, text=True, stdout=subprocess.PIPE
+    )
+    return Path(built.stdout.strip())
+
+
+def binary(name: str) -> Path:
+    """Build a program if it is not there; return its path."""
+    return build_folder(name) / "bin" / name
+
+
+def system_tool(name: str) -> str:
+    """Return the path of a tool of the operating system.
+
+    Raises:
+        FileNotFoundError: It is not installed.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"{name} is not installed; the test cluster needs it")
+    return found
+
+
+def accepts_connections(port: int) -> bool:
+    """Whether somebody listens on a loopback port."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def wait_until(ready: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Wait for something outside our control to become true.
+
+    Raises:
+        TimeoutError: It did not in that many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+@dataclass
+class Program:
+    """One program. `start`, `stop` and `kill` may alternate and may be repeated.
+
+    The kernel kills it when the thread that started it ends, so start programs from a thread that
+    lives as long as they should: the main one.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    log: Path
+    ready: Callable[[], bool]
+    """Whether it serves; asked until it does."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_seconds: float = 120
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start it unless it runs, and wait until it is ready.
+
+        Raises:
+            ProgramFailed: It ended, or was not ready in time.
+        """
+        self.launch()
+        self.wait_until_ready()
+
+    def launch(self) -> None:
+        """Start it unless it runs, without waiting."""
+        if self.is_running:
+            return
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [system_tool("setpriv"), "--pdeathsig", "KILL", *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until it serves.
+
+        Raises:
+            ProgramFailed: It ended, or was not ready in time.
+        """
+        try:
+            wait_until(lambda: not self.is_running or self.ready(), self.name, self.start_seconds)
+        except TimeoutError as error:
+            raise ProgramFailed(f"{error}\n{self.last_words()}") from error
+        if not self.is_running:
+            raise ProgramFailed(f"{self.name} ended\n{self.last_words()}")
+
+    def stop(self) -> None:
+        """Ask it to end, and wait until it has; kill it if it does not."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._wait(_STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it without warning."""
+        self._signal(signal.SIGKILL)
+        self._wait(None)
+
+    def restart(self) -> None:
+        """Stop it, then start it."""
+        self.stop()
+        self.start()
+
+    def last_words(self, lines: int = 40) -> str:
+        """Return the end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_running and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def _wait(self, seconds: float | None) -> None:
+        if self.process is not None:
+            self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def state_folder() -> Iterator[Path]:
+    """Make a folder for the length of a block, and remove those of runs that were killed.
+
+    A folder's owner holds a lock in it, which the kernel drops when the owner dies.
+    """
+    for abandoned in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        _remove_if_abandoned(abandoned)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    with (folder / "owner.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    # A folder without a lock file is being made at this moment, by another run.
+    with (
+        contextlib.suppress(FileNotFoundError, BlockingIOError),
+        (folder / "owner.lock").open() as f,
+    ):
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
