@@ -1,0 +1,222 @@
+"""What the pods of a session have in common: containers, volumes, security, placement.
+
+Restricted Pod Security throughout: no root, no privileges, a read-only root file system, no
+service account token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec, ModelSource
+from tinkercloud_crds.shapes import Placement, Resources
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.shape import Shape
+
+Json = dict[str, Any]
+
+CONFIG_FOLDER = "/etc/tinkercloud"
+TOKEN_FOLDER = "/etc/tinkercloud-token"  # noqa: S105
+SCRATCH_FOLDER = "/scratch"
+MODEL_FOLDER = "/models"
+CHECKPOINT_FOLDER = "/checkpoints"
+FETCHED_MODEL_FOLDER = f"{SCRATCH_FOLDER}/model"
+
+GPU_RESOURCE = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of a session's children. Each ends in a word of its own, so none can collide."""
+
+    session: str
+
+    @property
+    def ray_cluster(self) -> str:
+        """RayCluster; KubeRay derives its own children's names from it."""
+        return self.session
+
+    @property
+    def head_service(self) -> str:
+        """Service of the head."""
+        return f"{self.session}-head"
+
+    @property
+    def head_config(self) -> str:
+        """ConfigMap with the head's configuration."""
+        return f"{self.session}-config"
+
+    @property
+    def token_secret(self) -> str:
+        """Secret with the head's token."""
+        return f"{self.session}-token"
+
+    @property
+    def network_policy(self) -> str:
+        """NetworkPolicy of all pods."""
+        return self.session
+
+    @property
+    def disruption_budget(self) -> str:
+        """PodDisruptionBudget of all pods."""
+        return self.session
+
+
+def model_path(base_model: BaseModelSpec) -> str:
+    """Return the folder, inside a pod, where the base model lies."""
+    volume = base_model.source.volume
+    return f"{MODEL_FOLDER}/{volume.path}" if volume is not None else FETCHED_MODEL_FOLDER
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What children are built from."""
+
+    names: Names
+    shape: Shape
+    settings: Settings
+
+
+def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:
+    """Return the template of one group's pods."""
+    settings, source = build.settings, build.shape.base_model.source
+    spec: Json = {
+        "serviceAccountName": settings.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": settings.drain_seconds + 10,
+        "securityContext": _pod_security(settings),
+        "containers": [container],
+        "volumes": _volumes(build, resources),
+        **_placement(build.shape.placement),
+    }
+    if source.volume is None:
+        spec["initContainers"] = [_fetching(container, source)]
+    if settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    return {
+        "metadata": {
+            "labels": {
+                labels.SESSION_LABEL: build.names.session,
+                labels.COMPONENT_LABEL: component,
+                labels.MANAGED_BY_LABEL: labels.MANAGED_BY,
+            },
+            "annotations": {
+                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+                "karpenter.sh/do-not-disrupt": "true",
+            },
+        },
+        "spec": spec,
+    }
+
+
+def container(build: Build, name: str, image: str, resources: Resources, gpus: int) -> Json:
+    """Return a container that runs as `pod_template` wants it."""
+    limits: Json = {"memory": resources.memory}
+    requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
+    if gpus:
+        limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
+    return {
+        "name": name,
+        "image": image,
+        "resources": {"requests": requests, "limits": limits},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": _mounts(build.settings),
+        "env": [
+            {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
+            {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
+            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+        ],
+        "envFrom": _store_environment(build),
+    }
+
+
+def _store_environment(build: Build) -> list[Json]:
+    secrets = [build.settings.checkpoint_secret, build.shape.base_model.source.secret_name]
+    return [{"secretRef": {"name": name}} for name in secrets if name is not None]
+
+
+def _pod_security(settings: Settings) -> Json:
+    user = settings.run_as_user
+    ids = {} if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}
+    return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
+
+
+def _mounts(settings: Settings) -> list[Json]:
+    mounts: list[Json] = [
+        {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+        {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+        {"name": "scratch", "mountPath": SCRATCH_FOLDER},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a volume of the pod's own
+        {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - as above
+        {"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True},
+    ]
+    if settings.checkpoint_claim is not None:
+        mounts.append({"name": "checkpoints", "mountPath": CHECKPOINT_FOLDER})
+    return mounts
+
+
+def _volumes(build: Build, resources: Resources) -> list[Json]:
+    names, settings = build.names, build.settings
+    volume = build.shape.base_model.source.volume
+    model: Json = (
+        {"emptyDir": {"sizeLimit": "1Mi"}}
+        if volume is None
+        else {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}}
+    )
+    volumes: list[Json] = [
+        {"name": "config", "configMap": {"name": names.head_config}},
+        {"name": "token", "secret": {"secretName": names.token_secret, "defaultMode": 0o440}},
+        {"name": "scratch", "emptyDir": {"sizeLimit": resources.scratch}},
+        {"name": "tmp", "emptyDir": {}},
+        {
+            "name": "shared-memory",
+            "emptyDir": {"medium": "Memory", "sizeLimit": resources.shared_memory},
+        },
+        {"name": "model", **model},
+    ]
+    if settings.checkpoint_claim is not None:
+        claim = {"claimName": settings.checkpoint_claim}
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+    return volumes
+
+
+def _fetching(container: Json, source: ModelSource) -> Json:
+    """Return the container that downloads the model before the engine starts."""
+    where = source.uri if source.uri is not None else f"hub:{source.hub}"
+    kept = ("image", "securityContext", "volumeMounts", "env", "envFrom")
+    return {
+        "name": "fetch-model",
+        "command": ["python", "-m", "tinkercloud_worker.fetch_model", where, FETCHED_MODEL_FOLDER],
+        "resources": {
+            "requests": {"cpu": "1", "memory": "1Gi"},
+            "limits": {"memory": "1Gi"},
+        },
+        **{key: container[key] for key in kept},
+    }
+
+
+def _placement(placement: Placement) -> Json:
+    spec: Json = {}
+    if placement.node_selector:
+        spec["nodeSelector"] = dict(placement.node_selector)
+    if placement.node_affinity:
+        terms = [term.model_dump(by_alias=True) for term in placement.node_affinity]
+        required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
+        spec["affinity"] = {
+            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
+        }
+    if placement.tolerations:
+        spec["tolerations"] = [
+            toleration.model_dump(by_alias=True, exclude_none=True)
+            for toleration in placement.tolerations
+        ]
+    if placement.priority_class_name is not None:
+        spec["priorityClassName"] = placement.priority_class_name
+    if placement.runtime_class_name is not None:
+        spec["runtimeClassName"] = placement.runtime_class_name
+    return spec

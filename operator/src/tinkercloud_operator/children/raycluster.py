@@ -1,0 +1,104 @@
+"""The RayCluster: a head, and groups of trainers and samplers.
+
+The head container runs Tinkercloud's head beside `ray start` (KubeRay hands the generated command
+over in a variable when it is told not to run it itself). With a CPU shape there is the head alone.
+Kueue owns `spec.suspend` wherever a queue is named, so it is never set here: a session is
+suspended by deleting its RayCluster.
+"""
+
+from typing import Any
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.shapes import SamplerShape, TrainerShape
+from tinkercloud_operator.children.pods import CONFIG_FOLDER, Build, Json, container, pod_template
+
+API_VERSION = "ray.io/v1"
+
+_START_HEAD = (
+    'eval "$KUBERAY_GEN_RAY_START_CMD" & '
+    f"exec python -m tinkercloud_worker {CONFIG_FOLDER}/head.json"
+)
+_PORTS = (
+    ("http", labels.HEAD_PORT),
+    ("gcs-server", 6379),
+    ("dashboard", 8265),
+    ("client", 10001),
+    ("metrics", 8080),
+)
+"""Of the head's container; all but the first are Ray's."""
+_STARTUP_SECONDS = 1800
+"""How long a container may take to serve; loading the model comes after that."""
+
+
+def ray_cluster(build: Build) -> Json:
+    """Return the RayCluster of a session."""
+    groups = [_trainers(build), _samplers(build)]
+    queue = build.shape.placement.queue_name
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "RayCluster",
+        "metadata": {
+            "name": build.names.ray_cluster,
+            "labels": {labels.QUEUE_LABEL: queue} if queue is not None else {},
+        },
+        "spec": {
+            "rayVersion": build.settings.ray_version,
+            "authOptions": {"mode": "token", "secretName": build.names.token_secret},
+            "headGroupSpec": _head(build),
+            "workerGroupSpecs": [group for group in groups if group is not None],
+        },
+    }
+
+
+def _head(build: Build) -> Json:
+    head = build.shape.base_model.head
+    body = container(build, "head", head.image, head.resources, gpus=0) | {
+        "command": ["/bin/bash", "-c", _START_HEAD],
+        "ports": [
+            {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS
+        ],
+        "startupProbe": _probe("/healthz", period=2, failures=_STARTUP_SECONDS // 2),
+        "readinessProbe": _probe("/readyz", period=5, failures=2),
+        "livenessProbe": _probe("/healthz", period=10, failures=6),
+    }
+    template = pod_template(build, "head", body, head.resources)
+    template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
+    # No Ray task runs on the head: its cores are the sequencer's, or the CPU engine's.
+    return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": template}
+
+
+def _trainers(build: Build) -> Json | None:
+    trainer = build.shape.trainer
+    if trainer is None or trainer.replicas == 0:
+        return None
+    return _group(build, "trainer", trainer, trainer.gpus_per_replica)
+
+
+def _samplers(build: Build) -> Json | None:
+    sampler = build.shape.sampler
+    if sampler.replicas == 0:
+        return None
+    return _group(build, "sampler", sampler, build.shape.gpus_per_sampler)
+
+
+def _group(build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int) -> Json:
+    image = worker.image or build.shape.base_model.head.image
+    # KubeRay names the container's command and probes: a worker is up when it has joined Ray.
+    body = container(build, "worker", image, worker.resources, gpus)
+    return {
+        "groupName": component,
+        "replicas": worker.replicas,
+        "minReplicas": worker.replicas,
+        "maxReplicas": worker.replicas,
+        "rayStartParams": {},
+        "template": pod_template(build, component, body, worker.resources),
+    }
+
+
+def _probe(path: str, *, period: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": labels.HEAD_PORT},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,137 @@
+"""What surrounds the pods: Service, Secret, configuration, NetworkPolicy, disruption budget."""
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.children.pods import (
+    SCRATCH_FOLDER,
+    TOKEN_FOLDER,
+    Build,
+    Json,
+    model_path,
+)
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    Limits,
+    Listen,
+    Timings,
+    TrainerConfig,
+)
+
+SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
+"""Entries of the Secret: the head's token, and the same under the name Ray wants it by."""
+
+_DNS_PORTS = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+
+
+def token_secret(build: Build) -> Json:
+    """Return the Secret with the head's token, without the token."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": build.names.token_secret},
+        "type": "Opaque",
+    }
+
+
+def head_config(build: Build) -> HeadConfig:
+    """Return what the head is told at birth."""
+    settings, trainer = build.settings, build.shape.trainer
+    base_model = build.shape.base_model
+    return HeadConfig(
+        head=build.names.session,
+        model=BaseModelSource(name=base_model.model_name, path=model_path(base_model)),
+        token_file=f"{TOKEN_FOLDER}/{labels.TOKEN_KEY}",
+        checkpoint_root=settings.checkpoint_root,
+        scratch_dir=f"{SCRATCH_FOLDER}/head",
+        listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
+        trainer=TrainerConfig()
+        if trainer is None
+        else TrainerConfig(dtype=trainer.dtype, max_batch_tokens=trainer.max_batch_tokens),
+        limits=Limits(
+            max_lora_rank=base_model.limits.max_lora_rank,
+            max_context_length=base_model.max_context_length,
+        ),
+        timings=Timings(drain_seconds=settings.drain_seconds),
+    )
+
+
+def config_map(build: Build) -> Json:
+    """Return the ConfigMap with the head's configuration."""
+    config = head_config(build)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": build.names.head_config},
+        "data": {"head.json": config.model_dump_json(exclude_defaults=True)},
+    }
+
+
+def head_service(build: Build) -> Json:
+    """Return the Service of the head.
+
+    KubeRay's own publishes addresses of heads that are not ready; this one does not.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": build.names.head_service},
+        "spec": {
+            "type": "ClusterIP",
+            "selector": {
+                labels.SESSION_LABEL: build.names.session,
+                labels.COMPONENT_LABEL: "head",
+            },
+            "ports": [
+                {
+                    "name": "http",
+                    "port": labels.HEAD_PORT,
+                    "targetPort": labels.HEAD_PORT,
+                    "protocol": "TCP",
+                }
+            ],
+        },
+    }
+
+
+def network_policy(build: Build) -> Json:
+    """Return the NetworkPolicy: among themselves; heads from API server and operator; DNS; HTTPS.
+
+    Outgoing 443 is for object stores and the model hub, whose addresses no policy can name.
+    """
+    own = {"podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}}}
+    clients = [{"podSelector": {"matchLabels": wanted}} for wanted in build.settings.client_labels]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": build.names.network_policy},
+        "spec": {
+            "podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [
+                {"from": [own]},
+                {"from": clients, "ports": [{"protocol": "TCP", "port": labels.HEAD_PORT}]},
+            ],
+            "egress": [
+                {"to": [own]},
+                {"ports": _DNS_PORTS},
+                {"ports": [{"protocol": "TCP", "port": 443}]},
+            ],
+        },
+    }
+
+
+def disruption_budget(build: Build) -> Json:
+    """Return the PodDisruptionBudget: no pod of a session is evicted for convenience.
+
+    A number of pods, not `maxUnavailable`: that one needs the scale subresource, which
+    RayClusters lack.
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": build.names.disruption_budget},
+        "spec": {
+            "minAvailable": sum(kind.count for kind in build.shape.pods),
+            "selector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
+        },
+    }

@@ -1,0 +1,108 @@
+"""Whether a session is to have pods now, and when that can change: pure.
+
+A session that nobody uses is suspended or deleted (`spec.idle`), one that is too old ends
+(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. All of it follows
+from timestamps in the object, so a restarted operator decides the same.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.shapes import Idle
+from tinkercloud_operator.observed import Observed
+
+
+class Wanted(StrEnum):
+    """What a session is to be."""
+
+    RUNNING = "Running"
+    """With pods."""
+    SUSPENDED = "Suspended"
+    """State saved, no pods."""
+    FINISHED = "Finished"
+    """Last checkpoint made, no pods, kept to look at."""
+    DELETED = "Deleted"
+    """Gone, after a last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is wanted, why, and when that may change by itself."""
+
+    wanted: Wanted
+    reason: Reason
+    message: str
+    changes_at: datetime | None = None
+
+
+def decide(observed: Observed, idle: Idle, max_lifetime_seconds: int | None) -> Decision:
+    """Return what a session is to be now."""
+    finished = parse_time(observed.status.finished_time)
+    if finished is not None:
+        return _after_the_end(observed, finished)
+    expiry = _after(observed.created, max_lifetime_seconds)
+    if expiry is not None and observed.now >= expiry:
+        return Decision(
+            Wanted.FINISHED,
+            Reason.LIFETIME_EXCEEDED,
+            f"existed for {max_lifetime_seconds} s, its longest lifetime",
+        )
+    if observed.spec.suspend:
+        return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
+    if _owner_suspended_it(observed):
+        return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+    idle_at = last_use(observed) + timedelta(seconds=idle.timeout_seconds)
+    if observed.now >= idle_at:
+        message = f"unused for {idle.timeout_seconds} s"
+        if idle.action == "Delete":
+            return Decision(Wanted.DELETED, Reason.IDLE, message)
+        return Decision(
+            Wanted.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
+        )
+    changes_at = min(idle_at, expiry) if expiry is not None else idle_at
+    return Decision(Wanted.RUNNING, Reason.RUNNING, "", changes_at)
+
+
+def last_use(observed: Observed) -> datetime:
+    """Return when a session was last used; becoming ready, or being resumed, counts as use."""
+    moments = [observed.created, observed.last_activity]
+    for kind in (ConditionType.READY, ConditionType.SUSPENDED):
+        condition = find(observed.status.conditions, kind)
+        ended_a_wait = {ConditionType.READY: "True", ConditionType.SUSPENDED: "False"}[kind]
+        if condition is not None and condition.status == ended_a_wait:
+            moments.append(parse_time(condition.last_transition_time))
+    return max(moment for moment in moments if moment is not None)
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """Return a moment that Kubernetes wrote; None for none, or for what is no time."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else None
+
+
+def _owner_suspended_it(observed: Observed) -> bool:
+    """Whether it is suspended because `spec.suspend` was true: taking that back resumes it."""
+    condition = find(observed.status.conditions, ConditionType.SUSPENDED)
+    return (
+        condition is not None
+        and condition.status == "True"
+        and condition.reason == Reason.SUSPENDED
+    )
+
+
+def _after_the_end(observed: Observed, finished: datetime) -> Decision:
+    gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
+    if observed.now >= gone_at:
+        return Decision(Wanted.DELETED, Reason.FINISHED, "kept as long as it was to be")
+    return Decision(Wanted.FINISHED, Reason.FINISHED, "over", gone_at)
+
+
+def _after(moment: datetime, seconds: int | None) -> datetime | None:
+    return None if seconds is None else moment + timedelta(seconds=seconds)

@@ -1,0 +1,100 @@
+"""What the operator has seen of one TrainingSession: plain data, without I/O.
+
+Everything that `reconcile` decides by is here, the time included.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+
+Manifest = Mapping[str, Any]
+"""A Kubernetes object as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildKey:
+    """Names a child of a session; all live in its namespace."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a pod does not run."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod of a session."""
+
+    name: str
+    uid: str
+    component: str
+    """`head`, `trainer` or `sampler`."""
+    is_scheduled: bool
+    is_started: bool
+    """Whether its container has passed its startup probe."""
+    is_ready: bool
+    is_terminating: bool
+    restarts: int
+    trouble: Trouble | None
+
+    @property
+    def incarnation(self) -> str:
+        """Differs between any two processes that ever ran in it."""
+        return f"{self.uid}-{self.restarts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What one node can hold at most, and what it asks of pods."""
+
+    labels: Mapping[str, str]
+    taints: tuple[Mapping[str, str], ...]
+    cpu: float
+    """Cores."""
+    memory: float
+    """Bytes."""
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One TrainingSession, its children, its surroundings and the clock."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    created: datetime
+    deleted: datetime | None
+    """When its deletion was asked for."""
+    has_finalizer: bool
+    spec: TrainingSessionSpec
+    status: TrainingSessionStatus
+    last_activity: datetime | None
+    """When a client last used it, as the API server has noted."""
+    base_model: BaseModelSpec | None
+    """The BaseModel of its `spec.baseModel`, if there is one."""
+    sessions_of_owner: int
+    """Live sessions of its owner and BaseModel that are older than this one."""
+    children: Mapping[ChildKey, Manifest]
+    """Live children but the Secret, which can only be read by name."""
+    has_secret: bool
+    pods: tuple[Pod, ...]
+    nodes: tuple[Node, ...] | None
+    """All nodes; None if the operator may not see them, or if nodes come and go."""
+    has_kuberay: bool
+    """Whether the cluster knows RayClusters."""
+    refusal: str | None
+    """Why the API server refused a child the last time, if it did."""
+    now: datetime

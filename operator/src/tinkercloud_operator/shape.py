@@ -1,0 +1,185 @@
+"""What a session gets: its BaseModel's shapes with the session's own choices, or a refusal.
+
+A session may shrink what its BaseModel offers and choose among what it allows; nothing else.
+"""
+
+from dataclasses import dataclass
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.training_session import TrainingSessionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a session can't be served as it is written."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodRequest:
+    """What the pods of one kind ask of their nodes."""
+
+    component: str
+    count: int
+    resources: Resources
+    gpus: int
+    """Of each pod."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The pods a session gets, and how long it may live."""
+
+    base_model: BaseModelSpec
+    trainer: TrainerShape | None
+    """None for a sampler."""
+    sampler: SamplerShape
+    placement: Placement
+    idle: Idle
+    max_lifetime_seconds: int | None
+
+    @property
+    def trainers(self) -> int:
+        """Trainer pods."""
+        return self.trainer.replicas if self.trainer is not None else 0
+
+    @property
+    def gpus_per_sampler(self) -> int:
+        """GPUs of each sampler pod; none if they share the trainers'."""
+        return 0 if self.sampler.colocated else self.sampler.gpus_per_replica
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all pods together."""
+        trainers = self.trainers * (self.trainer.gpus_per_replica if self.trainer else 0)
+        return trainers + self.sampler.replicas * self.gpus_per_sampler
+
+    @property
+    def pods(self) -> list[PodRequest]:
+        """One entry for each kind of pod."""
+        kinds = [PodRequest("head", 1, self.base_model.head.resources, 0)]
+        if self.trainer is not None and self.trainers:
+            trainer = self.trainer
+            kinds.append(
+                PodRequest("trainer", self.trainers, trainer.resources, trainer.gpus_per_replica)
+            )
+        if self.sampler.replicas:
+            sampler = self.sampler
+            kinds.append(
+                PodRequest("sampler", sampler.replicas, sampler.resources, self.gpus_per_sampler)
+            )
+        return kinds
+
+
+def resolve(
+    spec: TrainingSessionSpec, base_model: BaseModelSpec | None, sessions_of_owner: int
+) -> Shape | Refusal:
+    """Return what a session gets.
+
+    Args:
+        spec: what it asks for.
+        base_model: what is offered; None if there is no BaseModel of that name.
+        sessions_of_owner: older live sessions of the same owner and BaseModel.
+    """
+    if base_model is None:
+        return Refusal(
+            Reason.BASE_MODEL_NOT_FOUND,
+            f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
+        )
+    problems = [
+        *_too_large(spec, base_model),
+        *_not_offered(spec, base_model),
+        *_too_many(base_model, sessions_of_owner),
+    ]
+    if problems:
+        return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
+    return _shape(spec, base_model)
+
+
+def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    trainer, sampler = base_model.trainer, base_model.sampler
+    pairs = [
+        ("lora.rank", spec.lora and spec.lora.rank, base_model.limits.max_lora_rank),
+        ("trainer.replicas", spec.trainer and spec.trainer.replicas, trainer.replicas),
+        (
+            "trainer.maxBatchTokens",
+            spec.trainer and spec.trainer.max_batch_tokens,
+            base_model.limits.max_batch_tokens or trainer.max_batch_tokens,
+        ),
+        ("sampler.replicas", spec.sampler and spec.sampler.replicas, sampler.replicas),
+        (
+            "idle.timeoutSeconds",
+            spec.idle and spec.idle.timeout_seconds,
+            base_model.sessions.max_idle_timeout_seconds,
+        ),
+        (
+            "maxLifetimeSeconds",
+            spec.max_lifetime_seconds,
+            base_model.sessions.max_lifetime_seconds,
+        ),
+    ]
+    found = [
+        f"spec.{field}: {asked} is over the BaseModel's {limit}"
+        for field, asked, limit in pairs
+        if asked and limit is not None and asked > limit
+    ]
+    if spec.trainer is not None and spec.trainer.replicas and not found:
+        parallelism = trainer.parallelism
+        ranks = spec.trainer.replicas * trainer.gpus_per_replica
+        copies = parallelism.tensor * parallelism.pipeline * parallelism.context
+        if ranks % copies:
+            found.append(
+                f"spec.trainer.replicas: {spec.trainer.replicas} pods have {ranks} GPUs, which a"
+                f" model copy of {copies} GPUs does not divide"
+            )
+    return found
+
+
+def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    placement, policy = base_model.placement, base_model.sessions
+    choices = [
+        ("queueName", spec.queue_name, placement.queue_name, policy.queue_names),
+        (
+            "priorityClassName",
+            spec.priority_class_name,
+            placement.priority_class_name,
+            policy.priority_class_names,
+        ),
+    ]
+    return [
+        f"spec.{field}: {asked!r} is not among what the BaseModel allows:"
+        f" {', '.join(sorted({*offered, *([own] if own else [])})) or 'none'}"
+        for field, asked, own, offered in choices
+        if asked is not None and asked != own and asked not in offered
+    ]
+
+
+def _too_many(base_model: BaseModelSpec, sessions_of_owner: int) -> list[str]:
+    limit = base_model.limits.max_sessions_per_owner
+    if limit is None or sessions_of_owner < limit:
+        return []
+    return [
+        f"spec.owner: has {sessions_of_owner} live sessions of this BaseModel, and may have"
+        f" {limit}; finish or delete one"
+    ]
+
+
+def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
+    chosen = (spec.trainer.model_dump(exclude_none=True) if spec.trainer else {}) or {}
+    sampler = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
+    places = {"queue_name": spec.queue_name, "priority_class_name": spec.priority_class_name}
+    lifetimes = (spec.max_lifetime_seconds, base_model.sessions.max_lifetime_seconds)
+    return Shape(
+        base_model=base_model,
+        trainer=base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None,
+        sampler=base_model.sampler.model_copy(update=sampler),
+        placement=base_model.placement.model_copy(
+            update={field: value for field, value in places.items() if value is not None}
+        ),
+        idle=spec.idle or base_model.sessions.idle,
+        max_lifetime_seconds=min((life for life in lifetimes if life is not None), default=None),
+    )
