@@ -19,9 +19,14 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog, Page
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_protocol.catalogue import CheckpointInfo
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import Manifest, SuspendedManifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.paths import (
+    CheckpointKind,
+    CheckpointPath,
+    run_prefix,
+    suspended_prefix,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +75,37 @@ class Checkpoints:
         """Return a run's checkpoints, oldest first."""
         await self._refresh()
         return [info(row) for row in await self._catalog.checkpoints_of_run(run_id)]
+
+    async def discover(self, run_id: str) -> None:
+        """Note the training checkpoints that a head has written of its own accord."""
+        folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
+        listed = await obstore.list_with_delimiter_async(self._store, folder)
+        for prefix in listed["common_prefixes"]:
+            name = prefix.rstrip("/").rpartition("/")[2]
+            path = CheckpointPath(run_id, CheckpointKind.TRAINING, name)
+            if await self._catalog.checkpoint(path) is None:
+                manifest = await self._read(path)
+                if manifest is not None:
+                    await self._catalog.index_checkpoint(manifest)
+
+    async def is_suspended(self, run_id: str, generation: str) -> bool:
+        """Whether the head of that generation has left what a run had become in it."""
+        try:
+            answer = await obstore.get_async(self._store, suspended_key(run_id))
+        except FileNotFoundError:
+            return False
+        content = bytes(await answer.bytes_async())
+        try:
+            return SuspendedManifest.model_validate_json(content).goes_on_from(generation)
+        except ValidationError:
+            log.exception("a suspended state can't be read", run_id=run_id)
+            return False
+
+    async def delete_suspended(self, run_id: str) -> None:
+        """Delete what a head has left of a run, its manifest first. Nothing is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            await obstore.delete_async(self._store, suspended_key(run_id))
+        await self._delete_folder(suspended_prefix(run_id))
 
     async def page(self, owner: str | None, page: Page) -> tuple[list[CheckpointInfo], int]:
         """Return checkpoints, newest first, and how many there are; owner None: everybody's."""
@@ -147,9 +183,12 @@ class Checkpoints:
     async def _delete(self, path: CheckpointPath) -> None:
         """Delete the manifest, with which the checkpoint ends, and then the files."""
         await obstore.delete_async(self._store, path.manifest_key)
-        async for batch in obstore.list(self._store, f"{path.prefix}/"):
-            await obstore.delete_async(self._store, [entry["path"] for entry in batch])
+        await self._delete_folder(path.prefix)
         await self._catalog.forget_checkpoint(path)
+
+    async def _delete_folder(self, prefix: str) -> None:
+        async for batch in obstore.list(self._store, f"{prefix}/"):
+            await obstore.delete_async(self._store, [entry["path"] for entry in batch])
 
     async def _refresh(self) -> None:
         """Look at the manifests of all checkpoints that were asked for and not seen yet."""

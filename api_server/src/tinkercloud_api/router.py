@@ -1,9 +1,15 @@
 """From a run or sampling session to the head that holds it: checked, created or given up.
 
 A model is created on a head once; the catalog remembers the head's generation. If that generation
-is gone, so is the model: requests for it are refused for good, because an empty model under the
-same id would silently forget its training. Sampling sessions of base models and saved checkpoints
-have nothing to lose and are made known to whatever head there is.
+is gone, the store says whether it has suspended the run, for whatever reason it ended: then another
+head goes on with it, under its own generation. If not, the model is lost, and requests for it are
+refused for good, because an empty or an older model under the same id would silently forget its
+training. Sampling sessions of base models and saved checkpoints have nothing to lose and are made
+known to whatever head there is; the others come back with their run.
+
+Each step may be repeated, so whoever dies between two of them is repaired by the next request. The
+catalog is written last, and only if it still names the generation that was looked for: of two
+servers that bring a run back, neither can undo what was trained through the other.
 """
 
 import asyncio
@@ -25,6 +31,8 @@ from tinkercloud_protocol.paths import CheckpointKind
 log = structlog.get_logger(__name__)
 
 _HEAD_CALL_SECONDS = 30.0
+_RESUME_SECONDS = 600.0
+"""A head answers once it has read all of a suspended run."""
 
 
 @dataclass(slots=True)
@@ -130,16 +138,15 @@ class Router:
         """Return the head that holds a run, which `authorize_run` has let through.
 
         Raises:
-            StateLost: the head that held it is gone, or the run was deleted.
+            StateLost: the head that held it is gone and has not suspended it, or the run was
+                deleted.
         """
         run = await self._run(run_id)
         if run is None or run.is_deleted:
             raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
-        if run.generation is None:
-            return await asyncio.shield(self._creation(run_id))
         route = self._provider.find(run.placement)
         if route is None or route.generation != run.generation:
-            raise StateLost(await self._obituary(run_id))
+            return await asyncio.shield(self._creation(run_id))
         return route
 
     def begin_run(self, run_id: str) -> None:
@@ -150,19 +157,31 @@ class Router:
         """Return the attempt to make a run exist, which all callers share."""
         task = self._creating.get(run_id)
         if task is None:
-            task = self._creating[run_id] = asyncio.create_task(self._create_run(run_id))
+            task = self._creating[run_id] = asyncio.create_task(self._place_run(run_id))
             task.add_done_callback(lambda _: self._creating.pop(run_id, None))
             task.add_done_callback(_retrieve_exception)
         return task
 
-    async def _create_run(self, run_id: str) -> HeadRoute:
-        run = await self._run(run_id)
-        if run is None:
-            raise StateLost(f"training run {run_id} was deleted")
+    async def _place_run(self, run_id: str) -> HeadRoute:
+        """Begin a run on a head, or have another head go on with it."""
+        # Read again: another server may have placed the run since it was learned here.
+        row = await self._catalog.run(run_id)
+        if row is None or row.deleted_at is not None:
+            raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
+        run, lost = self.learn_run(row), row.generation
+        route = self._provider.find(run.placement)
+        if route is not None and route.generation == lost:
+            return route
+        if lost is not None and not await self._checkpoints.is_suspended(run_id, lost):
+            raise StateLost(await self._obituary(run_id))
         route = await self._provider.acquire(run.placement)
-        await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", run.spec.model_dump_json())
-        await self._catalog.set_generation(run_id, route.generation)
+        spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
+        await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+        if not await self._catalog.set_generation(run_id, route.generation, after=lost):
+            raise Unavailable(f"training run {run_id} was placed elsewhere; send the request again")
         run.generation = route.generation
+        if lost is not None:
+            log.info("training run resumed", run_id=run_id, generation=route.generation)
         return route
 
     async def head_of_sampler(self, sampler_id: str) -> HeadRoute:
@@ -185,7 +204,8 @@ class Router:
         route = await self._provider.acquire(sampler.placement)
         if (route.generation, sampler_id) not in self._registered:
             spec = SamplerSpec(model_path=sampler.model_path).model_dump_json()
-            await self._put(route, f"{routes.HEAD_SAMPLERS}/{sampler_id}", spec)
+            path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
+            await self._put(route, path, spec, _HEAD_CALL_SECONDS)
             self._registered.add((route.generation, sampler_id))
         return route
 
@@ -213,6 +233,10 @@ class Router:
         """Return why a run that is being created is not there yet."""
         return self._provider.waiting(self._runs[run_id].placement)
 
+    def why_sampler_waits(self, sampler_id: str) -> Waiting:
+        """Return why the head of a sampling session is not there yet."""
+        return self._provider.waiting(self._samplers[sampler_id].placement)
+
     async def release(self, run_ids: list[str], sampler_ids: list[str]) -> None:
         """Free what runs and sampling sessions hold in heads. Repeating it is fine."""
         for run_id in run_ids:
@@ -220,6 +244,7 @@ class Router:
             if (run := await self._run(run_id)) is not None:
                 run.is_deleted = True
                 await self._delete(run.placement, f"{routes.HEAD_MODELS}/{run_id}")
+                await self._checkpoints.delete_suspended(run_id)
         for sampler_id in sampler_ids:
             if (sampler := await self._sampler(sampler_id)) is not None:
                 await self._delete(sampler.placement, f"{routes.HEAD_SAMPLERS}/{sampler_id}")
@@ -229,29 +254,33 @@ class Router:
         if route is None:
             return
         try:
-            await self._call("DELETE", route, path, None)
+            await self._call("DELETE", route, path, None, _HEAD_CALL_SECONDS)
         except Unavailable:
             log.warning("could not tell a head to let go", path=path)
 
-    async def _put(self, route: HeadRoute, path: str, body: str) -> None:
-        await self._call("PUT", route, path, body)
+    async def _put(self, route: HeadRoute, path: str, body: str, seconds: float) -> None:
+        await self._call("PUT", route, path, body, seconds)
 
-    async def _call(self, method: str, route: HeadRoute, path: str, body: str | None) -> None:
+    async def _call(
+        self, method: str, route: HeadRoute, path: str, body: str | None, seconds: float
+    ) -> None:
         try:
             async with self._client.request(
                 method,
                 route.url + path,
                 data=body,
                 headers={routes.HEAD_TOKEN_HEADER: route.token},
-                timeout=aiohttp.ClientTimeout(total=_HEAD_CALL_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=seconds),
             ) as response:
-                if response.status == 400:
-                    raise InvalidRequest(str((await response.json())["detail"]))
+                refusal = {400: InvalidRequest, 410: StateLost}.get(response.status)
+                if refusal is not None:
+                    raise refusal(str((await response.json())["detail"]))
                 response.raise_for_status()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(f"the session head did not answer: {error}") from None
 
     async def _obituary(self, run_id: str) -> str:
+        await self._checkpoints.discover(run_id)
         saved = latest(await self._checkpoints.of_run(run_id), CheckpointKind.TRAINING)
         hint = "no checkpoint of it was saved"
         if saved is not None:

@@ -14,6 +14,16 @@ of an overwrite: the new files go to a fresh sub-folder, the manifest is switche
 are copied up, and the manifest is switched back. So a reader sees the old checkpoint or the new
 one, never a mixture, wherever the writer dies.
 
+`<root>/runs/<run id>/suspended/` holds what a head that stopped left of a run: `manifest.json`, a
+`SuspendedManifest`, and the sub-folder it names with the same files and besides
+
+    gradient.safetensors           gradient that no optim_step has applied, if there is any
+    head.json, bodies.bin          requests that wait, results that may be asked for, samplers
+    sampler-<digest>.safetensors   weights of samplers that were never saved under a name
+
+It goes on to exist after the run was resumed, until the run is suspended again or deleted; its
+generation keeps it from being used twice.
+
 Compatibility: readers ignore unknown keys; a change that an old reader would misread raises
 `format_version`, and readers refuse versions they don't know.
 """
@@ -23,7 +33,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.paths import MANIFEST_NAME, CheckpointPath, suspended_prefix
 from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -31,6 +41,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 FULL_WEIGHTS = "model.safetensors"
 OPTIMIZER_STATE = "optimizer.safetensors"
 TRAINER_STATE = "trainer_state.json"
+GRADIENT = "gradient.safetensors"
+HEAD_STATE = "head.json"
+BODIES = "bodies.bin"
+
+_MAX_LINEAGE = 8
 
 
 class StoredFile(BaseModel):
@@ -81,3 +96,47 @@ class Manifest(BaseModel):
         """Return the object key of one of its files."""
         folder = self.path.prefix
         return "/".join(part for part in (folder, self.data_prefix, file_name) if part)
+
+    def __str__(self) -> str:
+        return self.tinker_path
+
+
+class SuspendedManifest(BaseModel):
+    """What a head left of a run it stopped, and which files that consists of."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    format_version: Literal[1] = 1
+    run_id: str
+    generation: str
+    """Of the head that wrote it."""
+    continues: list[str] = []
+    """Generations before that, oldest first. A head may be suspended before anybody has noted that
+    it resumed the run; the state is still looked for under the generation it was resumed from."""
+    owner: str
+    base_model: str
+    lora: LoraConfig | None
+    created_at: AwareDatetime
+    data_prefix: str
+    files: dict[str, StoredFile]
+
+    def goes_on_from(self, generation: str) -> bool:
+        """Whether it holds all that a run had become in the head of that generation."""
+        return generation in self.lineage
+
+    @property
+    def lineage(self) -> list[str]:
+        """The generations it goes on from, its writer's last."""
+        return [*self.continues, self.generation][-_MAX_LINEAGE:]
+
+    def key_of(self, file_name: str) -> str:
+        """Return the object key of one of its files."""
+        return f"{suspended_prefix(self.run_id)}/{self.data_prefix}/{file_name}"
+
+    def __str__(self) -> str:
+        return f"the suspended state of training run {self.run_id}"
+
+
+def suspended_key(run_id: str) -> str:
+    """Return the key of a run's `SuspendedManifest`."""
+    return f"{suspended_prefix(run_id)}/{MANIFEST_NAME}"

@@ -94,8 +94,16 @@ class Timings(_Config):
     """How long a result nobody asked for is kept."""
     drain_seconds: Annotated[float, Field(gt=0)] = 20.0
     """How long a stopping head may finish what it runs."""
+    suspend_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """How long it may then take to write what it holds to the object store, so that runs go on in
+    the next head. Who kills it must wait for both and some seconds more."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] | None = None
     """How long a head outlives the last API server that held its lease; absent means for ever."""
+
+    @property
+    def stop_seconds(self) -> float:
+        """How long a head takes to stop, at most, before it ends what serves its connections."""
+        return self.drain_seconds + self.suspend_seconds
 
 
 class HeadConfig(_Config):
@@ -130,6 +138,9 @@ class ModelSpec(_Config):
     restore_from: str | None = None
     """A `tinker://` path whose weights the model starts from."""
     restore_optimizer: bool = False
+    resume_generation: str | None = None
+    """Generation of the head that held the model and suspended it: the model goes on from there,
+    instead of beginning."""
 
 
 class SamplerSpec(_Config):
@@ -153,3 +164,14 @@ class HeadStatus(_Config):
     pending_requests: int
     idle_seconds: float
     """Since the last request that was not a health check or a status query."""
+    suspended: bool = False
+    """Whether all it holds is in the object store, so that it may be killed at any moment."""
+    latest_checkpoint: str | None = None
+    """`tinker://` path of the newest training checkpoint it has written."""
+
+
+class Saved(_Config):
+    """Answer to POST /checkpoint."""
+
+    checkpoints: list[str]
+    """`tinker://` paths, one for each model."""

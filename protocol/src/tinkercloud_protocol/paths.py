@@ -2,6 +2,7 @@
 
     tinker://<run id>/<kind>/<name>        as clients write it; exactly three segments
     runs/<run id>/<kind>/<name>/           its folder under the store's root
+    runs/<run id>/suspended/               what a head left of a run it stopped; not a checkpoint
 
 A name is one plain path segment, so a path can never leave its run's folder. The grammar is the
 SDK's (`ParsedCheckpointTinkerPath`); the closed character set is ours.
@@ -106,6 +107,11 @@ class CheckpointPath:
 def run_prefix(run_id: str) -> str:
     """Return the folder of a run's checkpoints in the object store."""
     return f"runs/{run_id}"
+
+
+def suspended_prefix(run_id: str) -> str:
+    """Return the folder of a run's suspended state. No client can name it: it is not a kind."""
+    return f"{run_prefix(run_id)}/suspended"
 
 
 def parse_kind(segment: str) -> CheckpointKind:

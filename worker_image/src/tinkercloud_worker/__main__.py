@@ -113,7 +113,7 @@ async def serve(config: HeadConfig) -> None:
         log_config=None,
         access_log=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(config.timings.drain_seconds) + 5,
+        timeout_graceful_shutdown=int(config.timings.stop_seconds) + 5,
     )
     await _Server(settings, lifecycle).serve(sockets=[listening_socket(config.listen)])
 

@@ -17,6 +17,7 @@ from sqlalchemy import (
     and_,
     delete,
     func,
+    or_,
     select,
     update,
 )
@@ -150,10 +151,23 @@ class Catalog:
         ordered = query.order_by(TrainingRun.created_at.desc(), TrainingRun.id)
         return await self._page(ordered, page)
 
-    async def set_generation(self, run_id: str, generation: str) -> None:
-        """Record which head holds a model."""
-        await self._change(
-            update(TrainingRun).where(TrainingRun.id == run_id).values(generation=generation)
+    async def set_generation(self, run_id: str, generation: str, *, after: str | None) -> bool:
+        """Record which head holds a model.
+
+        Args:
+            run_id: the run.
+            generation: of the head that holds it now.
+            after: of the head that held it before; None if none did.
+
+        Returns:
+            False if another one holds it by now, and nothing was recorded.
+        """
+        is_current = TrainingRun.generation.is_not_distinct_from(after)
+        return await self._change(
+            update(TrainingRun)
+            .where(TrainingRun.id == run_id)
+            .where(or_(is_current, TrainingRun.generation == generation))
+            .values(generation=generation)
         )
 
     async def touch_runs(self, moments: dict[str, datetime]) -> None:

@@ -68,7 +68,11 @@ class SessionProvider(Protocol):
         """Return the base models on offer."""
 
     def find(self, placement: Placement) -> HeadRoute | None:
-        """Return the head that serves a placement now; None if none does."""
+        """Return the head that serves a placement now; None if none does.
+
+        A head that is stopping is still found. Once it is not, it writes nothing any more, so what
+        it has suspended can be looked for.
+        """
 
     async def acquire(self, placement: Placement) -> HeadRoute:
         """Return a head for a placement, starting one if need be; wait until it is ready.

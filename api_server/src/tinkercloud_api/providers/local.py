@@ -2,11 +2,16 @@
 
 A head outlives a server that is killed (its lease says for how long), so that the next server
 finds it by the file it left, `heads/<name>/head.json`, and the runs in it go on. A server that is
-stopped properly stops its heads too.
+stopped properly stops its heads too, which suspend their runs; they go on in the next server's.
+
+A head holds the lock on `heads/<name>/head.lock` for as long as its process lives (it inherits the
+open file), so that it is known to have ended, also by a server that did not start it. Until then it
+may be writing what it suspends, and no other head may take its place.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +22,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import IO
 
 import aiohttp
 import structlog
@@ -37,6 +43,8 @@ log = structlog.get_logger(__name__)
 
 _ADOPT_SECONDS = 5.0
 _LEASE_RETRY_SECONDS = 0.2
+_STOP_MARGIN_SECONDS = 10.0
+"""Between the end of what a stopping head may do and its end."""
 _LOG_TAIL_BYTES = 4096
 
 
@@ -61,7 +69,6 @@ class _LocalHead:
         self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
         self._starting: asyncio.Task[HeadRoute] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._pid: int | None = None
         self._lease: asyncio.Task[None] | None = None
         self.route: HeadRoute | None = None
 
@@ -96,26 +103,36 @@ class _LocalHead:
             listener.listen(2048)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             config = self._config(generation, listener.fileno())
-            config_file = self._folder / "config.json"
-            config_file.write_text(config.model_dump_json(indent=2))
-            with (self._folder / "head.log").open("wb") as output:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "tinkercloud_worker", str(config_file)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(listener.fileno(),),
-                    start_new_session=True,
-                    env=_head_environment(),
-                )
+            (self._folder / "config.json").write_text(config.model_dump_json(indent=2))
+            self._process = await self._spawn(listener.fileno())
         route = HeadRoute(url, token, generation)
         log.info("session head started", model=self._model.name, pid=self._process.pid)
         await self._wait_until_ready(route, self._process)
-        self._adopted(route, self._process.pid)
+        self._adopted(route)
         record = _Record(self._process.pid, url, generation)
         self._write_secret("head.json", json.dumps(asdict(record)))
         return route
+
+    async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
+        with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "tinkercloud_worker", str(self._folder / "config.json")),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(listening_fd, lock.fileno()),
+                start_new_session=True,
+                env=_head_environment(),
+            )
+            lock.truncate(0)
+            lock.write(str(process.pid))
+            return process
+
+    def _lock_file(self) -> IO[str]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return (self._folder / "head.lock").open("a+")
 
     def _config(self, generation: str, fd: int) -> HeadConfig:
         settings = self._settings
@@ -152,6 +169,7 @@ class _LocalHead:
             return
         if process.returncode is None:
             process.kill()
+            await process.wait()
         seconds = self._settings.head_start_seconds
         what = "ended" if done else f"was not ready within {seconds:.0f} s"
         raise HeadFailed(
@@ -165,28 +183,34 @@ class _LocalHead:
         return (errors or lines or ["no output"])[-1][:500]
 
     async def adopt(self) -> None:
-        """Take over the head a previous server left running, if there is one."""
+        """Take over the head a previous server left running, or see it to its end."""
+        if not await self._adopt():
+            await self.stop()
+
+    async def _adopt(self) -> bool:
         try:
             record = _Record(**json.loads((self._folder / "head.json").read_text()))
             token = (self._folder / "token").read_text()
         except (FileNotFoundError, ValueError, TypeError):
-            return
+            return False
         route = HeadRoute(record.url, token, record.generation)
         try:
             async with asyncio.timeout(_ADOPT_SECONDS):
                 status = HeadStatus.model_validate_json(await self._get(route, routes.HEAD_STATUS))
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            return
-        if status.generation == record.generation:
-            log.info("session head found running", model=self._model.name, pid=record.pid)
-            self._adopted(route, record.pid)
+            return False
+        if status.generation != record.generation:
+            return False
+        log.info("session head found running", model=self._model.name, pid=record.pid)
+        self._adopted(route)
+        return True
 
-    def _adopted(self, route: HeadRoute, pid: int) -> None:
-        self.route, self._pid = route, pid
+    def _adopted(self, route: HeadRoute) -> None:
+        self.route = route
         self._lease = asyncio.create_task(self._hold_lease(route))
 
     async def _hold_lease(self, route: HeadRoute) -> None:
-        """Hold the head's lease; when it can't be held any more, the head is gone."""
+        """Hold the head's lease; when it can't be held any more, the head is ending."""
         while True:
             try:
                 await self._get(route, routes.HEAD_LEASE)
@@ -195,8 +219,24 @@ class _LocalHead:
                 break
             except aiohttp.ClientError:
                 continue
+        await self._ended()
         log.error("session head is gone", model=self._model.name, generation=route.generation)
-        self.route = self._pid = None
+        self.route = None
+
+    async def _ended(self) -> None:
+        """Wait until no process of the head is left."""
+        with self._lock_file() as lock:
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+
+    def _running_pid(self) -> int | None:
+        """Return the head's process, whoever started it; None if there is none."""
+        with self._lock_file() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                return int(lock.read() or 0) or None
+        return None
 
     async def _get(self, route: HeadRoute, path: str) -> bytes:
         async with self._client.get(
@@ -211,17 +251,20 @@ class _LocalHead:
         """Stop the head and wait for its end."""
         if self._starting is not None:
             self._starting.cancel()
-        pid = self._pid or (self._process.pid if self._process is not None else None)
+        pid = self._running_pid()
         if pid is None or not _signal(pid, signal.SIGTERM):
             return
-        try:
-            async with asyncio.timeout(self._settings.timings.drain_seconds + 10):
-                if self._lease is not None:
-                    await self._lease
-                if self._process is not None:
-                    await self._process.wait()
-        except TimeoutError:
+        ended = asyncio.create_task(self._ended())
+        seconds = self._settings.timings.stop_seconds + _STOP_MARGIN_SECONDS
+        done, _ = await asyncio.wait({ended}, timeout=seconds)
+        if not done:
+            log.error("a session head does not end and is killed", model=self._model.name, pid=pid)
             _signal(pid, signal.SIGKILL)
+            await ended
+        if self._lease is not None:
+            await self._lease
+        if self._process is not None:
+            await self._process.wait()
 
     def _write_secret(self, name: str, content: str) -> None:
         """Write a file only this user can read, whole or not at all."""

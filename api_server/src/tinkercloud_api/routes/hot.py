@@ -28,10 +28,10 @@ from tinkercloud_api.http import (
     answer_error,
     reading_to_the_end,
 )
-from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
-from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable, WireError
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
@@ -47,6 +47,7 @@ log = structlog.get_logger(__name__)
 SaveT = TypeVar("SaveT", SaveWeightsRequest, SaveWeightsForSamplerRequest)
 
 _SMALL_BODY_BYTES = 1 << 20
+_RETRY_SECONDS = 1.0
 _INTERNAL_ERROR = b'{"detail": "internal error; the log of the server has the details"}'
 _GONE = (410, orjson.dumps({"detail": "this result is gone; send the request again"}))
 
@@ -235,12 +236,9 @@ async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> 
     target, router = str(request_id.target), call.server.router
     await router.authorize_run(target, call.principal)
     try:
-        async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
-            route = await router.head_of_run(target)
+        route = await _in_a_poll(call, router.head_of_run(target))
     except TimeoutError:
-        waiting = router.why_waiting(target)
-        body = futures.pending(str(request_id), waiting.queue_state, waiting.reason)
-        await answer(call.send, body, status=futures.PENDING_STATUS)
+        await _answer_pending(call, request_id, router.why_waiting(target))
         return
     except WireError as error:
         await answer(call.send, futures.failed_with(error).body)
@@ -252,7 +250,10 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
     target, router = str(request_id.target), call.server.router
     await router.authorize_sampler(target, call.principal)
     try:
-        route = await router.head_of_sample(target)
+        route = await _in_a_poll(call, router.head_of_sample(target))
+    except TimeoutError:
+        await _answer_pending(call, request_id, router.why_sampler_waits(target))
+        return
     except StateLost:
         await answer(call.send, _GONE[1], status=_GONE[0])
         return
@@ -263,6 +264,27 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
     # the sample again.
     replace = {404: _GONE} if await router.can_sample_again(target) else None
     await call.forward(route, target, body, replace)
+
+
+async def _in_a_poll(call: Call, head: Awaitable[HeadRoute]) -> HeadRoute:
+    """Wait for a head as long as a long poll lasts.
+
+    Raises:
+        TimeoutError: it is not there yet, or could not be reached: the client is to ask again.
+    """
+    seconds = call.server.settings.timings.long_poll_seconds
+    async with asyncio.timeout(seconds):
+        try:
+            return await head
+        except Unavailable:
+            # The SDK asks again without any delay of its own.
+            await asyncio.sleep(min(seconds, _RETRY_SECONDS))
+            raise TimeoutError from None
+
+
+async def _answer_pending(call: Call, request_id: RequestId, waiting: Waiting) -> None:
+    body = futures.pending(str(request_id), waiting.queue_state, waiting.reason)
+    await answer(call.send, body, status=futures.PENDING_STATUS)
 
 
 async def _route_run(call: Call, model_id: str) -> HeadRoute:

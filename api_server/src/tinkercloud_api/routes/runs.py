@@ -53,6 +53,7 @@ async def list_runs(
 async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunInfo:
     """Return one training run."""
     row = await _visible_run(run_id, server, caller)
+    await server.checkpoints.discover(run_id)
     return _run_info(row, await server.checkpoints.of_run(run_id))
 
 
@@ -60,6 +61,7 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunIn
 async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> CheckpointList:
     """List a run's checkpoints, oldest first, without pages."""
     await _visible_run(run_id, server, caller)
+    await server.checkpoints.discover(run_id)
     return CheckpointList(checkpoints=await server.checkpoints.of_run(run_id))
 
 

@@ -4,11 +4,13 @@ Everything is safetensors or JSON, so nothing is ever unpickled, and nothing nam
 backend or a parallel layout: any trainer can read what another wrote.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from tinkercloud_protocol.checkpoints import (
     ADAPTER_CONFIG,
@@ -17,12 +19,15 @@ from tinkercloud_protocol.checkpoints import (
     OPTIMIZER_STATE,
     TRAINER_STATE,
     Manifest,
+    SuspendedManifest,
 )
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 
 Files = dict[str, bytes]
+AnyManifest = Manifest | SuspendedManifest
+SAMPLER_PREFIX = "sampler-"
 
 
 def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
@@ -44,12 +49,23 @@ def encode_state(state: TrainingState, base_model: str) -> Files:
     }
 
 
-def files_of_weights(manifest: Manifest) -> list[str]:
+def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return one file that holds some tensors."""
+    return save(dict(tensors))
+
+
+def encode_sampler(weights: WeightsSnapshot) -> tuple[str, bytes]:
+    """Return weights as one file of a suspended state, and its name: equal weights, equal names."""
+    content = encode_tensors(weights.tensors)
+    return f"{SAMPLER_PREFIX}{hashlib.sha256(content).hexdigest()[:32]}.safetensors", content
+
+
+def files_of_weights(manifest: AnyManifest) -> list[str]:
     """Return the names of the files that `decode_weights` reads."""
     return [FULL_WEIGHTS if manifest.lora is None else ADAPTER_WEIGHTS]
 
 
-def files_of_state(manifest: Manifest) -> list[str]:
+def files_of_state(manifest: AnyManifest) -> list[str]:
     """Return the names of the files that `decode_state` reads.
 
     Raises:
@@ -57,27 +73,38 @@ def files_of_state(manifest: Manifest) -> list[str]:
     """
     if OPTIMIZER_STATE not in manifest.files:
         raise InvalidRequest(
-            f"{manifest.tinker_path} holds weights only: load it without optimizer state, or load"
+            f"{manifest} holds weights only: load it without optimizer state, or load"
             " a checkpoint made by save_state"
         )
     return [*files_of_weights(manifest), OPTIMIZER_STATE, TRAINER_STATE]
 
 
-def decode_weights(manifest: Manifest, files: Mapping[str, bytes]) -> WeightsSnapshot:
+def decode_weights(manifest: AnyManifest, files: Mapping[str, bytes]) -> WeightsSnapshot:
     """Read weights back.
 
     Raises:
         InvalidRequest: the file is not safetensors.
     """
     (name,) = files_of_weights(manifest)
+    tensors = decode_tensors(manifest, files, name)
+    return WeightsSnapshot(manifest.lora, lora.from_peft_names(tensors))
+
+
+def decode_tensors(
+    manifest: AnyManifest, files: Mapping[str, bytes], name: str
+) -> dict[str, Tensor]:
+    """Read one of the files.
+
+    Raises:
+        InvalidRequest: the file is not safetensors.
+    """
     try:
-        tensors = lora.from_peft_names(load(files[name]))
+        return load(files[name])
     except SafetensorError as error:
-        raise InvalidRequest(f"{manifest.tinker_path}: {name} is damaged ({error})") from None
-    return WeightsSnapshot(manifest.lora, tensors)
+        raise InvalidRequest(f"{manifest}: {name} is damaged ({error})") from None
 
 
-def decode_state(manifest: Manifest, files: Mapping[str, bytes]) -> TrainingState:
+def decode_state(manifest: AnyManifest, files: Mapping[str, bytes]) -> TrainingState:
     """Read a training state back, with moments if their file is among `files`.
 
     Raises:
@@ -90,7 +117,5 @@ def decode_state(manifest: Manifest, files: Mapping[str, bytes]) -> TrainingStat
         moments = load(files[OPTIMIZER_STATE])
         step = int(json.loads(files[TRAINER_STATE])["step"])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(
-            f"{manifest.tinker_path}: its optimizer state is damaged ({error})"
-        ) from None
+        raise InvalidRequest(f"{manifest}: its optimizer state is damaged ({error})") from None
     return TrainingState(weights, moments, step)

@@ -7,7 +7,7 @@ Google Cloud Storage or Azure; they differ by URL only (obstore).
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
 
 import obstore
@@ -15,9 +15,14 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore, from_url
 from pydantic import ValidationError
 
-from tinkercloud_protocol.checkpoints import Manifest, StoredFile
+from tinkercloud_protocol.checkpoints import (
+    Manifest,
+    StoredFile,
+    SuspendedManifest,
+    suspended_key,
+)
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.paths import CheckpointPath, suspended_prefix
 
 
 def open_store(url: str) -> ObjectStore:
@@ -65,7 +70,7 @@ class CheckpointStore:
         """
         manifest = await self.manifest(path)
         wanted = list(manifest.files) if names is None else list(names)
-        contents = await asyncio.gather(*[self._read_file(manifest, name) for name in wanted])
+        contents = await asyncio.gather(*[self.read_file(manifest, name) for name in wanted])
         return manifest, dict(zip(wanted, contents, strict=True))
 
     async def manifest(self, path: CheckpointPath) -> Manifest:
@@ -79,15 +84,20 @@ class CheckpointStore:
             raise NotFound(f"checkpoint {path} does not exist or has expired")
         return manifest
 
-    async def _read_file(self, manifest: Manifest, name: str) -> bytes:
+    async def read_file(self, manifest: Manifest | SuspendedManifest, name: str) -> bytes:
+        """Return the contents of one file.
+
+        Raises:
+            InvalidRequest: the file is missing or is not the one that was written.
+        """
         try:
             answer = await obstore.get_async(self._store, manifest.key_of(name))
         except FileNotFoundError:
-            raise InvalidRequest(f"{manifest.tinker_path}: its file {name} is missing") from None
+            raise InvalidRequest(f"{manifest}: its file {name} is missing") from None
         content = bytes(await answer.bytes_async())
         digest = await asyncio.to_thread(_sha256, content)
         if digest != manifest.files[name].sha256:
-            raise InvalidRequest(f"{manifest.tinker_path}: its file {name} is damaged")
+            raise InvalidRequest(f"{manifest}: its file {name} is damaged")
         return content
 
     async def write(
@@ -151,10 +161,47 @@ class CheckpointStore:
         except AlreadyExistsError:
             raise _exists(manifest.path) from None
 
+    async def find_suspended(self, run_id: str) -> SuspendedManifest | None:
+        """Return what was left of a run by the head that suspended it last; None if nothing was.
+
+        Raises:
+            InvalidRequest: the manifest was written by a newer release, or is damaged.
+        """
+        try:
+            answer = await obstore.get_async(self._store, suspended_key(run_id))
+        except FileNotFoundError:
+            return None
+        content = bytes(await answer.bytes_async())
+        try:
+            return SuspendedManifest.model_validate_json(content)
+        except ValidationError as error:
+            raise InvalidRequest(
+                f"the suspended state of training run {run_id} can't be read: its manifest is"
+                f" damaged or of a newer format ({error})"
+            ) from None
+
+    async def put_suspended(
+        self, manifest: SuspendedManifest, name: str, content: bytes
+    ) -> StoredFile:
+        """Write one file of a suspended state, which does not exist before `commit_suspended`."""
+        await obstore.put_async(self._store, manifest.key_of(name), content)
+        return (await asyncio.to_thread(_describe, {name: content}))[name]
+
+    async def commit_suspended(self, manifest: SuspendedManifest) -> None:
+        """Make a suspended state exist, in place of the run's previous one."""
+        content = manifest.model_dump_json(indent=2).encode()
+        key = suspended_key(manifest.run_id)
+        await obstore.put_async(self._store, key, content)
+        kept = {manifest.key_of(name) for name in manifest.files} | {key}
+        await self._delete_others(suspended_prefix(manifest.run_id), kept)
+
     async def _sweep(self, manifest: Manifest) -> None:
         """Delete what a checkpoint's folder holds beyond its manifest and files."""
         kept = {manifest.key_of(name) for name in manifest.files} | {manifest.path.manifest_key}
-        async for batch in obstore.list(self._store, manifest.path.prefix):
+        await self._delete_others(manifest.path.prefix, kept)
+
+    async def _delete_others(self, prefix: str, kept: Set[str]) -> None:
+        async for batch in obstore.list(self._store, prefix):
             stray = [entry["path"] for entry in batch if entry["path"] not in kept]
             if stray:
                 await obstore.delete_async(self._store, stray)

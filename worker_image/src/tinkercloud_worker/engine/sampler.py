@@ -96,6 +96,13 @@ class Sampler(Protocol):
     async def retire(self, version: str) -> None:
         """Forget a version. Requests that run with it may finish. Unknown names are fine."""
 
+    async def export(self, version: str) -> WeightsSnapshot | None:
+        """Return the weights a version was published with; None means the base model's own.
+
+        Raises:
+            NotFound: the version is unknown.
+        """
+
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
         """Draw `num_samples` continuations and answer the questions about the prompt.
 

@@ -53,6 +53,10 @@ class TrainingState:
     """Optimizer steps taken; what AdamW's bias correction counts."""
 
 
+Gradient = Mapping[str, Tensor]
+"""An accumulated gradient, float32, named like the weights."""
+
+
 class Trainer(Protocol):
     """Trains models of one base. Methods raise InvalidRequest for what the client got wrong."""
 
@@ -99,4 +103,14 @@ class Trainer(Protocol):
 
         Raises:
             InvalidRequest: the state's names or shapes are not this model's.
+        """
+
+    def export_gradient(self, model_id: str) -> Gradient | None:
+        """Return a copy of the accumulated gradient; None if there is none."""
+
+    def import_gradient(self, model_id: str, gradient: Gradient) -> None:
+        """Replace the accumulated gradient.
+
+        Raises:
+            InvalidRequest: the names or shapes are not this model's.
         """

@@ -23,20 +23,14 @@ from tinkercloud_protocol.errors import (
     WireError,
 )
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import Limits, ModelSpec, SamplerSpec
-from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.launch import Limits, ModelSpec, SamplerSpec, Saved
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     RetrieveFutureRequest,
     SampleRequest,
 )
-from tinkercloud_protocol.training import (
-    LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
 from tinkercloud_protocol.wire import parse_json
+from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.http import (
     LARGE_BODY_BYTES,
     Receive,
@@ -47,16 +41,12 @@ from tinkercloud_worker.head.http import (
     error_response,
 )
 from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.queue import Role
-from tinkercloud_worker.head.service import HeadService, OrderedRequest
+from tinkercloud_worker.head.service import HeadService
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-OrderedModel = type[
-    OptimStepRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest | LoadWeightsRequest
-]
 
 
 class HeadApp:
@@ -71,13 +61,12 @@ class HeadApp:
             ("GET", routes.HEAD_READY): self._ready,
             ("GET", routes.HEAD_STATUS): self._status,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
-            ("POST", routes.OPTIM_STEP): self._ordered(OptimStepRequest, "step"),
-            ("POST", routes.SAVE_WEIGHTS): self._ordered(SaveWeightsRequest),
-            ("POST", routes.SAVE_WEIGHTS_FOR_SAMPLER): self._ordered(SaveWeightsForSamplerRequest),
-            ("POST", routes.LOAD_WEIGHTS): self._ordered(LoadWeightsRequest),
+            **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
+            ("POST", routes.HEAD_SUSPEND): self._suspend,
+            ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
             ("PUT", routes.HEAD_SAMPLERS): self._put_sampler,
@@ -143,11 +132,13 @@ class HeadApp:
         if place.seq_id < 1:
             raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
         try:
-            decoded = await _off_loop(decode_forward_backward, body)
+            decoded = await _off_loop(lambda body: requests.read(request.path, body), body)
         except InvalidRequest as error:
-            request_id = self._service.refuse(place.model_id, place.seq_id, body, "gradient", error)
+            request_id = self._service.refuse(
+                place.model_id, place.seq_id, request.path, body, error
+            )
         else:
-            request_id = self._submit(decoded, len(body))
+            request_id = self._service.submit(request.path, decoded, body)
         return Response(futures.promise(request_id, model_id=place.model_id))
 
     def _refuse_place(self, prefix: bytes, error: BodyTooLarge) -> None:
@@ -156,34 +147,28 @@ class HeadApp:
             place = envelope.peek_training(prefix)
             if place.seq_id >= 1:
                 request_id = self._service.refuse(
-                    place.model_id, place.seq_id, prefix, "gradient", error
+                    place.model_id, place.seq_id, routes.FORWARD_BACKWARD, prefix, error
                 )
                 self._service.mark_known(request_id)
         except WireError:
             log.info("an oversized body named no place in any model's order")
 
-    def _ordered(self, model: OrderedModel, role: Role = "other") -> Handler:
-        async def handle(request: Request) -> Response:
-            body = await request.body(self._limits.max_body_bytes)
-            try:
-                parsed = parse_json(model, body)
-            except InvalidRequest as error:
-                model_id, seq_id = _json_place(body)
-                if model_id is None or seq_id is None:
-                    raise
-                self._check_target(request, model_id)
-                request_id = self._service.refuse(model_id, seq_id, body, role, error)
-                return Response(futures.promise(request_id, model_id=model_id))
-            model_id = parsed.model_id
-            if model_id is None:
-                raise InvalidRequest("model_id: required; models are created through /models")
+    async def _ordered(self, request: Request) -> Response:
+        body = await request.body(self._limits.max_body_bytes)
+        try:
+            parsed = requests.read(request.path, body)
+        except InvalidRequest as error:
+            model_id, seq_id = _json_place(body)
+            if model_id is None or seq_id is None:
+                raise
             self._check_target(request, model_id)
-            return Response(futures.promise(self._submit(parsed, len(body)), model_id=model_id))
-
-        return handle
-
-    def _submit(self, parsed: OrderedRequest, size: int) -> str:
-        return self._service.submit(parsed, size)
+            request_id = self._service.refuse(model_id, seq_id, request.path, body, error)
+            return Response(futures.promise(request_id, model_id=model_id))
+        if parsed.model_id is None:
+            raise InvalidRequest("model_id: required; models are created through /models")
+        self._check_target(request, parsed.model_id)
+        request_id = self._service.submit(request.path, parsed, body)
+        return Response(futures.promise(request_id, model_id=parsed.model_id))
 
     async def _asample(self, request: Request) -> Response:
         body = await request.body(self._limits.max_body_bytes)
@@ -209,10 +194,18 @@ class HeadApp:
         self._service.cancel(request_id)
         return Response()
 
+    async def _suspend(self, request: Request) -> Response:
+        await self._service.suspend()
+        return await self._status(request)
+
+    async def _checkpoint(self, _request: Request) -> Response:
+        saved = Saved(checkpoints=await self._service.checkpoint())
+        return Response(saved.model_dump_json().encode())
+
     async def _put_model(self, request: Request) -> Response:
         spec = parse_json(ModelSpec, await request.body(LARGE_BODY_BYTES))
         model_id = ModelId.parse(_resource(request))
-        return Response(futures.promise(self._service.create_model(model_id, spec)))
+        return Response(futures.promise(await self._service.create_model(model_id, spec)))
 
     async def _delete_model(self, request: Request) -> Response:
         await self._service.delete_model(ModelId.parse(_resource(request)))

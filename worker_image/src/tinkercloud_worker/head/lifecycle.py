@@ -1,5 +1,8 @@
 """From process start to ready, and from a stop signal to the end.
 
+A head that is told to stop finishes what runs and suspends its models, so that the next head of
+each goes on with it; what is not in the object store when the time is over is lost.
+
 The head serves health checks from its first moment, loads its engine in the background, and is
 ready after that. It stops when told to, and also by itself when the API server that runs it has
 been gone for longer than `Timings.orphan_grace_seconds`: a laptop's head must not outlive its
@@ -43,7 +46,7 @@ class Lifecycle:
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self.drained = asyncio.Event()
-        """Set when nothing that was accepted is unfinished any more; long waits end then."""
+        """Set when there is nothing more to be done for anybody; long waits end then."""
 
     @property
     def service(self) -> HeadService:
@@ -112,17 +115,19 @@ class Lifecycle:
         _stop_process()
 
     def begin_stop(self) -> None:
-        """Refuse new requests and finish the accepted ones, as far as the drain period allows."""
+        """Refuse new requests and suspend the models, as far as the time allows."""
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         if self._service is not None:
             try:
-                async with asyncio.timeout(self._timings.drain_seconds):
-                    await self._service.drain()
+                async with asyncio.timeout(self._timings.stop_seconds):
+                    await self._service.suspend()
             except TimeoutError:
-                log.warning("stopping before all requests were finished")
+                log.warning("stopping before all models were suspended")
+            except Unavailable as error:
+                log.warning("stopping all the same", reason=error.message)
             self._service.release_waiters()
         self.drained.set()
 

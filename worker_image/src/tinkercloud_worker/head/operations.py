@@ -20,7 +20,7 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 
@@ -41,6 +41,8 @@ class Operations:
         self._uploads: dict[str, asyncio.Task[Manifest]] = {}
         self._steps = 0
         self._refused: str | None = "the model does not exist yet"
+        self.latest: Manifest | None = None
+        """The last training checkpoint that was written."""
 
     async def create(self) -> Result:
         """Begin the model, from the base's weights or from a checkpoint."""
@@ -131,7 +133,7 @@ class Operations:
         if request.kind == "inflight":
             await self._samplers.publish_inflight(session_id, self._model_id, weights)
         else:
-            await self._samplers.publish(session_id, weights)
+            await self._samplers.publish(session_id, self._model_id, weights)
         return futures.finished({"sampling_session_id": str(session_id)})
 
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
@@ -141,6 +143,57 @@ class Operations:
         state = await self._read_state(request.path, with_optimizer=request.optimizer)
         await self._import(state)
         return futures.finished({"path": request.path, "model_id": self._name})
+
+    async def save_last(self) -> str:
+        """Write a training checkpoint nobody has asked for, named by its step; return its path.
+
+        Repeating it writes the same again.
+        """
+        state = await self._backend.thread.run(
+            lambda _: self._backend.trainer.export_state(self._name)
+        )
+        path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
+        manifest = self._manifest(path, None, None, state.step)
+
+        def encode() -> formats.Files:
+            return formats.encode_state(state, manifest.base_model)
+
+        await self._upload(path, manifest, encode, overwrite=True)
+        return str(path)
+
+    @property
+    def refused(self) -> str | None:
+        """Why the model takes no requests; None if it does."""
+        return self._refused
+
+    async def export(self) -> tuple[TrainingState, Gradient | None]:
+        """Return all that training goes on from: the state, and the gradient if there is one."""
+        trainer = self._backend.trainer
+        return await self._backend.thread.run(
+            lambda _: (trainer.export_state(self._name), trainer.export_gradient(self._name))
+        )
+
+    async def restore(self, state: TrainingState, gradient: Gradient | None) -> None:
+        """Make the model exist as it was when it was exported.
+
+        Raises:
+            InvalidRequest: the state is not one of such a model.
+        """
+        trainer = self._backend.trainer
+
+        def restore() -> None:
+            trainer.add_model(self._name, self._spec.lora)
+            trainer.import_state(self._name, state)
+            if gradient is not None:
+                trainer.import_gradient(self._name, gradient)
+
+        await self._on_thread(restore)
+        self._steps = state.step
+        self._refused = None
+
+    def refuse(self, reason: str) -> None:
+        """Take no requests, as before the model was suspended."""
+        self._refused = reason
 
     async def drop_gradient(self) -> None:
         """Forget the accumulated gradient."""
@@ -217,7 +270,10 @@ class Operations:
     ) -> Awaitable[Result]:
         async def upload() -> Manifest:
             files = await asyncio.to_thread(encode)
-            return await self._backend.store.write(manifest, files, overwrite=overwrite)
+            written = await self._backend.store.write(manifest, files, overwrite=overwrite)
+            if path.kind is CheckpointKind.TRAINING:
+                self.latest = written
+            return written
 
         task = asyncio.create_task(upload())
         self._uploads[str(path)] = task

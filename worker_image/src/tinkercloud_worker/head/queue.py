@@ -3,13 +3,15 @@
 Rules beyond order:
 
 - A missing number is waited for, but not for ever (`Timings.gap_seconds`).
+- A queue that is paused finishes what runs and begins nothing; what it has then (`state`) can be
+  given to another queue (`restore`), which goes on with it.
 - When a request that adds to the gradient fails, the gradient is dropped, and so are the requests
   that were sent before the client could know: the rest of that step's, up to and including its
   optim_step. Half a batch is never applied.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +29,18 @@ log = structlog.get_logger(__name__)
 Role = Literal["gradient", "step", "other"]
 """Adds to the gradient; applies it; or does neither."""
 
+REFUSED = "refused"
+"""Path in the origin of a request that failed before it took its place; the body says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What an operation can be made from once more, in another process."""
+
+    path: str
+    """Of the request (`protocol.routes`), or `REFUSED`."""
+    body: bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -38,13 +52,31 @@ class Operation:
 
     run: Callable[[], Awaitable[Result | Awaitable[Result]]]
     role: Role = "other"
+    origin: Origin | None = None
+    """None for what begins a model, which never waits."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Queued:
+class Waiting:
+    """A request that has its place in the order and has not begun."""
+
+    seq_id: int
     operation: Operation
+    digest: bytes
+    size: int
+    """Of its body, in bytes."""
     knows_of: str | None
     """The failed request whose failure the client had read when it sent this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """Where a paused queue stands."""
+
+    next_seq_id: int
+    waiting: Sequence[Waiting]
+    failure: tuple[str, str] | None
+    """The failed gradient request of the step that is being built: its id and message."""
 
 
 def refusal(error: WireError, role: Role = "other") -> Operation:
@@ -53,7 +85,7 @@ def refusal(error: WireError, role: Role = "other") -> Operation:
     async def run() -> Result:
         raise error
 
-    return Operation(run, role)
+    return Operation(run, role, Origin(REFUSED, failed_with(error).body))
 
 
 class ModelQueue:
@@ -73,12 +105,13 @@ class ModelQueue:
         self._gap_seconds = gap_seconds
         self._drop_gradient = drop_gradient
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
-        self._queued: dict[int, _Queued] = {}
+        self._queued: dict[int, Waiting] = {}
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._gap_timer: asyncio.TimerHandle | None = None
         self._failure: tuple[str, str] | None = None
         """The failed gradient request of the step that is being built: its id and message."""
+        self._is_paused = False
         self._later: set[asyncio.Task[None]] = set()
         self._worker = asyncio.create_task(self._work())
 
@@ -99,16 +132,38 @@ class ModelQueue:
         knows_of = None
         if self._failure is not None and self._results.was_read(self._failure[0]):
             knows_of = self._failure[0]
-        self._results.open(request_id, digest)
-        self._queued[seq_id] = _Queued(operation, knows_of)
-        self._idle.clear()
-        self._arrived.set()
+        self._enter(Waiting(seq_id, operation, digest, size, knows_of))
         return request_id
 
-    async def drain(self) -> None:
-        """Wait until everything that can run has run, in the background too."""
+    def _enter(self, waiting: Waiting) -> None:
+        self._results.open(self.request_id(waiting.seq_id), waiting.digest)
+        self._queued[waiting.seq_id] = waiting
+        self._idle.clear()
+        self._arrived.set()
+
+    async def pause(self) -> None:
+        """Begin nothing more, except to create the model; return once nothing runs."""
+        self._is_paused = True
+        self._watch_gap()
         await self._idle.wait()
-        await asyncio.gather(*self._later)
+
+    @property
+    def later(self) -> Set[asyncio.Task[None]]:
+        """What goes on in the background."""
+        return frozenset(self._later)
+
+    def state(self) -> QueueState:
+        """Return where a paused queue stands."""
+        waiting = [self._queued[seq_id] for seq_id in sorted(self._queued)]
+        return QueueState(self.sequencer.next_seq_id, waiting, self._failure)
+
+    def restore(self, state: QueueState) -> None:
+        """Go on where another queue of this model was paused. Call it before anything else."""
+        self.sequencer.next_seq_id = state.next_seq_id
+        self._failure = state.failure
+        for waiting in state.waiting:
+            self.sequencer.offer(waiting.seq_id, waiting.digest, waiting.size)
+            self._enter(waiting)
 
     def close(self, reason: str) -> None:
         """Stop; what has not run fails with this reason."""
@@ -123,7 +178,8 @@ class ModelQueue:
 
     async def _work(self) -> None:
         while True:
-            seq_id = self.sequencer.take()
+            is_resting = self._is_paused and self.sequencer.next_seq_id > 0
+            seq_id = None if is_resting else self.sequencer.take()
             if seq_id is None:
                 self._watch_gap()
                 self._idle.set()
@@ -133,7 +189,7 @@ class ModelQueue:
             await self._run(seq_id, self._queued.pop(seq_id))
             self.sequencer.finish()
 
-    async def _run(self, seq_id: int, queued: _Queued) -> None:
+    async def _run(self, seq_id: int, queued: Waiting) -> None:
         request_id = self.request_id(seq_id)
         try:
             self._check_step(queued)
@@ -158,7 +214,7 @@ class ModelQueue:
             result = to_result(error)
         self._results.finish(request_id, result)
 
-    def _check_step(self, queued: _Queued) -> None:
+    def _check_step(self, queued: Waiting) -> None:
         """Refuse what belongs to a step that has failed already."""
         if self._failure is None or queued.operation.role == "other":
             return
@@ -186,7 +242,7 @@ class ModelQueue:
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
-        if self.sequencer.is_stuck:
+        if self.sequencer.is_stuck and not self._is_paused:
             loop = asyncio.get_running_loop()
             self._gap_timer = loop.call_later(self._gap_seconds, self._give_up_gap)
 

@@ -12,6 +12,21 @@ from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.launch import Timings
 
+_DELIVERY_SECONDS = 120.0
+"""How long after an answer was sent its receiver may ask for it again: the SDK's own time-out (45)
+and its longest pause (30), with some to spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A result to be kept by another process."""
+
+    request_id: str
+    digest: bytes
+    result: Result
+    is_read: bool
+    """Whether a client has been given it."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -47,6 +62,8 @@ class Results:
         self._on_drop = on_drop
         self._entries: dict[str, _Entry] = {}
         self._bytes = 0
+        self._is_frozen = False
+        self._released = asyncio.Event()
 
     def open(self, request_id: str, digest: bytes) -> bool:
         """Expect a result; return False if this id was opened before."""
@@ -84,14 +101,48 @@ class Results:
         try:
             async with asyncio.timeout(seconds):
                 await entry.finished.wait()
+                if self._is_frozen:
+                    await self._released.wait()
         except TimeoutError:
+            return None
+        if self._is_frozen:
             return None
         if entry.result is not None and entry.read_at is None:
             entry.read_at = self._now()
         return entry.result
 
+    def freeze(self) -> None:
+        """Give nothing out any more: what is read from now on, another process would not know."""
+        self._is_frozen = True
+
+    def export(self, is_wanted: Callable[[str], bool]) -> list[Kept]:
+        """Return the results that somebody may still ask for, of the ids that are wanted.
+
+        Those were not read yet, or so lately that the answer may be lost on its way.
+        """
+        since = self._now() - _DELIVERY_SECONDS
+        return [
+            Kept(request_id, entry.digest, entry.result, entry.read_at is not None)
+            for request_id, entry in self._entries.items()
+            if entry.result is not None
+            and (entry.read_at is None or entry.read_at > since)
+            and is_wanted(request_id)
+        ]
+
+    def restore(self, kept: Kept) -> None:
+        """Keep a result of another process."""
+        self.open(kept.request_id, kept.digest)
+        self.finish(kept.request_id, kept.result)
+        if kept.is_read:
+            self.mark_read(kept.request_id)
+
+    def unfinished(self) -> list[str]:
+        """Return the ids whose results are not there yet."""
+        return [name for name, entry in self._entries.items() if entry.result is None]
+
     def release(self) -> None:
         """Let all waiters go, with or without a result."""
+        self._released.set()
         for entry in self._entries.values():
             entry.finished.set()
 

@@ -5,6 +5,8 @@ target, which each inflight save moves on (`tinker.types.SamplingClientKind`).
 """
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
@@ -13,6 +15,15 @@ from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Weights of a model that were never saved under a name, and who samples from them."""
+
+    version: str
+    sessions: Sequence[str]
+    is_inflight: bool
 
 
 class Samplers:
@@ -26,6 +37,8 @@ class Samplers:
         """Model to the version its inflight sessions sample from now."""
         self._inflight_sessions: dict[str, str] = {}
         """Inflight session to its model."""
+        self._snapshots: dict[str, str] = {}
+        """Session to the model that published its weights, in order of publication."""
         self._published = 0
 
     def __len__(self) -> int:
@@ -53,11 +66,14 @@ class Samplers:
         await self._backend.sampler.publish(name, weights)
         return name
 
-    async def publish(self, session_id: SamplingSessionId, weights: WeightsSnapshot) -> None:
-        """Make a session that keeps these weights."""
+    async def publish(
+        self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
+    ) -> None:
+        """Make a session that keeps these weights of a model."""
         name = str(session_id)
         await self._backend.sampler.publish(name, weights)
         self._sessions[name] = name
+        self._snapshots[name] = str(model_id)
 
     async def publish_inflight(
         self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
@@ -71,6 +87,27 @@ class Samplers:
         self._inflight_sessions[str(session_id)] = model
         if previous is not None:
             await self._backend.sampler.retire(previous)
+
+    def of_model(self, model_id: ModelId) -> list[Published]:
+        """Return what lives only here of a model's weights, the latest first."""
+        model = str(model_id)
+        snapshots = [name for name, owner in self._snapshots.items() if owner == model]
+        published = [Published(name, [name], is_inflight=False) for name in reversed(snapshots)]
+        if (version := self._inflight.get(model)) is not None:
+            sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
+            published.insert(0, Published(version, sharing, is_inflight=True))
+        return published
+
+    async def restore(
+        self, model_id: ModelId, published: Published, weights: WeightsSnapshot
+    ) -> None:
+        """Publish what another head had published."""
+        for name in published.sessions:
+            session_id = SamplingSessionId.parse(name)
+            if published.is_inflight:
+                await self.publish_inflight(session_id, model_id, weights)
+            else:
+                await self.publish(session_id, model_id, weights)
 
     async def version(self, session_id: SamplingSessionId) -> str:
         """Return the version a session samples from now.
@@ -91,6 +128,7 @@ class Samplers:
         """Forget a session and, unless it shares them, its weights."""
         name = str(session_id)
         self._inflight_sessions.pop(name, None)
+        self._snapshots.pop(name, None)
         session = self._sessions.pop(name, None)
         if isinstance(session, asyncio.Task):
             session.cancel()

@@ -100,6 +100,10 @@ class Sequencer:
             self.next_seq_id = dropped[-1] + 1
         return dropped
 
+    def recall(self, seq_id: int, digest: bytes) -> None:
+        """Note the content of a request that was finished in another process."""
+        self._digests[seq_id] = digest
+
     def forget(self, seq_id: int) -> None:
         """The result of a finished request is no longer kept: nor need its content be known."""
         if seq_id < self.next_seq_id:

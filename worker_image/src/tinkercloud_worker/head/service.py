@@ -1,52 +1,47 @@
 """The head's state: its models, sampling sessions and results; what each request does to them."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+import structlog
 
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
-from tinkercloud_protocol.payloads import ForwardBackwardRequest, encode_sample_response
+from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.training import (
-    LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
 from tinkercloud_worker.engine.sampler import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
-from tinkercloud_worker.head.operations import Operations
-from tinkercloud_worker.head.queue import ModelQueue, Operation, Role, refusal, to_result
+from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.queue import Operation, Origin, refusal, to_result
+from tinkercloud_worker.head.requests import (
+    OrderedRequest,
+    body_digest,
+    content_digest,
+    role_of_unread,
+)
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.suspension import Suspension
+
+log = structlog.get_logger(__name__)
 
 _SWEEP_SECONDS = 30.0
-
-OrderedRequest = (
-    ForwardBackwardRequest
-    | OptimStepRequest
-    | SaveWeightsRequest
-    | SaveWeightsForSamplerRequest
-    | LoadWeightsRequest
-)
+_SUSPENDED_AT_ONCE = 4
+"""Models that are written together; each is in memory twice meanwhile."""
 
 
-@dataclass(slots=True, eq=False)
-class LiveModel:
-    """A model and its queue."""
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sampling request that is not finished."""
 
-    spec: ModelSpec
-    operations: Operations
-    queue: ModelQueue
+    request: SampleRequest
+    task: asyncio.Task[None]
 
 
 class HeadService:
@@ -62,80 +57,91 @@ class HeadService:
             on_drop=self._result_dropped,
         )
         self._samplers = Samplers(backend)
+        self._suspension = Suspension(backend, self._results, self._samplers)
         self._models: dict[str, LiveModel] = {}
-        self._samples: dict[str, asyncio.Task[None]] = {}
+        self._resuming: dict[str, asyncio.Task[None]] = {}
+        self._samples: dict[str, _Sample] = {}
         self._is_draining = False
+        self._suspending = asyncio.Lock()
+        self._suspended: set[str] = set()
+        self._is_suspended = False
+        self._saving = asyncio.Lock()
         self._last_activity = time.monotonic()
         self._tasks = {asyncio.create_task(self._sweep())}
 
-    def create_model(self, model_id: ModelId, spec: ModelSpec) -> str:
+    async def create_model(self, model_id: ModelId, spec: ModelSpec) -> str:
         """Begin a model; return the id of the request that does it. Repeating it is fine.
+
+        One that another head has suspended is there, as it was, when this returns.
 
         Raises:
             InvalidRequest: the model exists with another specification.
+            StateLost: it was not suspended by the head that the specification names.
         """
         self._accept()
-        model = self._models.get(str(model_id))
+        name = str(model_id)
+        if name not in self._models and spec.resume_generation is not None:
+            await asyncio.shield(self._resumption(model_id, spec))
+        model = self._models.get(name)
         if model is not None and model.spec != spec:
             raise InvalidRequest(
                 f"model {model_id} exists with another configuration; use another model_seq_id"
             )
         if model is None:
-            limits, timings = self._backend.config.limits, self._backend.config.timings
-            operations = Operations(model_id, spec, self._backend, self._samplers)
-            queue = ModelQueue(
-                model_id,
-                self._results,
-                max_queued_bytes=limits.max_queued_bytes,
-                gap_seconds=timings.gap_seconds,
-                drop_gradient=operations.drop_gradient,
-            )
-            model = self._models[str(model_id)] = LiveModel(spec, operations, queue)
-        return model.queue.submit(0, b"create", 0, Operation(model.operations.create))
+            model = new_model(model_id, spec, self._backend, self._samplers, self._results)
+            self._models[name] = model
+            model.queue.submit(0, b"create", 0, Operation(model.operations.create))
+        return str(RequestId(model_id, 0))
+
+    def _resumption(self, model_id: ModelId, spec: ModelSpec) -> asyncio.Task[None]:
+        """Return the attempt to bring a model back, which all who ask for it share."""
+        name = str(model_id)
+        task = self._resuming.get(name)
+        if task is None:
+            task = self._resuming[name] = self._spawn(self._resume(model_id, spec))
+            task.add_done_callback(lambda _: self._resuming.pop(name, None))
+        return task
+
+    async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
+        model, unfinished = await self._suspension.read(model_id, spec)
+        # A head that began to stop meanwhile would not suspend it: it stays where it was.
+        self._accept()
+        self._models[str(model_id)] = model
+        for request in unfinished:
+            self.sample(request)
+        log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
         """Let a model go. Unknown ones are fine."""
+        if (task := self._resuming.get(str(model_id))) is not None:
+            task.cancel()
         model = self._models.pop(str(model_id), None)
         if model is not None:
             model.queue.close(f"model {model_id} was deleted")
             await model.operations.delete()
 
-    def submit(self, request: OrderedRequest, size: int) -> str:
-        """Queue a training request; return its id.
+    def submit(self, path: str, request: OrderedRequest, body: bytes) -> str:
+        """Queue a training request, read from a body sent to a path; return its id.
 
         Raises:
             InvalidRequest: its number can't be used.
             NotFound: the model is unknown.
             Overloaded: too much waits already.
         """
-        model, operation = self._operation(request)
+        model = self._model(request.model_id or "")
         assert request.seq_id is not None  # noqa: S101 - the in-place forms carry one
-        return model.queue.submit(request.seq_id, content_digest(request), size, operation)
+        operation = model.operation(request, Origin(path, body))
+        return model.queue.submit(request.seq_id, content_digest(request), len(body), operation)
 
-    def refuse(self, model_id: str, seq_id: int, body: bytes, role: Role, error: WireError) -> str:
+    def refuse(self, model_id: str, seq_id: int, path: str, body: bytes, error: WireError) -> str:
         """Let a request that can't be read take its place in the order, and fail there."""
         model = self._model(model_id)
-        return model.queue.submit(seq_id, body_digest(body), 0, refusal(error, role))
+        operation = refusal(error, role_of_unread(path))
+        return model.queue.submit(seq_id, body_digest(body), 0, operation)
 
     def mark_known(self, request_id: str) -> None:
         """Note that a client has been told of a failure in another way than by its future."""
         self._results.mark_read(request_id)
-
-    def _operation(self, request: OrderedRequest) -> tuple[LiveModel, Operation]:
-        model = self._model(request.model_id or "")
-        operations = model.operations
-        match request:
-            case ForwardBackwardRequest():
-                role: Role = "other" if request.forward_only else "gradient"
-                return model, Operation(lambda: operations.forward_backward(request), role)
-            case OptimStepRequest():
-                return model, Operation(lambda: operations.optim_step(request), "step")
-            case SaveWeightsRequest():
-                return model, Operation(lambda: operations.save_weights(request))
-            case SaveWeightsForSamplerRequest():
-                return model, Operation(lambda: operations.save_weights_for_sampler(request))
-            case LoadWeightsRequest():
-                return model, Operation(lambda: operations.load_weights(request))
 
     def _model(self, model_id: str) -> LiveModel:
         self._accept()
@@ -180,7 +186,8 @@ class HeadService:
                 body = encode_sample_response(result.sequences, result.prompt)
                 return Result(body, futures.PROTOBUF)
 
-            self._samples[str(request_id)] = self._spawn(self._answer(str(request_id), draw))
+            task = self._spawn(self._answer(str(request_id), draw))
+            self._samples[str(request_id)] = _Sample(request, task)
         return request_id
 
     async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
@@ -195,9 +202,9 @@ class HeadService:
 
     def cancel(self, request_id: str) -> None:
         """Stop a sampling request nobody waits for. Unknown and finished ones are fine."""
-        task = self._samples.get(request_id)
-        if task is not None:
-            task.cancel()
+        sample = self._samples.get(request_id)
+        if sample is not None:
+            sample.task.cancel()
 
     async def retrieve(self, request_id: str) -> Result | None:
         """Wait for a result; None if it takes longer than a long poll.
@@ -221,13 +228,61 @@ class HeadService:
             samplers=len(self._samplers),
             pending_requests=pending + len(self._samples),
             idle_seconds=time.monotonic() - self._last_activity,
+            suspended=self._is_suspended,
+            latest_checkpoint=self._latest_checkpoint(),
         )
 
-    async def drain(self) -> None:
-        """Refuse new requests, and finish those that have been accepted."""
+    def _latest_checkpoint(self) -> str | None:
+        written = [model.operations.latest for model in self._models.values()]
+        latest = max((m for m in written if m), key=lambda m: m.created_at, default=None)
+        return latest.tinker_path if latest is not None else None
+
+    async def checkpoint(self) -> list[str]:
+        """Write a training checkpoint of every model; return their paths."""
+        async with self._saving:
+            models = [m for m in self._models.values() if m.operations.refused is None]
+            return [await model.operations.save_last() for model in models]
+
+    async def suspend(self) -> None:
+        """Refuse new requests, finish what runs, and write everything else for the next head.
+
+        Repeating it is fine; models that could not be written are tried again.
+
+        Raises:
+            Unavailable: some could not be written; the message says which, the log says why.
+        """
         self._is_draining = True
-        await asyncio.gather(*[model.queue.drain() for model in self._models.values()])
-        await asyncio.gather(*self._samples.values())
+        async with self._suspending:
+            await self._drain()
+            left = [model for name, model in self._models.items() if name not in self._suspended]
+            room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
+            await asyncio.gather(*[self._suspend(model, room) for model in left])
+            lost = sorted(self._models.keys() - self._suspended)
+            if lost:
+                raise Unavailable(f"could not suspend {', '.join(lost)}")
+            self._is_suspended = True
+
+    async def _drain(self) -> None:
+        """Give what runs some time to finish, then answer nothing any more."""
+        work = [asyncio.create_task(model.rest()) for model in self._models.values()]
+        work += [sample.task for sample in self._samples.values()]
+        if work:
+            await asyncio.wait(work, timeout=self._backend.config.timings.drain_seconds)
+        self._results.freeze()
+
+    async def _suspend(self, model: LiveModel, room: asyncio.Semaphore) -> None:
+        await model.queue.pause()
+        async with room:
+            sessions = {s for p in self._samplers.of_model(model.model_id) for s in p.sessions}
+            samples = [sample.request for sample in self._samples.values()]
+            unfinished = [r for r in samples if r.sampling_session_id in sessions]
+            try:
+                await self._suspension.write(model, unfinished)
+            except Exception:
+                log.exception("a model could not be suspended", model_id=str(model.model_id))
+            else:
+                self._suspended.add(str(model.model_id))
+                log.info("suspended", model_id=str(model.model_id))
 
     def release_waiters(self) -> None:
         """Let everyone who waits for a result that is not there ask again, somewhere else."""
@@ -261,15 +316,3 @@ class HeadService:
         model = self._models.get(str(parsed.target))
         if model is not None:
             model.queue.sequencer.forget(parsed.seq_id)
-
-
-def content_digest(request: ForwardBackwardRequest | BaseModel) -> bytes:
-    """Return a digest that is equal for requests with equal content."""
-    if isinstance(request, ForwardBackwardRequest):
-        return request.digest()
-    return body_digest(request.model_dump_json().encode())
-
-
-def body_digest(body: bytes) -> bytes:
-    """Return a digest of raw bytes."""
-    return hashlib.blake2b(body, digest_size=16).digest()

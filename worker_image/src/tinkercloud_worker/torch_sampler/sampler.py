@@ -104,6 +104,15 @@ class TorchSampler:
             self._versions.remove(version)
             self._prefixes.forget(version)
 
+    async def export(self, version: str) -> WeightsSnapshot | None:
+        """See `Sampler.export`."""
+
+        def export() -> WeightsSnapshot | None:
+            with self._lock:
+                return self._versions.export(version)
+
+        return await asyncio.to_thread(export)
+
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
         """See `Sampler.sample`."""
         if self._queued >= self._config.max_queued_requests:

@@ -6,12 +6,13 @@ but any of them may be sampled from again.
 
 import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import ActiveWeights
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -19,9 +20,13 @@ from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Version:
-    lora_scale: float | None
+    lora: LoraConfig | None
     in_memory: ActiveWeights | None
     size_bytes: int
+
+    @property
+    def lora_scale(self) -> float | None:
+        return lora.scale(self.lora.rank) if self.lora else None
 
 
 class Versions:
@@ -42,9 +47,9 @@ class Versions:
         if weights is None:
             self._versions[name] = None
             return
-        scale = lora.scale(weights.lora.rank) if weights.lora else None
-        active = ActiveWeights(weights.tensors, scale)
-        self._versions[name] = _Version(scale, active, weights.size_bytes)
+        version = _Version(weights.lora, None, weights.size_bytes)
+        active = ActiveWeights(weights.tensors, version.lora_scale)
+        self._versions[name] = replace(version, in_memory=active)
         self._spill(keep=name)
 
     def remove(self, name: str) -> None:
@@ -58,21 +63,37 @@ class Versions:
         Raises:
             NotFound: the version is unknown.
         """
+        version = self._known(name)
+        self._versions.move_to_end(name)
+        if version is None:
+            return None
+        if version.in_memory is None:
+            active = ActiveWeights(load_file(self._file(name)), version.lora_scale)
+            version = replace(version, in_memory=active)
+            self._versions[name] = version
+            self._spill(keep=name)
+        return version.in_memory
+
+    def export(self, name: str) -> WeightsSnapshot | None:
+        """Return what a version was published with. Spilled weights stay spilled.
+
+        Raises:
+            NotFound: the version is unknown.
+        """
+        version = self._known(name)
+        if version is None:
+            return None
+        if version.in_memory is None:
+            return WeightsSnapshot(version.lora, load_file(self._file(name)))
+        return WeightsSnapshot(version.lora, version.in_memory.tensors)
+
+    def _known(self, name: str) -> _Version | None:
         if name not in self._versions:
             raise NotFound(
                 f"sampling session {name!r} is unknown here: it was deleted, or its weights lived"
                 " only in a head that has stopped; save the weights again"
             )
-        self._versions.move_to_end(name)
-        version = self._versions[name]
-        if version is None:
-            return None
-        if version.in_memory is None:
-            active = ActiveWeights(load_file(self._file(name)), version.lora_scale)
-            version = _Version(version.lora_scale, active, version.size_bytes)
-            self._versions[name] = version
-            self._spill(keep=name)
-        return version.in_memory
+        return self._versions[name]
 
     def _spill(self, keep: str) -> None:
         held = [(n, v) for n, v in self._versions.items() if v is not None and v.in_memory]
@@ -84,7 +105,7 @@ class Versions:
                 if not self._file(name).exists():
                     self._scratch_dir.mkdir(parents=True, exist_ok=True)
                     save_file(dict(version.in_memory.tensors), self._file(name))
-                self._versions[name] = _Version(version.lora_scale, None, version.size_bytes)
+                self._versions[name] = replace(version, in_memory=None)
                 excess -= version.size_bytes
 
     def _file(self, name: str) -> Path:

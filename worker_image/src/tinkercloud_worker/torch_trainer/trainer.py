@@ -30,7 +30,12 @@ from tinkercloud_worker.engine.batch import (
     micro_batches,
 )
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
-from tinkercloud_worker.engine.trainer import LossOutput, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    LossOutput,
+    TrainingState,
+    WeightsSnapshot,
+)
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
@@ -259,6 +264,18 @@ class TorchTrainer:
         if moments and state.step:
             step = torch.tensor(float(state.step))
             model.optimizer.state[flat] = {"step": step, **moments}
+
+    def export_gradient(self, model_id: str) -> Gradient | None:
+        """See `Trainer.export_gradient`."""
+        trainable = self._models[model_id].trainable
+        if not trainable.gradient.any():
+            return None
+        return trainable.layout.views(trainable.gradient.clone())
+
+    def import_gradient(self, model_id: str, gradient: Gradient) -> None:
+        """See `Trainer.import_gradient`."""
+        trainable = self._models[model_id].trainable
+        trainable.layout.fill(trainable.gradient, gradient, "gradient")
 
 
 def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:

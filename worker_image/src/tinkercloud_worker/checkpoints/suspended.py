@@ -1,0 +1,113 @@
+"""What a head leaves of a run besides weights: requests, results and samplers, as two files.
+
+`head.json` is `HeadState`; the bytes it speaks of lie one after another in `bodies.bin`. The
+layout of the whole is described in `protocol.checkpoints`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tinkercloud_protocol.checkpoints import BODIES, HEAD_STATE, SuspendedManifest
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import LoraConfig
+
+Hex = Annotated[str, Field(pattern=r"[0-9a-f]*")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class Span(_Part):
+    """A piece of `bodies.bin`."""
+
+    start: int
+    size: int
+
+
+class StoredRequest(_Part):
+    """A request that has its place in the order and has not begun."""
+
+    seq_id: int
+    path: str
+    body: Span
+    role: Literal["gradient", "step", "other"]
+    digest: Hex
+    size: int
+    knows_of: str | None
+    """The failed request whose failure the client had read when it sent this one."""
+
+
+class StoredResult(_Part):
+    """A result that may still be asked for."""
+
+    request_id: str
+    digest: Hex
+    body: Span
+    content_type: str
+    is_read: bool
+
+
+class StoredSampler(_Part):
+    """Weights that were never saved under a name, and the sampling sessions that have them."""
+
+    sessions: list[str]
+    is_inflight: bool
+    lora: LoraConfig | None
+    file: str
+
+
+class HeadState(_Part):
+    """One run, as its head knew it, without its weights."""
+
+    refused: str | None
+    """Why the model could not be created; there are no weights then."""
+    next_seq_id: int
+    failure: tuple[str, str] | None
+    """The failed gradient request of the step that was being built: its id and message."""
+    waiting: list[StoredRequest]
+    results: list[StoredResult]
+    samples: list[Span]
+    """Sampling requests that were not finished."""
+    samplers: list[StoredSampler]
+
+
+class Bodies:
+    """Bytes on their way into one file."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, content: bytes) -> Span:
+        """Append some bytes; return where they lie."""
+        span = Span(start=self._size, size=len(content))
+        self._parts.append(content)
+        self._size += len(content)
+        return span
+
+    def encode(self) -> bytes:
+        """Return the file."""
+        return b"".join(self._parts)
+
+
+class SuspendedHead:
+    """A `HeadState` that was read back, with its bodies."""
+
+    def __init__(self, manifest: SuspendedManifest, files: Mapping[str, bytes]) -> None:
+        """Read it.
+
+        Raises:
+            InvalidRequest: the files are not what their names say.
+        """
+        self._bodies = memoryview(files[BODIES])
+        try:
+            self.state = HeadState.model_validate_json(files[HEAD_STATE])
+        except ValidationError as error:
+            raise InvalidRequest(f"{manifest}: {HEAD_STATE} is damaged ({error})") from None
+
+    def body(self, span: Span) -> bytes:
+        """Return the bytes a span stands for."""
+        return bytes(self._bodies[span.start : span.start + span.size])

@@ -1,0 +1,80 @@
+"""A model while it lives in a head: its specification, what its requests do, and their order."""
+
+import asyncio
+from dataclasses import dataclass
+
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.payloads import ForwardBackwardRequest
+from tinkercloud_protocol.training import (
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.operations import Operations
+from tinkercloud_worker.head.queue import ModelQueue, Operation, Origin, Role
+from tinkercloud_worker.head.requests import OrderedRequest
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.samplers import Samplers
+
+
+@dataclass(slots=True, eq=False)
+class LiveModel:
+    """A model and its queue."""
+
+    model_id: ModelId
+    spec: ModelSpec
+    operations: Operations
+    queue: ModelQueue
+    lineage: list[str]
+    """Generations of the heads it was suspended by, oldest first."""
+
+    def operation(self, request: OrderedRequest, origin: Origin) -> Operation:
+        """Return what a request does when it is its turn."""
+        operations, role = self.operations, role_of(request)
+        match request:
+            case ForwardBackwardRequest():
+                return Operation(lambda: operations.forward_backward(request), role, origin)
+            case OptimStepRequest():
+                return Operation(lambda: operations.optim_step(request), role, origin)
+            case SaveWeightsRequest():
+                return Operation(lambda: operations.save_weights(request), role, origin)
+            case SaveWeightsForSamplerRequest():
+                return Operation(lambda: operations.save_weights_for_sampler(request), role, origin)
+            case LoadWeightsRequest():
+                return Operation(lambda: operations.load_weights(request), role, origin)
+
+    async def rest(self) -> None:
+        """Begin nothing more; return once nothing runs, in the background neither."""
+        await self.queue.pause()
+        if self.queue.later:
+            await asyncio.wait(self.queue.later)
+
+
+def role_of(request: OrderedRequest) -> Role:
+    """Return what a request means to the step that is being built."""
+    match request:
+        case ForwardBackwardRequest():
+            return "other" if request.forward_only else "gradient"
+        case OptimStepRequest():
+            return "step"
+        case _:
+            return "other"
+
+
+def new_model(
+    model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers, results: Results
+) -> LiveModel:
+    """Return a model that has not begun, in no order yet."""
+    limits, timings = backend.config.limits, backend.config.timings
+    operations = Operations(model_id, spec, backend, samplers)
+    queue = ModelQueue(
+        model_id,
+        results,
+        max_queued_bytes=limits.max_queued_bytes,
+        gap_seconds=timings.gap_seconds,
+        drop_gradient=operations.drop_gradient,
+    )
+    return LiveModel(model_id, spec, operations, queue, lineage=[])

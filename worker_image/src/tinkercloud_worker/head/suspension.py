@@ -1,0 +1,297 @@
+"""Puts live models aside in the object store, and brings them back in another head.
+
+What is written is all that a client could notice: weights, optimizer, the gradient that no
+optim_step has applied, requests that wait, results that may still be asked for, and the samplers
+whose weights were never saved under a name. Training goes on bit for bit.
+
+Bounds: of the samplers, the latest ones up to `Limits.max_sampler_bytes`; of the results, those
+`Results.export` chooses.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import structlog
+
+from tinkercloud_protocol import futures
+from tinkercloud_protocol.checkpoints import (
+    BODIES,
+    GRADIENT,
+    HEAD_STATE,
+    StoredFile,
+    SuspendedManifest,
+)
+from tinkercloud_protocol.errors import NotFound, StateLost
+from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.ids import ModelId, RequestId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.wire import parse_json
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.checkpoints.suspended import (
+    Bodies,
+    HeadState,
+    StoredRequest,
+    StoredResult,
+    StoredSampler,
+    SuspendedHead,
+)
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.queue import (
+    REFUSED,
+    Operation,
+    Origin,
+    QueueState,
+    Waiting,
+    refusal,
+)
+from tinkercloud_worker.head.results import Kept, Results
+from tinkercloud_worker.head.samplers import Published, Samplers
+
+log = structlog.get_logger(__name__)
+
+_CUT_OFF = "the session head stopped before this was written; send it again, as a new request"
+
+
+class _Writer:
+    """Writes the files of one suspended state, one at a time, and in the end its manifest."""
+
+    def __init__(self, store: CheckpointStore, manifest: SuspendedManifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._files: dict[str, StoredFile] = {}
+
+    async def put(self, name: str, content: bytes) -> None:
+        """Write a file; one that was written is known by its name."""
+        if name not in self._files:
+            self._files[name] = await self._store.put_suspended(self._manifest, name, content)
+
+    def size_of(self, prefix: str) -> int:
+        """Return the bytes of all files whose names begin so."""
+        return sum(f.size_bytes for name, f in self._files.items() if name.startswith(prefix))
+
+    async def commit(self) -> None:
+        """Make it exist."""
+        manifest = self._manifest.model_copy(update={"files": self._files})
+        await self._store.commit_suspended(manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """Suspends and resumes the models of one head."""
+
+    backend: Backend
+    results: Results
+    samplers: Samplers
+
+    async def write(self, model: LiveModel, unfinished: Sequence[SampleRequest]) -> None:
+        """Write all of a model, whose queue is paused.
+
+        Args:
+            model: what to write.
+            unfinished: sampling requests to the model's own samplers that are to be run again.
+        """
+        config = self.backend.config
+        manifest = SuspendedManifest(
+            run_id=str(model.model_id),
+            generation=config.generation,
+            continues=model.lineage,
+            owner=model.spec.owner,
+            base_model=config.model.name,
+            lora=model.spec.lora,
+            created_at=datetime.now(UTC),
+            data_prefix=uuid.uuid4().hex,
+            files={},
+        )
+        writer, bodies = _Writer(self.backend.store, manifest), Bodies()
+        head = self._head_state(model, unfinished, bodies)
+        if model.operations.refused is None:
+            state, gradient = await model.operations.export()
+            files = await asyncio.to_thread(formats.encode_state, state, manifest.base_model)
+            for name, content in files.items():
+                await writer.put(name, content)
+            if gradient is not None:
+                await writer.put(
+                    GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient)
+                )
+        samplers = await self._write_samplers(model.model_id, writer)
+        head = head.model_copy(update={"samplers": samplers})
+        await writer.put(HEAD_STATE, head.model_dump_json().encode())
+        await writer.put(BODIES, bodies.encode())
+        await writer.commit()
+
+    def _head_state(
+        self, model: LiveModel, unfinished: Sequence[SampleRequest], bodies: Bodies
+    ) -> HeadState:
+        state = model.queue.state()
+        samples = [bodies.add(request.model_dump_json().encode()) for request in unfinished]
+        return HeadState(
+            refused=model.operations.refused,
+            next_seq_id=state.next_seq_id,
+            failure=state.failure,
+            waiting=[_stored_request(waiting, bodies) for waiting in state.waiting],
+            results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
+            samples=samples,
+            samplers=[],
+        )
+
+    def _kept_results(self, model: LiveModel, state: QueueState) -> list[Kept]:
+        sessions = {name for p in self.samplers.of_model(model.model_id) for name in p.sessions}
+        targets = {str(model.model_id), *sessions}
+        waiting = {model.queue.request_id(waiting.seq_id) for waiting in state.waiting}
+        kept = self.results.export(lambda request_id: request_id.rpartition(":")[0] in targets)
+        # What runs in the background of a paused queue is an upload, whose place in the order is
+        # past: it can't be run again.
+        cut_off = [
+            request_id
+            for request_id in self.results.unfinished()
+            if request_id.rpartition(":")[0] == str(model.model_id) and request_id not in waiting
+        ]
+        failure = futures.failed(_CUT_OFF, "server")
+        return kept + [
+            Kept(name, self.results.digest(name) or b"", failure, is_read=False) for name in cut_off
+        ]
+
+    async def _write_samplers(self, model_id: ModelId, writer: _Writer) -> list[StoredSampler]:
+        """Write the model's own samplers, the latest first, as far as there is room."""
+        stored: list[StoredSampler] = []
+        limit = self.backend.config.limits.max_sampler_bytes
+        for published in self.samplers.of_model(model_id):
+            try:
+                weights = await self.backend.sampler.export(published.version)
+            except NotFound:
+                continue
+            assert weights is not None  # noqa: S101 - None is a base model's, never a model's own
+            name, content = await asyncio.to_thread(formats.encode_sampler, weights)
+            if writer.size_of(formats.SAMPLER_PREFIX) + len(content) > limit:
+                log.warning("older samplers are not kept", model_id=str(model_id), kept=len(stored))
+                break
+            await writer.put(name, content)
+            sessions, inflight = list(published.sessions), published.is_inflight
+            stored.append(
+                StoredSampler(sessions=sessions, is_inflight=inflight, lora=weights.lora, file=name)
+            )
+        return stored
+
+    async def read(
+        self, model_id: ModelId, spec: ModelSpec
+    ) -> tuple[LiveModel, list[SampleRequest]]:
+        """Bring a model back; return it with the sampling requests that are to be run again.
+
+        Raises:
+            StateLost: the head of that generation did not suspend it.
+            InvalidRequest: the suspended state is damaged.
+        """
+        store = self.backend.store
+        manifest = await store.find_suspended(str(model_id))
+        if manifest is None or not manifest.goes_on_from(spec.resume_generation or ""):
+            raise StateLost(f"training run {model_id} was not suspended by the head it was in")
+        self._check_fits(manifest, spec)
+        files = {name: await store.read_file(manifest, name) for name in (HEAD_STATE, BODIES)}
+        head = SuspendedHead(manifest, files)
+        model = new_model(model_id, spec, self.backend, self.samplers, self.results)
+        try:
+            await self._restore_weights(model, manifest, head.state)
+            await self._restore_samplers(model_id, manifest, head.state.samplers)
+        except BaseException:
+            model.queue.close("the model could not be resumed")
+            await model.operations.delete()
+            raise
+        model.lineage = manifest.lineage
+        self._restore_order(model, head)
+        return model, [parse_json(SampleRequest, head.body(span)) for span in head.state.samples]
+
+    def _check_fits(self, manifest: SuspendedManifest, spec: ModelSpec) -> None:
+        written = (manifest.base_model, manifest.owner, manifest.lora)
+        if written != (self.backend.config.model.name, spec.owner, spec.lora):
+            raise StateLost(f"{manifest} is that of another model")
+
+    async def _restore_weights(
+        self, model: LiveModel, manifest: SuspendedManifest, head: HeadState
+    ) -> None:
+        if head.refused is not None:
+            model.operations.refuse(head.refused)
+            return
+        names = formats.files_of_state(manifest)
+        if GRADIENT in manifest.files:
+            names.append(GRADIENT)
+        files = {name: await self.backend.store.read_file(manifest, name) for name in names}
+        state = await asyncio.to_thread(formats.decode_state, manifest, files)
+        gradient = None
+        if GRADIENT in files:
+            gradient = formats.decode_tensors(manifest, files, GRADIENT)
+        await model.operations.restore(state, gradient)
+
+    async def _restore_samplers(
+        self, model_id: ModelId, manifest: SuspendedManifest, samplers: Sequence[StoredSampler]
+    ) -> None:
+        """Publish the samplers, the oldest first, reading each file once."""
+        read: dict[str, WeightsSnapshot] = {}
+        for stored in reversed(samplers):
+            if stored.file not in read:
+                content = await self.backend.store.read_file(manifest, stored.file)
+                tensors = await asyncio.to_thread(
+                    formats.decode_tensors, manifest, {stored.file: content}, stored.file
+                )
+                read[stored.file] = WeightsSnapshot(stored.lora, tensors)
+            published = Published(stored.file, stored.sessions, stored.is_inflight)
+            await self.samplers.restore(model_id, published, read[stored.file])
+
+    def _restore_order(self, model: LiveModel, head: SuspendedHead) -> None:
+        """Give back results and requests; from here on the model's queue runs."""
+        for stored in head.state.results:
+            result = Result(head.body(stored.body), stored.content_type)
+            digest = bytes.fromhex(stored.digest)
+            self.results.restore(Kept(stored.request_id, digest, result, stored.is_read))
+            request_id = RequestId.parse(stored.request_id)
+            if request_id.target == model.model_id:
+                model.queue.sequencer.recall(request_id.seq_id, digest)
+        waiting = [
+            Waiting(
+                stored.seq_id,
+                _operation_again(model, stored, head.body(stored.body)),
+                bytes.fromhex(stored.digest),
+                stored.size,
+                stored.knows_of,
+            )
+            for stored in head.state.waiting
+        ]
+        state = head.state
+        model.queue.restore(QueueState(state.next_seq_id, waiting, state.failure))
+
+
+def _stored_request(waiting: Waiting, bodies: Bodies) -> StoredRequest:
+    origin = waiting.operation.origin
+    assert origin is not None  # noqa: S101 - only what begins a model has none, and that has run
+    return StoredRequest(
+        seq_id=waiting.seq_id,
+        path=origin.path,
+        body=bodies.add(origin.body),
+        role=waiting.operation.role,
+        digest=waiting.digest.hex(),
+        size=waiting.size,
+        knows_of=waiting.knows_of,
+    )
+
+
+def _stored_result(kept: Kept, bodies: Bodies) -> StoredResult:
+    return StoredResult(
+        request_id=kept.request_id,
+        digest=kept.digest.hex(),
+        body=bodies.add(kept.result.body),
+        content_type=kept.result.content_type,
+        is_read=kept.is_read,
+    )
+
+
+def _operation_again(model: LiveModel, stored: StoredRequest, body: bytes) -> Operation:
+    if stored.path == REFUSED:
+        return refusal(requests.refusal_again(body), stored.role)
+    return model.operation(requests.read(stored.path, body), Origin(stored.path, body))
