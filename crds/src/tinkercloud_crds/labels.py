@@ -16,12 +16,18 @@ COMPONENT_LABEL = f"{GROUP}/component"
 """On pods: `head`, `trainer` or `sampler`."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tinkercloud"
+OWNER_LABEL = f"{GROUP}/owner"
+"""On TrainingSessions that the API server made: their owner, or a hash where a label can't hold
+it."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """On RayClusters that Kueue admits."""
 
 LAST_ACTIVITY = f"{GROUP}/last-activity"
 """Annotation on a TrainingSession, written by the API server at most once a minute: when a client
 last used it (RFC 3339). The operator copies it into the status and culls by it."""
+CREATED_FOR = f"{GROUP}/created-for"
+"""Annotation on TrainingSessions that the API server made: the run or sampling session that asked
+first."""
 SPEC_HASH = f"{GROUP}/spec-hash"
 """Annotation on pods: digest of the configuration they were started with."""
 
