@@ -37,7 +37,8 @@ class Program:
     family: str
     """The folder of the go.mod that pins it."""
     package: str
-    module: str
+    module: str = ""
+    """Whose version is told and whose files are copied; empty for a program of our own."""
     variables: tuple[str, ...] = ()
     """What the linker sets, with {version}, {major}, {minor}; else programs misreport theirs."""
     files: tuple[str, ...] = ()
@@ -82,6 +83,7 @@ PROGRAMS = {
     ),
     "kubelet": _kubernetes("kubelet"),
     "kube-proxy": _kubernetes("kube-proxy"),
+    "pause": Program("pause", "."),
     "coredns": Program("coredns", "github.com/coredns/coredns", "github.com/coredns/coredns"),
 }
 
@@ -138,7 +140,7 @@ def find_go() -> tuple[str, str]:
 def build_folder(version: str) -> Path:
     """Return where programs built by this Go from these modules lie."""
     digest = hashlib.sha256(version.encode() + Path(__file__).read_bytes())
-    for path in sorted(HERE.glob("*/go.*")):
+    for path in sorted([*HERE.glob("*/go.*"), *HERE.glob("*/*.go")]):
         digest.update(path.relative_to(HERE).as_posix().encode() + path.read_bytes())
     return cache_root() / digest.hexdigest()[:16]
 
@@ -175,12 +177,16 @@ class Builder:
             output.replace(target)
 
     def _version_flags(self, program: Program) -> str:
+        if not program.variables:
+            return ""
         version = self._list(program, "{{.Version}}")
         major, minor, _ = version.removeprefix("v").split(".", 2)
         known = {"version": version, "major": major, "minor": minor}
         return " ".join(f"-X {variable.format(**known)}" for variable in program.variables)
 
     def _copy_files(self, program: Program) -> None:
+        if not program.files:
+            return
         share = self.folder / "share" / program.family
         share.mkdir(parents=True, exist_ok=True)
         module = Path(self._list(program, "{{.Dir}}"))

@@ -1,0 +1,181 @@
+"""Container images made without a registry: layers are tar files, an archive is what nodes load.
+
+A layer's content decides its name, so images that share layers share them on disk and on the
+node. Files get fixed times and owners: equal content is an equal layer.
+"""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+USER = 65532
+"""Who programs run as: not root, and nobody the host knows."""
+_OCI = "application/vnd.oci.image"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An uncompressed tar file, named by the SHA-256 of its content."""
+
+    path: Path
+    digest: str
+
+    @property
+    def descriptor(self) -> dict[str, Any]:
+        """How a manifest speaks of it."""
+        size = self.path.stat().st_size
+        return {"mediaType": f"{_OCI}.layer.v1.tar", "digest": self.digest, "size": size}
+
+
+@dataclass(frozen=True)
+class Image:
+    """Layers, lowest first, and what is run in them."""
+
+    name: str
+    layers: Sequence[Layer]
+    entrypoint: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def config(self) -> bytes:
+        """The image's configuration, as nodes read it."""
+        content = {
+            "architecture": "amd64",
+            "os": "linux",
+            "config": {
+                "User": f"{USER}:{USER}",
+                "Entrypoint": list(self.entrypoint),
+                "Env": [f"{name}={value}" for name, value in self.environment.items()],
+                "WorkingDir": "/",
+            },
+            "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in self.layers]},
+        }
+        return json.dumps(content).encode()
+
+    @property
+    def manifest(self) -> bytes:
+        """The list of its parts."""
+        content = {
+            "schemaVersion": 2,
+            "mediaType": f"{_OCI}.manifest.v1+json",
+            "config": _described(f"{_OCI}.config.v1+json", self.config),
+            "layers": [layer.descriptor for layer in self.layers],
+        }
+        return json.dumps(content).encode()
+
+
+class LayerCache:
+    """Layers on disk, each made once for its key."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def layer(self, key: str, fill: Callable[[tarfile.TarFile], None]) -> Layer:
+        """Return the layer of a key, filling it first if there is none.
+
+        Args:
+            key: Whatever decides the content.
+            fill: Adds the files.
+        """
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        path, record = self._folder / f"{name}.tar", self._folder / f"{name}.digest"
+        if not record.exists():
+            scratch = path.with_suffix(".partial")
+            with tarfile.open(scratch, "w", format=tarfile.GNU_FORMAT) as tar:
+                fill(tar)
+            scratch.replace(path)
+            record.write_text(_digest_of(path))
+        return Layer(path, record.read_text())
+
+
+def add_bytes(tar: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644) -> None:
+    """Add a file with this content."""
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.size, entry.mode = len(content), mode
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def add_folder(tar: tarfile.TarFile, path: str, mode: int = 0o755) -> None:
+    """Add an empty folder."""
+    entry = tarfile.TarInfo(path.strip("/"))
+    entry.type, entry.mode = tarfile.DIRTYPE, mode
+    tar.addfile(entry)
+
+
+def add_link(tar: tarfile.TarFile, path: str, target: str) -> None:
+    """Add a symbolic link."""
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    tar.addfile(entry)
+
+
+def add_tree(
+    tar: tarfile.TarFile, source: Path, target: str, *, without: Iterable[str] = ()
+) -> None:
+    """Add a file or a folder as anybody may read it, owned by root.
+
+    Args:
+        tar: Where to.
+        source: What to add.
+        target: Its path in the image.
+        without: Names of files and folders to leave out, at any depth.
+    """
+    left_out = {"__pycache__", *without}
+
+    def normalised(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if left_out & set(Path(entry.name).parts[len(Path(target.lstrip("/")).parts) :]):
+            return None
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        entry.mode |= 0o755 if entry.isdir() or entry.mode & 0o100 else 0o444
+        return entry
+
+    tar.add(source, target.lstrip("/"), filter=normalised)
+
+
+def write_archive(images: Sequence[Image], path: Path) -> Path:
+    """Write images as one OCI archive, which containerd, Docker and kind can load."""
+    with tarfile.open(path, "w") as tar:
+        add_bytes(tar, "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
+        add_bytes(tar, "index.json", _index(images))
+        for image in images:
+            for content in (image.config, image.manifest):
+                add_bytes(tar, _blob(_digest(content)), content)
+        for layer in {layer.digest: layer for image in images for layer in image.layers}.values():
+            tar.add(layer.path, _blob(layer.digest))
+    return path
+
+
+def _index(images: Sequence[Image]) -> bytes:
+    manifests = [
+        {
+            **_described(f"{_OCI}.manifest.v1+json", image.manifest),
+            "annotations": {"io.containerd.image.name": image.name},
+            "platform": {"architecture": "amd64", "os": "linux"},
+        }
+        for image in images
+    ]
+    return json.dumps({"schemaVersion": 2, "manifests": manifests}).encode()
+
+
+def _described(media_type: str, content: bytes) -> dict[str, Any]:
+    return {"mediaType": media_type, "digest": _digest(content), "size": len(content)}
+
+
+def _blob(digest: str) -> str:
+    return f"blobs/{digest.replace(':', '/')}"
+
+
+def _digest(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as source:
+        return f"sha256:{hashlib.file_digest(source, 'sha256').hexdigest()}"

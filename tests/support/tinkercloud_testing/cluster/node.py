@@ -1,0 +1,249 @@
+"""A real node of this machine: containerd and a kubelet that run real pods.
+
+They live in a box of their own: a network, a mount and a process namespace, held open by one
+process. Its end, whatever the cause, is the end of every container, mount and address inside, so a
+killed test run leaves the machine as it was. A veth pair joins the box to the host, which reaches
+pods and Services through it as pods reach the host; nothing leads further, so pods have no way to
+the internet.
+"""
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkercloud_testing.cluster import node_config
+from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
+from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, write_archive
+from tinkercloud_testing.cluster.programs import (
+    ROOT,
+    Program,
+    binary,
+    build_folder,
+    system_tool,
+    wait_until,
+)
+
+NAME = "real"
+HOST_ADDRESS = "10.243.0.1"
+NODE_ADDRESS = "10.243.0.2"
+_VETH = "tinkercloud0"
+_CGROUPS = Path("/sys/fs/cgroup")
+_PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
+# Paths that containerd, the CNI plugins and the kubelet insist on; the box has its own.
+_PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/log/containers")
+
+
+@dataclass(frozen=True)
+class RealNode:
+    """A running node. `kubelet` and `containerd` may be killed and started again."""
+
+    folder: Path
+    box: Program
+    containerd: Program
+    kubelet: Program
+    proxy: Program
+
+    def load(self, *images: Image) -> None:
+        """Bring images onto the node; pods name them with `imagePullPolicy: Never`."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            archive = write_archive(images, Path(scratch) / "images.tar")
+            self.ctr("images", "import", str(archive))
+
+    def ctr(self, *arguments: str) -> str:
+        """Run containerd's own client and return what it printed."""
+        command = [system_tool("ctr"), f"--address={_socket(self.folder)}", "--namespace=k8s.io"]
+        return subprocess.run(
+            [*command, *arguments], check=True, text=True, stdout=subprocess.PIPE
+        ).stdout
+
+
+@contextlib.contextmanager
+def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
+    """Run a node of this control plane. A machine has one at a time: a second run waits.
+
+    Raises:
+        PermissionError: This is not root.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError("a real node needs root; docs/cluster-tests.md tells what else works")
+    subprocess.run([str(ROOT / "tools" / "cluster" / "install_node.sh")], check=True)
+    folder.mkdir()
+    with _only_one(), _cgroup(), _box(folder) as box:
+        inside = _inside(box)
+        _join_networks(box, inside)
+        node = _assemble(plane, folder, box, inside)
+        node.containerd.start()
+        node.load(_pause_image(folder))
+        node.kubelet.start()
+        node.proxy.start()
+        _give_pods_a_network(plane, folder)
+        yield node
+        # Pods end in order while their kubelet lives; what is left ends with the box.
+        node.kubelet.stop()
+
+
+@contextlib.contextmanager
+def _only_one() -> Iterator[None]:
+    with Path(tempfile.gettempdir(), "tinkercloud-node.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _cgroup() -> Iterator[None]:
+    """Make the control group all pods are in, in every hierarchy there is."""
+    _remove_cgroups()
+    for hierarchy in _hierarchies():
+        (hierarchy / node_config.CGROUP).mkdir()
+    try:
+        yield
+    finally:
+        _remove_cgroups()
+
+
+def _hierarchies() -> Sequence[Path]:
+    if (_CGROUPS / "cgroup.controllers").exists():
+        return [_CGROUPS]
+    return [path for path in _CGROUPS.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def _remove_cgroups() -> None:
+    """Remove our control groups, those of a killed run too: their processes are ending."""
+    tops = [hierarchy / node_config.CGROUP for hierarchy in _hierarchies()]
+    folders = [folder for top in tops for folder in (*top.rglob("*/"), top) if folder.exists()]
+    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        wait_until(functools.partial(_removed, folder), f"the end of {folder}")
+
+
+def _removed(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
+
+
+@contextlib.contextmanager
+def _box(folder: Path) -> Iterator[Program]:
+    """Run the process that holds the namespaces; everything inside ends with it."""
+    prepare = "; ".join(
+        [
+            "set -e",
+            "mount --make-rshared /",
+            *(f"mkdir -p {path}; mount -t tmpfs tmpfs {path}" for path in _PRIVATE_FOLDERS),
+            "ip link set lo up",
+            f"touch {folder / 'box.ready'}",
+            # A shell that waits also buries the orphans of the box, whose first process it is.
+            "sleep infinity & wait",
+        ]
+    )
+    command = (
+        *(system_tool("unshare"), "--net", "--mount", "--propagation=private"),
+        *("--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"),
+        *(system_tool("bash"), "-c", prepare),
+    )
+    box = Program("box", command, folder / "box.log", (folder / "box.ready").exists)
+    try:
+        box.start()
+        yield box
+    finally:
+        box.kill()
+
+
+def _inside(box: Program) -> tuple[str, ...]:
+    """Return the prefix of a command that runs in the box."""
+    return (system_tool("nsenter"), f"--target={_first_pid(box)}", "--net", "--mount", "--pid")
+
+
+def _first_pid(box: Program) -> str:
+    assert box.process is not None
+    pid = box.process.pid
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+
+
+def _join_networks(box: Program, inside: Sequence[str]) -> None:
+    ip = system_tool("ip")
+    # The network of a killed run is taken down by the kernel a moment after its last process.
+    wait_until(lambda: not Path(f"/sys/class/net/{_VETH}").exists(), f"the end of {_VETH}")
+    on_host = (
+        f"link add {_VETH} type veth peer name eth0 netns {_first_pid(box)}",
+        f"address add {HOST_ADDRESS}/30 dev {_VETH}",
+        f"link set {_VETH} up",
+        f"route add {POD_RANGE} via {NODE_ADDRESS}",
+        f"route add {SERVICE_RANGE} via {NODE_ADDRESS}",
+    )
+    in_box = (
+        f"address add {NODE_ADDRESS}/30 dev eth0",
+        "link set eth0 up",
+        f"route add default via {HOST_ADDRESS}",
+    )
+    for command in on_host:
+        subprocess.run([ip, *command.split()], check=True)
+    for command in in_box:
+        subprocess.run([*inside, ip, *command.split()], check=True)
+    # Services answer pods of the same bridge only if bridged packets pass through iptables.
+    settings = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")
+    script = "; ".join(f"echo 1 > /proc/sys/{setting}" for setting in settings)
+    subprocess.run([*inside, system_tool("bash"), "-ec", script], check=True)
+
+
+def _assemble(plane: ControlPlane, folder: Path, box: Program, inside: Sequence[str]) -> RealNode:
+    build_folder(*_PROGRAMS)
+    files = node_config.write(plane, folder, NAME, NODE_ADDRESS)
+    containerd = (system_tool("containerd"), f"--config={files.containerd}")
+    kubelet = (
+        str(binary("kubelet")),
+        f"--config={files.kubelet}",
+        f"--kubeconfig={files.kubelet_credentials}",
+        f"--root-dir={folder / 'kubelet'}",
+        f"--hostname-override={NAME}",
+        f"--node-ip={NODE_ADDRESS}",
+    )
+    proxy = (str(binary("kube-proxy")), f"--config={files.proxy}", f"--hostname-override={NAME}")
+
+    def program(name: str, command: Sequence[str], ready: Sequence[str]) -> Program:
+        asked = [*inside, *ready]
+        log = folder / f"{name}.log"
+        return Program(name, (*inside, *command), log, lambda: _succeeds(asked))
+
+    health = (system_tool("curl"), "--silent", "--fail", "--output", "/dev/null")
+    version = (system_tool("ctr"), f"--address={_socket(folder)}", "version")
+    return RealNode(
+        folder=folder,
+        box=box,
+        containerd=program("containerd", containerd, version),
+        kubelet=program("kubelet", kubelet, (*health, "http://127.0.0.1:10248/healthz")),
+        proxy=program("kube-proxy", proxy, (*health, "http://127.0.0.1:10256/livez")),
+    )
+
+
+def _succeeds(command: Sequence[str]) -> bool:
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def _give_pods_a_network(plane: ControlPlane, folder: Path) -> None:
+    """Let the node's pods have the addresses that the cluster chose for it; it is ready then."""
+    cluster = plane.cluster
+    cluster.wait_for(f"node/{NAME}", "create")
+    cluster.wait_for(f"node/{NAME}", "jsonpath={.spec.podCIDR}")
+    addresses = cluster.get("node", NAME)["spec"]["podCIDR"]
+    network = json.dumps(node_config.pod_network(addresses, folder))
+    # containerd 1.6 sees a file that is written here, not one that is moved here.
+    (node_config.network_folder(folder) / "10-pods.conflist").write_text(network)
+    cluster.wait_for(f"node/{NAME}", "condition=Ready")
+
+
+def _pause_image(folder: Path) -> Image:
+    program = binary("pause").read_bytes()
+    layers = LayerCache(folder / "layers")
+    layer = layers.layer("pause", lambda tar: add_bytes(tar, "pause", program, 0o755))
+    return Image(node_config.PAUSE_IMAGE, [layer], ["/pause"])
+
+
+def _socket(folder: Path) -> Path:
+    return folder / "containerd.sock"

@@ -1,0 +1,145 @@
+"""The settings of a real node's programs, for machines that are hard on them.
+
+Meant for cgroup v1 as for v2, without systemd, without CAP_SYS_RESOURCE, on containerd 1.6 and
+later.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinkercloud_testing.cluster.control_plane import POD_RANGE, ControlPlane
+
+CGROUP = "tinkercloud-node"
+PAUSE_IMAGE = "tinkercloud.test/pause:1"
+CLUSTER_DNS = "10.96.0.10"
+_DEBIAN_CNI = "/usr/lib/cni"
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """Where the settings of each program were written."""
+
+    containerd: Path
+    kubelet: Path
+    kubelet_credentials: Path
+    proxy: Path
+
+
+def write(plane: ControlPlane, folder: Path, name: str, address: str) -> NodeFiles:
+    """Write all settings of a node into its folder."""
+    network_folder(folder).mkdir()
+    (folder / "resolv.conf").touch()
+    identity = f"system:node:{name}"
+    credentials = plane.authority.kubeconfig(plane.url, identity, groups=["system:nodes"])
+    proxy = plane.authority.kubeconfig(plane.url, "system:kube-proxy")
+    files = NodeFiles(
+        containerd=folder / "containerd.toml",
+        kubelet=folder / "kubelet.json",
+        kubelet_credentials=credentials,
+        proxy=folder / "kube-proxy.json",
+    )
+    files.containerd.write_text(_containerd(folder))
+    files.kubelet.write_text(json.dumps(_kubelet(plane, folder, name, address)))
+    files.proxy.write_text(json.dumps(_proxy(proxy)))
+    return files
+
+
+def network_folder(folder: Path) -> Path:
+    """Return where containerd looks for the pods' network."""
+    return folder / "cni"
+
+
+def pod_network(addresses: str, folder: Path) -> dict[str, Any]:
+    """Return the network of pods: a bridge, and these addresses ("10.244.0.0/24")."""
+    bridge = {
+        "type": "bridge",
+        "bridge": "pods",
+        "isGateway": True,
+        "hairpinMode": True,
+        "ipam": {
+            "type": "host-local",
+            "ranges": [[{"subnet": addresses}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+            "dataDir": str(folder / "addresses"),
+        },
+    }
+    ports = {"type": "portmap", "capabilities": {"portMappings": True}}
+    return {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]}
+
+
+def _containerd(folder: Path) -> str:
+    return f"""version = 2
+root = "{folder}/containerd"
+state = "{folder}/containerd-state"
+
+[grpc]
+  address = "{folder}/containerd.sock"
+
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{PAUSE_IMAGE}"
+  netns_mounts_under_state_dir = true
+  # Lowering a process's OOM score is a right that this machine may not have.
+  restrict_oom_score_adj = true
+
+[plugins."io.containerd.grpc.v1.cri".cni]
+  bin_dir = "{_DEBIAN_CNI}"
+  conf_dir = "{network_folder(folder)}"
+
+[plugins."io.containerd.grpc.v1.cri".containerd]
+  snapshotter = "overlayfs"
+
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+  SystemdCgroup = false
+"""
+
+
+def _kubelet(plane: ControlPlane, folder: Path, name: str, address: str) -> dict[str, Any]:
+    serving = plane.authority.issue(f"kubelet-{name}", hosts=[address, name])
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": address,
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": str(plane.authority.certificate)},
+        },
+        "authorization": {"mode": "Webhook"},
+        "tlsCertFile": str(serving.certificate),
+        "tlsPrivateKeyFile": str(serving.key),
+        "containerRuntimeEndpoint": f"unix://{folder}/containerd.sock",
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": f"/{CGROUP}",
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "enforceNodeAllocatable": ["none"],
+        # Tolerates what this machine may not do: sysctls and OOM scores.
+        "featureGates": {"KubeletInUserNamespace": True},
+        "oomScoreAdj": 0,
+        "clusterDNS": [CLUSTER_DNS],
+        "clusterDomain": "cluster.local",
+        "resolvConf": str(folder / "resolv.conf"),
+        "podLogsDir": str(folder / "pod-logs"),
+        "volumePluginDir": str(folder / "volume-plugins"),
+        # Nothing can be pulled again, so nothing is removed to save space.
+        "imageGCHighThresholdPercent": 100,
+        "evictionHard": {"memory.available": "100Mi"},
+    }
+
+
+def _proxy(kubeconfig: Path) -> dict[str, Any]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "clientConnection": {"kubeconfig": str(kubeconfig)},
+        "mode": "iptables",
+        "clusterCIDR": POD_RANGE,
+        "conntrack": {"maxPerCore": 0, "min": 0},
+        "healthzBindAddress": "127.0.0.1:10256",
+        "metricsBindAddress": "127.0.0.1:10249",
+    }
