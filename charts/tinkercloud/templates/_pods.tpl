@@ -1,0 +1,147 @@
+{{/* A full image name. Takes the root context and an image: (list . .Values.apiServer.image). */}}
+{{- define "tinkercloud.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- $repository := join "/" (compact (list $root.Values.image.registry $image.repository)) -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $repository $image.digest | quote -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (coalesce $image.tag $root.Values.image.tag $root.Chart.AppVersion) | quote -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What every pod of ours has in common. */}}
+{{- define "tinkercloud.pod" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+# A Service called tinkercloud would set TINKERCLOUD_PORT, which is a setting.
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  {{- with .Values.podSecurity.runAsUser }}
+  runAsUser: {{ . }}
+  runAsGroup: {{ . }}
+  {{- end }}
+  {{- with .Values.podSecurity.fsGroup }}
+  fsGroup: {{ . }}
+  fsGroupChangePolicy: OnRootMismatch
+  {{- end }}
+  seccompProfile:
+    type: RuntimeDefault
+{{- end -}}
+
+{{- define "tinkercloud.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Where pods run. Takes the root context, a component and its values. */}}
+{{- define "tinkercloud.scheduling" -}}
+{{- $scheduling := index . 2 -}}
+{{- with $scheduling.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $scheduling.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $scheduling.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $scheduling.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+affinity:
+{{- if $scheduling.affinity }}
+  {{- toYaml $scheduling.affinity | nindent 2 }}
+{{- else }}
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels: {{- include "tinkercloud.selector" . | nindent 14 }}
+{{- end }}
+{{- end -}}
+
+{{/* A container's environment. Takes the field's name, what the chart sets (YAML of a list) and what the user adds. */}}
+{{- define "tinkercloud.environment" -}}
+{{- $field := index . 0 -}}
+{{- $ours := index . 1 -}}
+{{- $names := list -}}
+{{- range fromYamlArray $ours }}{{ $names = append $names .name }}{{ end -}}
+{{ $ours }}
+{{- range $name, $value := index . 2 }}
+{{- if has $name $names }}
+{{- fail (printf "%s: %s is set by the chart from another value; remove it there" $field $name) }}
+{{- end }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* A claim. Takes the root context, a component, a name and a volume's values. */}}
+{{- define "tinkercloud.claim" -}}
+{{- $root := index . 0 -}}
+{{- $volume := index . 3 -}}
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: {{ index . 2 }}
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "tinkercloud.labels" . | nindent 4 }}
+  {{- if $volume.retain }}
+  annotations:
+    helm.sh/resource-policy: keep
+  {{- end }}
+spec:
+  accessModes: {{- toYaml $volume.accessModes | nindent 4 }}
+  {{- with $volume.storageClassName }}
+  storageClassName: {{ . }}
+  {{- end }}
+  resources:
+    requests:
+      storage: {{ $volume.size }}
+{{- end -}}
+
+{{/* A PodDisruptionBudget. Takes the root context, a component, a name, its values and whether there are several pods. */}}
+{{- define "tinkercloud.disruptionBudget" -}}
+{{- $root := index . 0 -}}
+{{- $budget := index . 3 -}}
+{{- if and $budget.enabled (index . 4) }}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ index . 2 }}
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "tinkercloud.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ $budget.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "tinkercloud.selector" . | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{/* Egress rules that API server and operator share: names, and the Kubernetes API server, which no label finds. */}}
+{{- define "tinkercloud.commonEgress" -}}
+- ports:
+    - { protocol: UDP, port: 53 }
+    - { protocol: TCP, port: 53 }
+- ports:
+    {{- range .Values.networkPolicy.kubernetesPorts }}
+    - { protocol: TCP, port: {{ . }} }
+    {{- end }}
+- to:
+    - podSelector:
+        matchExpressions:
+          - { key: tinkercloud.dev/session, operator: Exists }
+  ports:
+    - { protocol: TCP, port: 8000 }
+{{- end -}}
