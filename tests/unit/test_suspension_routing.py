@@ -1,0 +1,259 @@
+"""The router brings back what a head has suspended, once, and never anything older."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import uvicorn
+
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.providers.base import HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_api.router import Router
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    HeadStatus,
+    Limits,
+    ModelSpec,
+    Saved,
+    Timings,
+)
+from tinkercloud_protocol.paths import CheckpointKind
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+
+RUN = "s:train:0"
+TOKEN = "the token of the heads"
+SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
+
+
+class OneHead:
+    """A provider (`providers.base.SessionProvider`) of the head it was given last."""
+
+    def __init__(self) -> None:
+        self.route: HeadRoute | None = None
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def models(self) -> list[ServedModel]:
+        return [ServedModel("tiny", 512)]
+
+    def find(self, _placement: Placement) -> HeadRoute | None:
+        return self.route
+
+    async def acquire(self, _placement: Placement) -> HeadRoute:
+        assert self.route is not None
+        return self.route
+
+    def waiting(self, _placement: Placement) -> Waiting:
+        return Waiting("active", "no reason")
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class World:
+    """A catalog, an object store, and the heads and servers that share them."""
+
+    folder: Path
+    catalog: Catalog
+    checkpoints: Checkpoints
+    provider: OneHead
+    client: aiohttp.ClientSession
+
+    def server(self) -> Router:
+        """Return the router of one more API server."""
+        return Router(self.catalog, self.checkpoints, self.provider, self.client)
+
+    async def call(self, route: HeadRoute, path: str, token: str = TOKEN) -> bytes:
+        headers = {routes.HEAD_TOKEN_HEADER: token}
+        async with self.client.post(route.url + path, headers=headers) as response:
+            assert response.status == 200, response.status
+            return await response.read()
+
+    @asynccontextmanager
+    async def head(self, generation: str) -> AsyncIterator[HeadRoute]:
+        """Serve a head, and make it the one that the provider finds."""
+        config = HeadConfig(
+            head="h",
+            generation=generation,
+            model=BaseModelSource(name="tiny", path=""),
+            token_file="",
+            checkpoint_root=(self.folder / "store").as_uri(),
+            scratch_dir=str(self.folder / generation),
+            timings=Timings(drain_seconds=1, suspend_seconds=1),
+        )
+        with an_engine(tiny_llama(), self.folder / generation) as engine:
+            store = CheckpointStore(open_store(config.checkpoint_root))
+            backend = Backend(
+                config, engine.trainer, engine.sampler, engine.thread, store, frozenset()
+            )
+            lifecycle = Lifecycle(config.timings, lambda: backend)
+            listener = socket.create_server(("127.0.0.1", 0))
+            server = _Server(uvicorn.Config(HeadApp(lifecycle, Limits(), TOKEN), log_config=None))
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            route = self.provider.route = HeadRoute(url, TOKEN, generation)
+            headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
+            async with self.client.get(url + routes.HEAD_READY, headers=headers) as response:
+                assert response.status == 200
+            yield route
+            server.should_exit = True
+            await serving
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await catalog.add_session(
+        Session(id="s", owner="me", sdk_version="1", tags=[], user_metadata={})
+    )
+    await catalog.add_run(
+        TrainingRun(
+            id=RUN,
+            session_id="s",
+            owner="me",
+            base_model="tiny",
+            spec=SPEC.model_dump(mode="json"),
+        )
+    )
+    checkpoints = Checkpoints(catalog, open_store((tmp_path / "store").as_uri()))
+    async with aiohttp.ClientSession() as client:
+        yield World(tmp_path, catalog, checkpoints, OneHead(), client)
+    await catalog.close()
+
+
+async def generation_of_run(world: World) -> str | None:
+    row = await world.catalog.run(RUN)
+    assert row is not None
+    return row.generation
+
+
+async def test_a_suspended_run_goes_on_in_the_next_head(world: World) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.route = first
+        assert await server.head_of_run(RUN) == first
+        status = HeadStatus.model_validate_json(await world.call(first, routes.HEAD_SUSPEND))
+        assert status.suspended
+
+        world.provider.route = second
+        found = await asyncio.gather(*[server.head_of_run(RUN) for _ in range(5)])
+
+        assert found == [second] * 5
+        assert await generation_of_run(world) == "g2"
+
+
+async def test_a_head_suspends_for_its_own_server_only(world: World) -> None:
+    async with world.head("g1") as head:
+        headers = {routes.HEAD_TOKEN_HEADER: "guessed"}
+        for path in (routes.HEAD_SUSPEND, routes.HEAD_CHECKPOINT):
+            async with world.client.post(head.url + path, headers=headers) as response:
+                assert response.status == 401
+
+
+async def test_a_server_that_died_before_it_wrote_the_catalog_is_repaired_by_the_next_request(
+    world: World,
+) -> None:
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.route = first
+        await world.server().head_of_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+        world.provider.route = second
+        spec = SPEC.model_copy(update={"resume_generation": "g1"}).model_dump_json()
+        headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
+        url = f"{second.url}{routes.HEAD_MODELS}/{RUN}"
+        async with world.client.put(url, data=spec, headers=headers) as response:
+            assert response.status == 200
+        assert await generation_of_run(world) == "g1"
+
+        assert await world.server().head_of_run(RUN) == second
+        assert await generation_of_run(world) == "g2"
+
+
+async def test_a_server_that_has_missed_a_resumption_does_not_undo_it(world: World) -> None:
+    one, other = world.server(), world.server()
+    async with world.head("g1") as first, world.head("g2") as second, world.head("g3") as third:
+        world.provider.route = first
+        await one.head_of_run(RUN)
+        await other.head_of_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+        world.provider.route = second
+        await other.head_of_run(RUN)
+
+        assert await one.head_of_run(RUN) == second
+        world.provider.route = third
+        with pytest.raises(StateLost, match="has stopped"):
+            await one.head_of_run(RUN)
+        with pytest.raises(StateLost, match="has stopped"):
+            await other.head_of_run(RUN)
+
+
+async def test_of_two_servers_that_place_a_run_one_gives_way(world: World) -> None:
+    assert await world.catalog.set_generation(RUN, "g1", after=None)
+    assert await world.catalog.set_generation(RUN, "g1", after=None)
+    assert await world.catalog.set_generation(RUN, "g2", after="g1")
+
+    assert not await world.catalog.set_generation(RUN, "g3", after="g1")
+
+    assert await generation_of_run(world) == "g2"
+
+
+async def test_a_head_that_vanishes_loses_the_run_up_to_a_checkpoint_nobody_asked_for(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.route = first
+        await server.head_of_run(RUN)
+        saved = Saved.model_validate_json(await world.call(first, routes.HEAD_CHECKPOINT))
+        (path,) = saved.checkpoints
+
+        world.provider.route = second
+
+        with pytest.raises(StateLost) as raised:
+            await server.head_of_run(RUN)
+        assert path in raised.value.message
+        (listed,) = await world.checkpoints.of_run(RUN)
+        assert listed.tinker_path == path
+        assert listed.checkpoint_type == CheckpointKind.TRAINING.checkpoint_type
+
+
+async def test_a_deleted_run_is_not_brought_back_and_leaves_nothing_suspended(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first:
+        await server.head_of_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+        assert await world.checkpoints.is_suspended(RUN, "g1")
+
+        await server.release([RUN], [])
+
+        assert not await world.checkpoints.is_suspended(RUN, "g1")
+        assert list((world.folder / "store").rglob("*.safetensors")) == []
+        with pytest.raises(StateLost, match="was deleted"):
+            await world.server().head_of_run(RUN)
