@@ -3,7 +3,6 @@
 charts/tinkercloud/values.yaml          defaults, each under its description
 charts/tinkercloud/values.schema.json   what Helm checks values against
 charts/tinkercloud/README.md            the table in it
-deploy/kustomize/crds/*.yaml            copies of the custom resources' definitions
 """
 
 import json
@@ -143,7 +142,7 @@ def files() -> dict[Path, str]:
     table = "\n".join(
         ["| Value | Default | Meaning |", "| --- | --- | --- |", *table_lines(schema)]
     )
-    found = {
+    return {
         CHART / "values.yaml": "\n".join([f"# {HEADER}", *values_lines(schema)]) + "\n",
         CHART / "values.schema.json": json.dumps(
             {"$comment": HEADER, **schema, "definitions": model_schemas()}, indent=2
@@ -151,9 +150,6 @@ def files() -> dict[Path, str]:
         + "\n",
         readme: f"{before}{TABLE_START}\n{table}\n{TABLE_END}{after}",
     }
-    for path in (ROOT / "crds").glob("*.yaml"):
-        found[ROOT / "deploy" / "kustomize" / "crds" / path.name] = path.read_text()
-    return found
 
 
 def is_fresh(path: Path, text: str) -> bool:
@@ -171,7 +167,6 @@ def main() -> None:
             sys.exit(f"not fresh: {names}; run `python tools/charts.py`")
         return
     for path in stale:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(wanted[path])
 
 
