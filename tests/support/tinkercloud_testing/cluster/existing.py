@@ -3,9 +3,11 @@
 import os
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.images import Image, write_archive
 
 CHOICE = "TINKERCLOUD_TEST_CLUSTER"
 LOADER = "TINKERCLOUD_TEST_IMAGE_LOADER"
@@ -28,8 +30,8 @@ def existing_cluster() -> Cluster | None:
     return Cluster(Path(os.environ["KUBECONFIG"]))
 
 
-def load_image(archive: Path) -> None:
-    """Bring an image archive onto the existing cluster's nodes, by the command it names.
+def load_images(*images: Image) -> None:
+    """Bring images onto the existing cluster's nodes, by the command that is named for it.
 
     Raises:
         ValueError: TINKERCLOUD_TEST_IMAGE_LOADER is not set.
@@ -37,4 +39,7 @@ def load_image(archive: Path) -> None:
     loader = os.environ.get(LOADER)
     if loader is None:
         raise ValueError(f"{LOADER} must name a command, say 'kind load image-archive'")
-    subprocess.run([*shlex.split(loader), str(archive)], check=True)
+    with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+        write_archive(images, archive)
+        archive.flush()
+        subprocess.run([*shlex.split(loader), archive.name], check=True)

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 USER = 65532
 """Who programs run as: not root, and nobody the host knows."""
@@ -139,9 +139,9 @@ def add_tree(
     tar.add(source, target.lstrip("/"), filter=normalised)
 
 
-def write_archive(images: Sequence[Image], path: Path) -> Path:
+def write_archive(images: Sequence[Image], target: IO[bytes]) -> None:
     """Write images as one OCI archive, which containerd, Docker and kind can load."""
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as tar:
         add_bytes(tar, "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
         add_bytes(tar, "index.json", _index(images))
         for image in images:
@@ -149,7 +149,6 @@ def write_archive(images: Sequence[Image], path: Path) -> Path:
                 add_bytes(tar, _blob(_digest(content)), content)
         for layer in {layer.digest: layer for image in images for layer in image.layers}.values():
             tar.add(layer.path, _blob(layer.digest))
-    return path
 
 
 def _index(images: Sequence[Image]) -> bytes:

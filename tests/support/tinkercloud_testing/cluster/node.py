@@ -51,17 +51,28 @@ class RealNode:
     proxy: Program
 
     def load(self, *images: Image) -> None:
-        """Bring images onto the node; pods name them with `imagePullPolicy: Never`."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-            archive = write_archive(images, Path(scratch) / "images.tar")
-            self.ctr("images", "import", str(archive))
+        """Bring images onto the node; pods name them with `imagePullPolicy: Never`.
 
-    def ctr(self, *arguments: str) -> str:
-        """Run containerd's own client and return what it printed."""
-        command = [system_tool("ctr"), f"--address={_socket(self.folder)}", "--namespace=k8s.io"]
-        return subprocess.run(
-            [*command, *arguments], check=True, text=True, stdout=subprocess.PIPE
-        ).stdout
+        Raises:
+            subprocess.CalledProcessError: containerd refused them.
+        """
+        command = self._ctr("images", "import", "-")
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as ctr:
+            assert ctr.stdin is not None
+            write_archive(images, ctr.stdin)
+            ctr.stdin.close()
+            if ctr.wait() != 0:
+                raise subprocess.CalledProcessError(ctr.returncode, command)
+
+    def image_names(self) -> Sequence[str]:
+        """Return the names of the images it has."""
+        listed = self._ctr("images", "list", "--quiet")
+        said = subprocess.run(listed, check=True, text=True, stdout=subprocess.PIPE).stdout
+        return said.split()
+
+    def _ctr(self, *arguments: str) -> Sequence[str]:
+        socket = f"--address={_socket(self.folder)}"
+        return (system_tool("ctr"), socket, "--namespace=k8s.io", *arguments)
 
 
 @contextlib.contextmanager

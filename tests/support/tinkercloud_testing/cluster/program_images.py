@@ -1,0 +1,214 @@
+"""Images of our programs, of what this machine has: its Debian, its Python, the environment.
+
+Layers, lowest first: a minimal Debian; the interpreter; what the API server and the operator
+import; what the worker imports besides; our packages. The programs run as nobody in particular,
+write nowhere, and are started by `python -m`.
+"""
+
+import functools
+import hashlib
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tinkercloud_testing.cluster.images import (
+    USER,
+    Image,
+    Layer,
+    LayerCache,
+    add_bytes,
+    add_folder,
+    add_link,
+    add_tree,
+)
+from tinkercloud_testing.cluster.programs import ROOT, build_folder, system_tool
+
+PROGRAMS = {
+    "api-server": ("tinkercloud-api", "tinkercloud_api"),
+    "operator": ("tinkercloud-operator", "tinkercloud_operator"),
+    "worker": ("tinkercloud-worker", "tinkercloud_worker"),
+}
+"""Image name: its distribution, and the package that `python -m` runs."""
+_LIGHT = ("tinkercloud-api", "tinkercloud-operator")
+_VENV = "/opt/venv"
+_PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+_SITE = f"{_VENV}/lib/{_PYTHON}/site-packages"
+_RECIPE = "1"
+"""Part of every key: a change of how layers are filled changes it."""
+_NOT_NEEDED = ("site-packages", "dist-packages", "test", "idlelib", "tkinter", "ensurepip")
+_GPU_LIBRARIES = "nvidia"
+_GPU_COMPILERS = frozenset({"triton"})
+_BASE_CLUTTER = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man")
+
+
+def program_image(name: str) -> Image:
+    """Return the image of one of our programs, `tinkercloud.test/<name>:test`.
+
+    Args:
+        name: A key of `PROGRAMS`.
+    """
+    root, package = PROGRAMS[name]
+    light = _closure(_LIGHT)
+    needed = _closure([root])
+    further = {key: value for key, value in needed.items() if key not in light}
+    layers = [_base(), _interpreter(), _libraries(light)]
+    layers += [_libraries(further)] if further else []
+    return Image(
+        f"tinkercloud.test/{name}:test",
+        [*layers, _sources()],
+        [f"{_VENV}/bin/python", "-m", package],
+        {"PATH": f"{_VENV}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp"},  # noqa: S108 - in a container
+    )
+
+
+def _cache() -> LayerCache:
+    return LayerCache(build_folder("kubectl").parent / "layers")
+
+
+def _base() -> Layer:
+    """Return the layer of a minimal installation of this machine's own distribution."""
+    suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
+
+    def fill(tar: tarfile.TarFile) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            root = Path(scratch) / "root"
+            packages = "--include=ca-certificates"
+            command = [system_tool("debootstrap"), "--variant=minbase", packages, suite, str(root)]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            with (root / "etc/passwd").open("a") as users:
+                users.write(f"tinkercloud:x:{USER}:{USER}::/tmp:/usr/sbin/nologin\n")
+            tar.add(root, ".", filter=_without_clutter)
+
+    return _cache().layer(f"base {_RECIPE} {suite}", fill)
+
+
+def _without_clutter(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    kept = not entry.name.removeprefix("./").startswith(_BASE_CLUTTER) and not entry.isdev()
+    return entry if kept else None
+
+
+def _interpreter() -> Layer:
+    """Return the layer of this machine's Python, at its path, and of a virtual environment."""
+    prefix = Path(sys.base_prefix)
+    executable = (prefix / "bin" / _PYTHON).resolve()
+    library = Path(sysconfig.get_path("stdlib", vars={"installed_base": str(prefix)}))
+
+    def fill(tar: tarfile.TarFile) -> None:
+        _add_parents(tar, executable)
+        add_tree(tar, executable, str(executable))
+        add_tree(
+            tar, library, str(library), without=("site-packages", "dist-packages", *_NOT_NEEDED)
+        )
+        for path in _shared_libraries([executable, *library.glob("lib-dynload/*.so")]):
+            add_bytes(tar, str(path.parent.resolve() / path.name), path.read_bytes(), 0o755)
+        add_link(tar, f"{_VENV}/bin/python", str(executable))
+        settings = f"home = {executable.parent}\ninclude-system-site-packages = false\n"
+        add_bytes(tar, f"{_VENV}/pyvenv.cfg", settings.encode())
+
+    return _cache().layer(f"python {_RECIPE} {prefix} {sys.version}", fill)
+
+
+def _build_files(library: Path) -> list[str]:
+    """Return the folders with which C programs embed Python."""
+    return [path.name for path in library.glob("config-*")]
+
+
+def _add_parents(tar: tarfile.TarFile, path: Path) -> None:
+    """Let everybody pass through the folders above a file: one may be root's home."""
+    for parent in reversed(path.parents[:-1]):
+        add_folder(tar, str(parent))
+
+
+def _shared_libraries(programs: Iterable[Path]) -> list[Path]:
+    """Return the libraries that programs load, less those every system has: the C library's."""
+    command = [system_tool("ldd"), *map(str, programs)]
+    said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+    found = {Path(path) for path in re.findall(r"=> (/\S+)", said)}
+    own = re.compile(r"(libc|libm|libdl|libpthread|librt|libutil|ld-linux.*)\.so")
+    return sorted(path for path in found if not own.match(path.name))
+
+
+def _libraries(distributions: Mapping[str, Distribution]) -> Layer:
+    """Return the layer of installed distributions that are not ours."""
+    names = [f"{name}=={found.version}" for name, found in sorted(distributions.items())]
+
+    def fill(tar: tarfile.TarFile) -> None:
+        loaded = _loaded_without_gpu()
+        for found in distributions.values():
+            for file in found.files or ():
+                path = Path(str(file.locate()))
+                idle = file.parts[0] == _GPU_LIBRARIES and str(path) not in loaded
+                if not idle and ".." not in file.parts:
+                    add_tree(tar, path, f"{_SITE}/{file}")
+
+    return _cache().layer(f"libraries {_RECIPE} {_PYTHON} {' '.join(names)}", fill)
+
+
+def _loaded_without_gpu() -> frozenset[str]:
+    """Return the paths that a program which computes on a CPU has mapped.
+
+    torch's CUDA build needs some gigabytes of libraries even there, and leaves others alone.
+    """
+    script = "import torch; print(open('/proc/self/maps').read())"
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
+    return frozenset(line.split()[-1] for line in said.decode().splitlines() if "/" in line)
+
+
+@functools.cache
+def _sources() -> Layer:
+    """Return the layer of our own packages, as they are in the working tree."""
+    packages = sorted(ROOT.glob("*/src/tinkercloud_*"))
+    files = [path for package in packages for path in sorted(package.rglob("*")) if path.is_file()]
+    content = hashlib.sha256()
+    for path in files:
+        if "__pycache__" not in path.parts:
+            content.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+
+    def fill(tar: tarfile.TarFile) -> None:
+        for package in packages:
+            add_tree(tar, package, f"{_SITE}/{package.name}")
+
+    return _cache().layer(f"sources {_RECIPE} {_PYTHON} {content.hexdigest()}", fill)
+
+
+def _closure(roots: Iterable[str]) -> dict[str, Distribution]:
+    """Return the distributions that roots need on a CPU, by normalised name, less our own.
+
+    What a requirement names and this environment lacks is left out, as the environment works
+    without it.
+    """
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(root) for root in roots]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        for extra in ("", *requirement.extras):
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            try:
+                found[name] = distribution(name)
+            except PackageNotFoundError:
+                continue
+            waiting += _requirements(found[name], extra)
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("tinkercloud") and name not in _GPU_COMPILERS
+    }
+
+
+def _requirements(found: Distribution, extra: str) -> list[Requirement]:
+    requirements = [Requirement(text) for text in found.requires or ()]
+    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]
