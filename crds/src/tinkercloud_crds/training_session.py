@@ -20,6 +20,7 @@ Phase = Literal[
     "Ready",
     "Suspending",
     "Suspended",
+    "Finished",
     "Failed",
     "Terminating",
 ]

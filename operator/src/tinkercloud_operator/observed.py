@@ -95,6 +95,26 @@ class Observed:
     """All nodes; None if the operator may not see them, or if nodes come and go."""
     has_kuberay: bool
     """Whether the cluster knows RayClusters."""
-    refusal: str | None
+    apply_error: str | None
     """Why the API server refused a child the last time, if it did."""
+    answers: frozenset[tuple[str, str]]
+    """What heads have done since this process started: what was asked, and the incarnation."""
     now: datetime
+
+    @property
+    def head(self) -> Pod | None:
+        """The head's pod; one that is going only if there is no other."""
+        heads = [pod for pod in self.pods if pod.component == "head"]
+        return min(heads, key=lambda pod: pod.is_terminating, default=None)
+
+    @property
+    def ray_cluster(self) -> Manifest | None:
+        """Its RayCluster."""
+        return next(
+            (child for key, child in self.children.items() if key.kind == "RayCluster"), None
+        )
+
+    @property
+    def has_pods(self) -> bool:
+        """Whether it has pods, or something that makes them."""
+        return bool(self.pods) or self.ray_cluster is not None

@@ -59,14 +59,27 @@ class Settings(BaseSettings):
     """Whether each session gets a NetworkPolicy."""
     ray_version: str = "2.60.0"
     """Ray in the session images."""
-    drain_seconds: Annotated[int, Field(ge=1)] = 120
-    """How long a head that is told to stop may save its state before it is killed."""
+    drain_seconds: Annotated[int, Field(ge=1)] = 20
+    """How long a head that is told to stop may finish what it runs."""
+    suspend_seconds: Annotated[int, Field(ge=1)] = 120
+    """How long it may then take to save its state, before it is killed."""
     last_checkpoint_seconds: Annotated[int, Field(ge=0)] = 60
     """How long the deletion of a session waits for its last checkpoint."""
+    judges_nodes: bool = True
+    """Whether a pod that no existing node could hold is said never to fit. Switch it off where
+    nodes are made on demand; it needs the right to list nodes, without which it does nothing."""
     resync_seconds: Annotated[int, Field(ge=5)] = 300
-    """Every session is looked at again after this long, whether anything happened or not."""
+    """Everything is listed, and every session looked at, again after this long, whether anything
+    happened or not."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 32
+    """Sessions looked at at the same time."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""
+
+    @property
+    def stop_seconds(self) -> int:
+        """How long a head takes to stop, at most."""
+        return self.drain_seconds + self.suspend_seconds
 
 
 class UnknownSettingError(Exception):

@@ -84,7 +84,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "serviceAccountName": settings.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": settings.drain_seconds + 10,
+        "terminationGracePeriodSeconds": settings.stop_seconds + 15,
         "securityContext": _pod_security(settings),
         "containers": [container],
         "volumes": _volumes(build, resources),

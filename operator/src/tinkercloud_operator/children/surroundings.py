@@ -51,7 +51,9 @@ def head_config(build: Build) -> HeadConfig:
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
         ),
-        timings=Timings(drain_seconds=settings.drain_seconds),
+        timings=Timings(
+            drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
+        ),
     )
 
 

@@ -1,0 +1,207 @@
+"""The Kubernetes API as the operator needs it: JSON in, JSON out, errors by what to do about them.
+
+ClusterError
+  Unreachable        no answer, or one that says try again (429, 5xx)
+  Conflict           409: it changed meanwhile, look again
+  NotThere           404
+  Refused            every other 4xx: trying the same again won't help
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+from kubernetes.aio import client
+
+from tinkercloud_crds import labels
+from tinkercloud_operator import metrics
+from tinkercloud_operator.observed import Manifest
+
+Json = dict[str, Any]
+
+_TIMEOUT_SECONDS = 30
+_APPLY = "application/apply-patch+yaml"
+_MAX_MESSAGE_LENGTH = 512
+"""Of the API server's answers, so that nothing secret in them travels far."""
+
+_PLURALS: Mapping[str, tuple[str, str]] = {
+    "BaseModel": (f"apis/{labels.API_VERSION}", labels.BASE_MODELS),
+    "TrainingSession": (f"apis/{labels.API_VERSION}", labels.TRAINING_SESSIONS),
+    "RayCluster": ("apis/ray.io/v1", "rayclusters"),
+    "Pod": ("api/v1", "pods"),
+    "Node": ("api/v1", "nodes"),
+    "Service": ("api/v1", "services"),
+    "Secret": ("api/v1", "secrets"),
+    "ConfigMap": ("api/v1", "configmaps"),
+    "Event": ("api/v1", "events"),
+    "NetworkPolicy": ("apis/networking.k8s.io/v1", "networkpolicies"),
+    "PodDisruptionBudget": ("apis/policy/v1", "poddisruptionbudgets"),
+}
+"""Every kind that is read or written: API and plural."""
+_CLUSTER_WIDE = frozenset({"Node"})
+
+
+class ClusterError(Exception):
+    """The Kubernetes API did not do what it was asked."""
+
+
+class Unreachable(ClusterError):
+    """No answer, or one that says to try again later."""
+
+
+class Conflict(ClusterError):
+    """The object changed meanwhile, or exists already."""
+
+
+class NotThere(ClusterError):
+    """The object does not exist."""
+
+
+class Refused(ClusterError):
+    """The request is not accepted, now or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """Names one object of the operator's namespace."""
+
+    kind: str
+    name: str
+
+
+class Cluster:
+    """A connection to the Kubernetes API. Belongs to one event loop."""
+
+    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+        self._api = api
+        self._namespace = namespace
+
+    async def objects(self, kind: str, label_selector: str = "") -> list[Json]:
+        """Return all objects of a kind.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        query = [("labelSelector", label_selector)] if label_selector else []
+        answer = await self._call("GET", self._path(kind), query=query)
+        items: list[Json] = answer["items"]
+        return items
+
+    async def get(self, ref: ObjectRef) -> Json:
+        """Return one object.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        return await self._call("GET", self._path(ref.kind, ref.name))
+
+    async def apply(self, manifest: Manifest) -> Json:
+        """Make an object be as the manifest says (server-side apply).
+
+        Raises:
+            ClusterError: see the module.
+        """
+        path = self._path(manifest["kind"], manifest["metadata"]["name"])
+        return await self._apply(path, manifest)
+
+    async def apply_status(self, manifest: Manifest) -> Json:
+        """Make the status of an object, which must exist, be as the manifest says.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        path = self._path(manifest["kind"], manifest["metadata"]["name"])
+        return await self._apply(f"{path}/status", manifest)
+
+    async def create(self, manifest: Manifest) -> Json:
+        """Create an object.
+
+        Raises:
+            Conflict: there is one of that name.
+            ClusterError: see the module.
+        """
+        return await self._call("POST", self._path(manifest["kind"]), body=manifest)
+
+    async def delete(self, ref: ObjectRef) -> None:
+        """Delete an object and, in the background, what it owns. A missing one is fine.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        try:
+            await self._call("DELETE", self._path(ref.kind, ref.name), body=body)
+        except NotThere:
+            return
+
+    async def serves(self, kind: str) -> bool:
+        """Whether the API server knows a kind.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        api, plural = _PLURALS[kind]
+        try:
+            answer = await self._call("GET", f"/{api}")
+        except NotThere:
+            return False
+        return any(resource["name"] == plural for resource in answer["resources"])
+
+    def _path(self, kind: str, name: str = "") -> str:
+        api, plural = _PLURALS[kind]
+        place = "" if kind in _CLUSTER_WIDE else f"/namespaces/{self._namespace}"
+        return f"/{api}{place}/{plural}" + (f"/{name}" if name else "")
+
+    async def _apply(self, path: str, manifest: Manifest) -> Json:
+        query = [("fieldManager", labels.OPERATOR_FIELD_MANAGER), ("force", "true")]
+        return await self._call("PATCH", path, body=manifest, query=query, content_type=_APPLY)
+
+    async def _call(
+        self,
+        verb: Literal["GET", "POST", "PATCH", "DELETE"],
+        path: str,
+        *,
+        body: Manifest | None = None,
+        query: list[tuple[str, str]] | None = None,
+        content_type: str = "application/json",
+    ) -> Json:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        try:
+            request = await self._api.param_serialize(
+                verb,
+                path,
+                query_params=query,
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = await self._api.call_api(*request, _request_timeout=_TIMEOUT_SECONDS)
+            content: bytes = await response.read()  # type: ignore[no-untyped-call]
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            metrics.API_REQUESTS.labels(verb, "none").inc()
+            raise Unreachable(f"{verb} {path}: {type(error).__name__}") from error
+        metrics.API_REQUESTS.labels(verb, str(response.status)).inc()
+        if response.status < 300:
+            answer: Json = json.loads(content)
+            return answer
+        raise _error(response.status, f"{verb} {path}", content)
+
+
+def _error(status: int, what: str, content: bytes) -> ClusterError:
+    message = f"{what}: {status} {_message(content)}"
+    if status == 429 or status >= 500:
+        return Unreachable(message)
+    return {404: NotThere, 409: Conflict}.get(status, Refused)(message)
+
+
+def _message(content: bytes) -> str:
+    """Return what a Status object says; nothing of what is no Status."""
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        return ""
+    if not isinstance(answer, dict) or answer.get("kind") != "Status":
+        return ""
+    return str(answer.get("message", ""))[:_MAX_MESSAGE_LENGTH]

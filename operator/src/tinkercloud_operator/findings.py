@@ -1,0 +1,159 @@
+"""What holds a session up on its way to Ready: pure.
+
+The steps are findings in order; one that is not reached carries the reason of the one that holds
+it up, so that the conditions which are True are always the first ones.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
+from tinkercloud_operator.fits import never_fits
+from tinkercloud_operator.lifetime import Decision, Wanted
+from tinkercloud_operator.observed import Manifest, Observed
+from tinkercloud_operator.quantities import parse_quantity
+from tinkercloud_operator.shape import Refusal, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is true of one step."""
+
+    is_reached: bool
+    reason: Reason
+    message: str = ""
+
+
+def steps_to_ready(
+    observed: Observed, shape: Shape | Refusal, decision: Decision | None
+) -> tuple[Finding, dict[ConditionType, Finding]]:
+    """Return the finding about Ready, and those about the steps to it."""
+    blocker: Finding | None = None
+    steps = {}
+    for kind, finding in zip(SESSION_STEPS, _findings(observed, shape, decision), strict=True):
+        if blocker is None and not finding.is_reached:
+            blocker = finding
+        steps[kind] = finding if blocker is None else blocker
+    return blocker or Finding(is_reached=True, reason=Reason.READY), steps
+
+
+def _findings(
+    observed: Observed, shape: Shape | Refusal, decision: Decision | None
+) -> Iterable[Finding]:
+    yield _accepted(observed, shape)
+    if observed.deleted is not None:
+        yield from [Finding(is_reached=False, reason=Reason.TERMINATING)] * 4
+        return
+    if decision is not None and decision.wanted is not Wanted.RUNNING:
+        reason = Reason.SUSPENDING if observed.has_pods else decision.reason
+        yield from [Finding(is_reached=False, reason=reason, message=decision.message)] * 4
+        return
+    yield _quota(observed, shape)
+    yield _provisioned(observed, shape)
+    head = observed.head
+    if head is None or not head.is_started:
+        yield Finding(is_reached=False, reason=Reason.HEAD_STARTING, message="the head is starting")
+    else:
+        yield Finding(is_reached=True, reason=Reason.HEAD_SERVING)
+    waiting = [pod.name for pod in observed.pods if not pod.is_ready and not pod.is_terminating]
+    if waiting or head is None:
+        message = f"the model is being loaded; not ready: {', '.join(sorted(waiting)[:4])}"
+        yield Finding(is_reached=False, reason=Reason.LOADING, message=message)
+    else:
+        yield Finding(is_reached=True, reason=Reason.LOADED)
+
+
+def _accepted(observed: Observed, shape: Shape | Refusal) -> Finding:
+    if isinstance(shape, Shape):
+        return Finding(is_reached=True, reason=Reason.ACCEPTED)
+    if observed.ray_cluster is not None:
+        message = f"what runs goes on, but could not be started again: {shape.message}"
+        return Finding(is_reached=True, reason=shape.reason, message=message)
+    return Finding(is_reached=False, reason=shape.reason, message=shape.message)
+
+
+def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
+    queue = shape.placement.queue_name if isinstance(shape, Shape) else None
+    if queue is None:
+        return Finding(is_reached=True, reason=Reason.NO_QUEUE)
+    cluster = observed.ray_cluster
+    if cluster is None or cluster.get("spec", {}).get("suspend"):
+        message = f"waits for Kueue to admit it through LocalQueue {queue!r}"
+        return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
+    return Finding(is_reached=True, reason=Reason.ADMITTED)
+
+
+def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
+    if not observed.has_kuberay:
+        message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
+        return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
+    if observed.apply_error is not None:
+        return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=observed.apply_error)
+    problem = _pod_trouble(observed, shape) or _quota_trouble(observed.ray_cluster)
+    if problem is not None:
+        return problem
+    wanted = _wanted_pods(observed, shape)
+    live = [pod for pod in observed.pods if not pod.is_terminating]
+    running = sum(pod.is_scheduled for pod in live)
+    if running < wanted or any(not pod.is_scheduled for pod in live):
+        message = f"{running} of {wanted} pods are there"
+        return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
+    return Finding(is_reached=True, reason=Reason.PROVISIONED)
+
+
+def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:
+    live = sorted(
+        (pod for pod in observed.pods if not pod.is_terminating), key=lambda pod: pod.name
+    )
+    for pod in live:
+        if pod.trouble is None:
+            continue
+        if pod.trouble.reason is Reason.UNSCHEDULABLE:
+            reason = None
+            if isinstance(shape, Shape) and observed.nodes is not None:
+                reason = never_fits(shape, observed.nodes)
+            if reason is not None:
+                return Finding(is_reached=False, reason=Reason.NEVER_FITS, message=reason)
+        message = f"pod {pod.name}: {pod.trouble.message}"
+        return Finding(is_reached=False, reason=pod.trouble.reason, message=message)
+    return None
+
+
+_QUOTA = re.compile(r"requested: ([^ ]+), used: ([^ ]+), limited: ([^ ]+)")
+
+
+def _quota_trouble(cluster: Manifest | None) -> Finding | None:
+    """Return what a ResourceQuota has to do with KubeRay's failure to create pods, if anything."""
+    conditions: list[Mapping[str, Any]] = (cluster or {}).get("status", {}).get("conditions", [])
+    for condition in conditions:
+        message = str(condition.get("message", ""))
+        if condition.get("type") != "ReplicaFailure" or condition.get("status") != "True":
+            continue
+        if "exceeded quota" not in message:
+            return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
+        reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
+        return Finding(is_reached=False, reason=reason, message=message)
+    return None
+
+
+def _never_within(message: str) -> bool:
+    """Whether a quota's message says that even an empty quota would be too small."""
+    match = _QUOTA.search(message)
+    if match is None:
+        return False
+    requested, _, limited = (
+        dict(pair.split("=", 1) for pair in group.split(",") if "=" in pair)
+        for group in match.groups()
+    )
+    return any(
+        name in limited and parse_quantity(amount) > parse_quantity(limited[name])
+        for name, amount in requested.items()
+    )
+
+
+def _wanted_pods(observed: Observed, shape: Shape | Refusal) -> int:
+    if isinstance(shape, Shape):
+        return sum(kind.count for kind in shape.pods)
+    return len([pod for pod in observed.pods if not pod.is_terminating])

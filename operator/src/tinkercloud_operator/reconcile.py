@@ -1,0 +1,198 @@
+"""`reconcile(observed, settings) -> Plan`: what is to be done about one TrainingSession. Pure.
+
+All paths lead here: an event about the session or a child, the clock, a restart, the resync. The
+plan follows from what is seen alone, never from what changed, so that any step may be repeated,
+or interrupted at any point and taken up by another process.
+"""
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Literal
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children.pods import Build, Json, Names
+from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_operator.drift import is_as_wanted
+from tinkercloud_operator.lifetime import Wanted, decide
+from tinkercloud_operator.observed import ChildKey, Observed
+from tinkercloud_operator.plan import (
+    Action,
+    Announce,
+    Apply,
+    AskHead,
+    CreateSecret,
+    Delete,
+    DeleteSession,
+    HoldFinalizer,
+    Plan,
+)
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.shape import Shape, resolve
+from tinkercloud_operator.status import endpoint, status
+
+_RETRY_SECONDS = 5.0
+"""Between two tries to ask a head for something."""
+
+
+def reconcile(observed: Observed, settings: Settings) -> Plan:
+    """Return what is to be done about a session now."""
+    if observed.deleted is not None:
+        return _let_go(observed, settings)
+    shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if not isinstance(shape, Shape):
+        seen = status(observed, shape, None)
+        return _plan(observed, [], seen, look_again_seconds=None)
+    decision = decide(observed, shape.idle, shape.max_lifetime_seconds)
+    seen = status(observed, shape, decision)
+    again = _until(observed, decision.changes_at)
+    build = Build(Names(observed.name), shape, settings)
+    match decision.wanted:
+        case Wanted.RUNNING:
+            return _plan(observed, _running(observed, build), seen, again)
+        case Wanted.SUSPENDED:
+            return _stop(observed, "suspend", settings, seen, again)
+        case Wanted.FINISHED:
+            return _stop(observed, "checkpoint", settings, seen, again)
+        case Wanted.DELETED:
+            return _plan(observed, [DeleteSession()], seen, None)
+
+
+def _running(observed: Observed, build: Build) -> Iterable[Action]:
+    """Yield what makes a session run: its finalizer first, its pods last."""
+    if observed.spec.role == "Trainer" and not observed.has_finalizer:
+        yield HoldFinalizer(held=True)
+    if not observed.has_kuberay:
+        return
+    if not observed.has_secret:
+        secret = _owned(surroundings.token_secret(build), observed)
+        yield CreateSecret(secret, surroundings.SECRET_KEYS)
+    for manifest in children(build):
+        wanted = _owned(manifest, observed)
+        if not is_as_wanted(wanted, observed.children.get(key_of(manifest))):
+            yield Apply(wanted)
+
+
+def children(build: Build) -> list[Json]:
+    """Return the children of a running session, without their owner, in the order they are made."""
+    policies = [surroundings.network_policy(build)] if build.settings.network_policies else []
+    return [
+        surroundings.config_map(build),
+        surroundings.head_service(build),
+        *policies,
+        surroundings.disruption_budget(build),
+        ray_cluster(build),
+    ]
+
+
+def key_of(manifest: Json) -> ChildKey:
+    """Return the key of a child."""
+    return ChildKey(str(manifest["kind"]), str(manifest["metadata"]["name"]))
+
+
+def _owned(manifest: Json, observed: Observed) -> Json:
+    metadata = manifest["metadata"]
+    owner = {
+        "apiVersion": labels.API_VERSION,
+        "kind": "TrainingSession",
+        "name": observed.name,
+        "uid": observed.uid,
+        "controller": True,
+    }
+    own = {
+        labels.SESSION_LABEL: observed.name,
+        labels.MANAGED_BY_LABEL: labels.MANAGED_BY,
+    }
+    placed = {
+        **metadata,
+        "namespace": observed.namespace,
+        "labels": {**own, **metadata.get("labels", {})},
+        "ownerReferences": [owner],
+    }
+    return {**manifest, "metadata": placed}
+
+
+def _stop(
+    observed: Observed,
+    what: Literal["suspend", "checkpoint"],
+    settings: Settings,
+    seen: TrainingSessionStatus,
+    again: float | None,
+) -> Plan:
+    """Let the head save what there is, then let the pods go; never wait for it without end."""
+    if observed.ray_cluster is None:
+        return _plan(observed, [], seen, again)
+    began = _since(observed, Reason.SUSPENDING)
+    ask = _question(observed, what, began, settings.stop_seconds)
+    if ask is not None:
+        return _plan(observed, [ask], seen, _RETRY_SECONDS)
+    is_going = "deletionTimestamp" in observed.ray_cluster["metadata"]
+    end = [] if is_going else [Delete(ChildKey("RayCluster", observed.name))]
+    return _plan(observed, end, seen, again)
+
+
+def _let_go(observed: Observed, settings: Settings) -> Plan:
+    """Ask the head of a deleted session for a last checkpoint; then, or after a while, let go."""
+    if not observed.has_finalizer or observed.deleted is None:
+        return Plan()
+    shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    seen = status(observed, shape, None)
+    ask = _question(observed, "checkpoint", observed.deleted, settings.last_checkpoint_seconds)
+    if ask is not None:
+        return _plan(observed, [ask], seen, _RETRY_SECONDS)
+    return Plan((HoldFinalizer(held=False),))
+
+
+def _question(
+    observed: Observed,
+    what: Literal["suspend", "checkpoint"],
+    began: datetime,
+    patience_seconds: float,
+) -> AskHead | None:
+    """Return what the head is still to be asked; None if it has done it, or can't any more."""
+    head = observed.head
+    left = (began + timedelta(seconds=patience_seconds) - observed.now).total_seconds()
+    if head is None or not head.is_ready or left <= 0:
+        return None
+    if (what, head.incarnation) in observed.answers:
+        return None
+    return AskHead(what, endpoint(observed), head.incarnation, left)
+
+
+def _since(observed: Observed, reason: Reason) -> datetime:
+    """Return since when the session is not Ready for this reason; now if it is not."""
+    ready = find(observed.status.conditions, ConditionType.READY)
+    if ready is None or ready.reason != reason:
+        return observed.now
+    return datetime.fromisoformat(ready.last_transition_time)
+
+
+def _until(observed: Observed, moment: datetime | None) -> float | None:
+    return None if moment is None else max(0.0, (moment - observed.now).total_seconds())
+
+
+def _plan(
+    observed: Observed,
+    actions: Iterable[Action],
+    seen: TrainingSessionStatus,
+    look_again_seconds: float | None,
+) -> Plan:
+    announcement = _announcement(observed, seen)
+    return Plan(
+        (*actions, *([announcement] if announcement is not None else [])),
+        seen if seen != observed.status else None,
+        look_again_seconds,
+    )
+
+
+def _announcement(observed: Observed, seen: TrainingSessionStatus) -> Announce | None:
+    """Return the Event that a new reason is worth."""
+    before = find(observed.status.conditions, ConditionType.READY)
+    ready = find(seen.conditions, ConditionType.READY)
+    stalled = find(seen.conditions, ConditionType.STALLED)
+    if ready is None or (before is not None and before.reason == ready.reason):
+        return None
+    is_warning = stalled is not None and stalled.status == "True"
+    return Announce(Reason(ready.reason), ready.message or ready.reason, is_warning)

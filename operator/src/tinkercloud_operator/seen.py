@@ -1,0 +1,106 @@
+"""From Kubernetes objects, as JSON, to what `Observed` holds of them: pure."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import Reason
+from tinkercloud_operator.children.pods import GPU_RESOURCE
+from tinkercloud_operator.observed import Manifest, Node, Pod, Trouble
+from tinkercloud_operator.quantities import parse_quantity
+
+_WAITING: Mapping[str, Reason] = {
+    "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
+    "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
+    "ErrImageNeverPull": Reason.IMAGE_PULL_BACK_OFF,
+    "InvalidImageName": Reason.IMAGE_PULL_BACK_OFF,
+    "CreateContainerConfigError": Reason.CONFIGURATION_ERROR,
+    "CreateContainerError": Reason.CONFIGURATION_ERROR,
+    "RunContainerError": Reason.CONFIGURATION_ERROR,
+    "CrashLoopBackOff": Reason.CRASH_LOOP,
+}
+
+
+def slim(manifest: Manifest) -> Manifest:
+    """Return an object without what is never looked at: it is kept in memory for all sessions."""
+    metadata = {
+        key: value
+        for key, value in manifest["metadata"].items()
+        if key not in {"managedFields", "selfLink"}
+    }
+    return {**manifest, "metadata": metadata}
+
+
+def pod(manifest: Manifest) -> Pod:
+    """Return what is to be known of a pod."""
+    metadata, status = manifest["metadata"], manifest.get("status", {})
+    conditions = {item["type"]: item for item in status.get("conditions", [])}
+    containers: Sequence[Mapping[str, Any]] = status.get("containerStatuses", [])
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        component=metadata.get("labels", {}).get(labels.COMPONENT_LABEL, ""),
+        is_scheduled=_is_true(conditions.get("PodScheduled")),
+        is_started=bool(containers) and all(item.get("started") for item in containers),
+        is_ready=_is_true(conditions.get("Ready")),
+        is_terminating="deletionTimestamp" in metadata,
+        restarts=sum(item.get("restartCount", 0) for item in containers),
+        trouble=_trouble(manifest, conditions),
+    )
+
+
+def _is_true(condition: Mapping[str, Any] | None) -> bool:
+    return condition is not None and condition.get("status") == "True"
+
+
+def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("reason") == "Unschedulable":
+        return Trouble(Reason.UNSCHEDULABLE, str(scheduled.get("message", "")))
+    status = manifest.get("status", {})
+    containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    found = (_container_trouble(container) for container in containers)
+    return next((trouble for trouble in found if trouble is not None), None)
+
+
+def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
+    name, state = container.get("name"), container.get("state", {})
+    ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
+    waiting = state.get("waiting", {})
+    reason = _WAITING.get(waiting.get("reason", ""))
+    is_down = "terminated" in state or reason is Reason.CRASH_LOOP
+    if is_down and ended.get("reason") == "OOMKilled":
+        return Trouble(Reason.OUT_OF_MEMORY, f"container {name} needed more memory than its limit")
+    if reason is None:
+        return None
+    code = f" (exit code {ended['exitCode']})" if "exitCode" in ended else ""
+    return Trouble(reason, f"container {name}: {waiting.get('message') or reason}{code}")
+
+
+def node(manifest: Manifest) -> Node:
+    """Return what is to be known of a node."""
+    allocatable = manifest.get("status", {}).get("allocatable", {})
+    return Node(
+        labels=manifest["metadata"].get("labels", {}),
+        taints=tuple(manifest.get("spec", {}).get("taints", [])),
+        cpu=parse_quantity(allocatable.get("cpu", 0)),
+        memory=parse_quantity(allocatable.get("memory", 0)),
+        gpus=int(parse_quantity(allocatable.get(GPU_RESOURCE, 0))),
+    )
+
+
+def base_model(manifest: Manifest) -> BaseModelSpec | None:
+    """Return the spec of a BaseModel; None if it is not one that this version can read."""
+    try:
+        return BaseModelSpec.model_validate(manifest.get("spec", {}))
+    except ValidationError:
+        return None
+
+
+def moment(text: str | None) -> datetime | None:
+    """Return a timestamp of Kubernetes."""
+    return None if text is None else datetime.fromisoformat(text)

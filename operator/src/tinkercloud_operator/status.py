@@ -1,0 +1,190 @@
+"""From what was observed to the status: conditions, phase, counts. Pure."""
+
+from collections.abc import Mapping
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import (
+    NEVER_FITS,
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    Reason,
+    moved,
+    timestamp,
+)
+from tinkercloud_crds.training_session import Phase, TrainingSessionStatus, Workers
+from tinkercloud_operator.children.pods import Names
+from tinkercloud_operator.findings import Finding, steps_to_ready
+from tinkercloud_operator.lifetime import Decision, Wanted
+from tinkercloud_operator.observed import Observed
+from tinkercloud_operator.shape import Refusal, Shape
+
+_NEEDS_HELP = NEVER_FITS | {
+    Reason.IMAGE_PULL_BACK_OFF,
+    Reason.CONFIGURATION_ERROR,
+    Reason.CRASH_LOOP,
+    Reason.OUT_OF_MEMORY,
+    Reason.APPLY_FAILED,
+}
+"""Reasons that make a session Stalled."""
+_AT_REST = frozenset({Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED})
+"""Reasons of sessions that are without pods as they should be."""
+
+
+def status(
+    observed: Observed, shape: Shape | Refusal, decision: Decision | None
+) -> TrainingSessionStatus:
+    """Return the status of a session.
+
+    Args:
+        observed: what was seen.
+        shape: what the session gets, or why nothing.
+        decision: what it is to be; None if it is being deleted, or refused.
+    """
+    ready, steps = steps_to_ready(observed, shape, decision)
+    head = observed.head
+    incarnation = head.incarnation if head is not None and head.is_started else None
+    previous = observed.status
+    return TrainingSessionStatus(
+        observed_generation=observed.generation,
+        phase=_phase(observed, decision, ready),
+        conditions=_conditions(observed, ready, steps, decision),
+        endpoint=endpoint(observed) if ready.is_reached else None,
+        incarnation=incarnation or previous.incarnation,
+        ray_cluster=observed.name if observed.ray_cluster is not None else None,
+        workers=_workers(observed, shape),
+        gpus=shape.gpus if isinstance(shape, Shape) and observed.ray_cluster is not None else 0,
+        last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
+        latest_checkpoint=previous.latest_checkpoint,
+        restarts=previous.restarts + _has_restarted(observed, incarnation),
+        saved_incarnation=_saved_incarnation(observed),
+        finished_time=_finished_time(observed, decision),
+        message=ready.message or None,
+    )
+
+
+def endpoint(observed: Observed) -> str:
+    """Return the URL of a session's head inside the cluster."""
+    service = Names(observed.name).head_service
+    return f"http://{service}.{observed.namespace}.svc:{labels.HEAD_PORT}"
+
+
+def _conditions(
+    observed: Observed,
+    ready: Finding,
+    steps: Mapping[ConditionType, Finding],
+    decision: Decision | None,
+) -> list[Condition]:
+    is_stalled = not ready.is_reached and ready.reason in _NEEDS_HELP
+    is_settled = ready.is_reached or is_stalled or ready.reason in _AT_REST
+    stable = Finding(is_reached=False, reason=Reason.STABLE)
+    found = {
+        **steps,
+        ConditionType.READY: ready,
+        ConditionType.RECONCILING: stable
+        if is_settled
+        else Finding(is_reached=True, reason=Reason.PROGRESSING, message=ready.message),
+        ConditionType.STALLED: Finding(is_reached=True, reason=ready.reason, message=ready.message)
+        if is_stalled
+        else stable,
+        ConditionType.SUSPENDED: _suspended(observed, decision),
+    }
+    return [
+        moved(
+            observed.status.conditions,
+            kind,
+            truth(finding),
+            finding.reason,
+            finding.message,
+            generation=observed.generation,
+            now=observed.now,
+        )
+        for kind, finding in found.items()
+    ]
+
+
+def truth(finding: Finding) -> ConditionStatus:
+    """Return the status of a condition."""
+    return "True" if finding.is_reached else "False"
+
+
+def _suspended(observed: Observed, decision: Decision | None) -> Finding:
+    if decision is None or decision.wanted is not Wanted.SUSPENDED:
+        return Finding(is_reached=False, reason=Reason.RUNNING)
+    if observed.has_pods:
+        return Finding(is_reached=False, reason=Reason.SUSPENDING, message=decision.message)
+    return Finding(is_reached=True, reason=decision.reason, message=decision.message)
+
+
+def _phase(observed: Observed, decision: Decision | None, ready: Finding) -> Phase:
+    if observed.deleted is not None:
+        return "Terminating"
+    if ready.is_reached:
+        return "Ready"
+    if decision is not None and decision.wanted is not Wanted.RUNNING:
+        if observed.has_pods:
+            return "Suspending"
+        return "Suspended" if decision.wanted is Wanted.SUSPENDED else "Finished"
+    if ready.reason in _NEEDS_HELP:
+        return "Failed"
+    phases: Mapping[Reason, Phase] = {
+        Reason.QUEUED: "Queued",
+        Reason.QUOTA_EXCEEDED: "Queued",
+        Reason.HEAD_STARTING: "Loading",
+        Reason.LOADING: "Loading",
+    }
+    if observed.ray_cluster is None:
+        return phases.get(ready.reason, "Pending")
+    return phases.get(ready.reason, "Provisioning")
+
+
+def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:
+    if not isinstance(shape, Shape):
+        return observed.status.workers
+    head = observed.head
+    by_head = int(head is not None and head.is_ready and not head.is_terminating)
+
+    def ready(component: str, replicas: int) -> int:
+        if replicas == 0:
+            return by_head
+        return sum(
+            pod.is_ready and not pod.is_terminating
+            for pod in observed.pods
+            if pod.component == component
+        )
+
+    trains = shape.trainer is not None
+    trainers, samplers = shape.trainers or int(trains), shape.sampler.replicas or 1
+    trainers_ready = ready("trainer", shape.trainers) if trains else 0
+    samplers_ready = ready("sampler", shape.sampler.replicas)
+    return Workers(
+        trainers_ready=trainers_ready,
+        trainers_desired=trainers,
+        samplers_ready=samplers_ready,
+        samplers_desired=samplers,
+        trainers=f"{trainers_ready}/{trainers}",
+        samplers=f"{samplers_ready}/{samplers}",
+    )
+
+
+def _has_restarted(observed: Observed, incarnation: str | None) -> bool:
+    """Whether a head process that served has ended without having been asked to."""
+    before = observed.status.incarnation
+    expected = {None, incarnation, observed.status.saved_incarnation}
+    return incarnation is not None and before not in expected
+
+
+def _saved_incarnation(observed: Observed) -> str | None:
+    """Return the last incarnation that saved its state before its pods went."""
+    incarnation = observed.status.incarnation
+    if incarnation is not None and ("suspend", incarnation) in observed.answers:
+        return incarnation
+    return observed.status.saved_incarnation
+
+
+def _finished_time(observed: Observed, decision: Decision | None) -> str | None:
+    if observed.status.finished_time is not None:
+        return observed.status.finished_time
+    if decision is not None and decision.wanted is Wanted.FINISHED and not observed.has_pods:
+        return timestamp(observed.now)
+    return None

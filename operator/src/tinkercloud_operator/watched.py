@@ -1,0 +1,205 @@
+"""All that has been seen of the cluster, kept in memory; no I/O.
+
+Objects come from three sides: watch events, answers to our own writes, and full lists. The newest
+resource version counts, whichever side it came from, so that a late event never hides our own
+write. A full list also removes what has vanished while no watch was looking.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_operator import seen
+from tinkercloud_operator.lifetime import parse_time
+from tinkercloud_operator.observed import ChildKey, Manifest, Node, Observed
+
+Metadata = Mapping[str, Any]
+K = TypeVar("K")
+
+CHILD_KINDS = ("RayCluster", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is known of a session besides watched objects."""
+
+    has_secret: bool
+    has_kuberay: bool
+    nodes: tuple[Node, ...] | None
+    apply_error: str | None
+    answers: frozenset[tuple[str, str]]
+    now: datetime
+
+
+@dataclass(slots=True)
+class Watched:
+    """The objects of one namespace. Every method that takes objects returns whom they concern."""
+
+    sessions: dict[str, Manifest] = field(default_factory=dict)
+    """By name."""
+    base_models: dict[str, Manifest] = field(default_factory=dict)
+    """By name."""
+    _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
+    """By session."""
+    _gone: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Resource versions of deleted objects, by kind and uid, until the next list."""
+
+    def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
+        """Take note of one object; return the sessions to look at."""
+        metadata = manifest["metadata"]
+        version, known = _version(manifest), self._find(kind, metadata)
+        if self._gone.get((kind, metadata["uid"]), 0) >= version:
+            return set()
+        if known is not None and known["metadata"]["uid"] == metadata["uid"]:
+            if not is_gone and _version(known) >= version:
+                return set()
+        elif known is not None and is_gone:
+            return set()
+        if is_gone:
+            self._gone[kind, metadata["uid"]] = version
+        self._put(kind, manifest, is_gone=is_gone)
+        return self._concerned(kind, manifest)
+
+    def replace(self, kind: str, manifests: Iterable[Manifest]) -> set[str]:
+        """Take note of all objects of a kind that there are; return the sessions to look at."""
+        concerned: set[str] = set()
+        present = set()
+        for manifest in manifests:
+            present.add(manifest["metadata"]["uid"])
+            concerned |= self.note(kind, manifest)
+        for manifest in [item for item in self._all(kind) if _uid(item) not in present]:
+            self._put(kind, manifest, is_gone=True)
+            concerned |= self._concerned(kind, manifest)
+        self._gone = {key: version for key, version in self._gone.items() if key[0] != kind}
+        return concerned
+
+    def observed(self, name: str, surroundings: Surroundings) -> Observed | None:
+        """Return what is known of a session; None if it does not exist, or can't be read."""
+        manifest = self.sessions.get(name)
+        if manifest is None:
+            return None
+        metadata = manifest["metadata"]
+        try:
+            spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
+            status = TrainingSessionStatus.model_validate(manifest.get("status", {}))
+        except ValidationError:
+            return None
+        children = self._children.get(name, {})
+        base_model = self._base_model(spec.base_model)
+        return Observed(
+            name=name,
+            namespace=metadata["namespace"],
+            uid=metadata["uid"],
+            generation=metadata.get("generation", 0),
+            created=datetime.fromisoformat(metadata["creationTimestamp"]),
+            deleted=parse_time(metadata.get("deletionTimestamp")),
+            has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+            spec=spec,
+            status=status,
+            last_activity=parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY)),
+            base_model=base_model,
+            sessions_of_owner=self._older_siblings(manifest, base_model),
+            children={key: item for key, item in children.items() if key.kind != "Pod"},
+            pods=tuple(seen.pod(item) for key, item in children.items() if key.kind == "Pod"),
+            has_secret=surroundings.has_secret,
+            has_kuberay=surroundings.has_kuberay,
+            nodes=surroundings.nodes,
+            apply_error=surroundings.apply_error,
+            answers=surroundings.answers,
+            now=surroundings.now,
+        )
+
+    def sessions_of(self, model_name: str) -> list[Manifest]:
+        """Return the sessions of a base model."""
+        return [
+            item for item in self.sessions.values() if item["spec"].get("baseModel") == model_name
+        ]
+
+    def _base_model(self, model_name: str) -> BaseModelSpec | None:
+        found = sorted(
+            (item["metadata"]["creationTimestamp"], name)
+            for name, item in self.base_models.items()
+            if item["spec"].get("modelName") == model_name
+        )
+        return seen.base_model(self.base_models[found[0][1]]) if found else None
+
+    def _older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
+        """Return how many live sessions its owner has that came first."""
+        if base_model is None or base_model.limits.max_sessions_per_owner is None:
+            return 0
+        own = (manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"])
+        return sum(
+            (other["metadata"]["creationTimestamp"], other["metadata"]["name"]) < own
+            for other in self.sessions_of(manifest["spec"]["baseModel"])
+            if other["spec"].get("owner") == manifest["spec"].get("owner")
+            and other.get("status", {}).get("finishedTime") is None
+        )
+
+    def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
+        if kind == "BaseModel":
+            model_name = manifest["spec"].get("modelName", "")
+            return {item["metadata"]["name"] for item in self.sessions_of(model_name)}
+        session = _session_of(kind, manifest["metadata"])
+        return {session} if session in self.sessions else set()
+
+    def _find(self, kind: str, metadata: Metadata) -> Manifest | None:
+        name = metadata["name"]
+        if kind == "TrainingSession":
+            return self.sessions.get(name)
+        if kind == "BaseModel":
+            return self.base_models.get(name)
+        return self._children.get(_session_of(kind, metadata), {}).get(ChildKey(kind, name))
+
+    def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> None:
+        metadata = manifest["metadata"]
+        name, session = metadata["name"], _session_of(kind, metadata)
+        if kind == "TrainingSession":
+            _set(self.sessions, name, manifest, is_gone=is_gone)
+        elif kind == "BaseModel":
+            _set(self.base_models, name, manifest, is_gone=is_gone)
+        else:
+            children = self._children.setdefault(session, {})
+            _set(children, ChildKey(kind, name), manifest, is_gone=is_gone)
+            if not children:
+                del self._children[session]
+
+    def _all(self, kind: str) -> list[Manifest]:
+        if kind == "TrainingSession":
+            return list(self.sessions.values())
+        if kind == "BaseModel":
+            return list(self.base_models.values())
+        return [
+            item
+            for children in self._children.values()
+            for key, item in children.items()
+            if key.kind == kind
+        ]
+
+
+def _set(store: dict[K, Manifest], key: K, manifest: Manifest, *, is_gone: bool) -> None:
+    if is_gone:
+        store.pop(key, None)
+    else:
+        store[key] = seen.slim(manifest)
+
+
+def _session_of(kind: str, metadata: Metadata) -> str:
+    """Return the session that an object is, or belongs to."""
+    if kind == "TrainingSession":
+        return str(metadata["name"])
+    return str(metadata.get("labels", {}).get(labels.SESSION_LABEL, ""))
+
+
+def _version(manifest: Manifest) -> int:
+    """Return a resource version; they are numbers that grow (KEP-5504)."""
+    return int(manifest["metadata"]["resourceVersion"])
+
+
+def _uid(manifest: Manifest) -> str:
+    return str(manifest["metadata"]["uid"])
