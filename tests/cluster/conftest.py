@@ -7,9 +7,10 @@ import pytest
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane, a_control_plane
-from tinkercloud_testing.cluster.existing import existing_cluster
+from tinkercloud_testing.cluster.existing import ExistingNodes, existing_cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
 from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
+from tinkercloud_testing.cluster.node import RealNode, a_real_node
 from tinkercloud_testing.cluster.programs import state_folder
 
 
@@ -51,3 +52,15 @@ def kwok(cluster: Cluster, cluster_folder: Path) -> Iterator[KwokNodes]:
     """What plays nodes; `kwok.add("gpu-0", gpus=8)` adds one."""
     with a_kwok_controller(cluster, cluster_folder) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def real_node(
+    request: pytest.FixtureRequest, cluster_folder: Path
+) -> Iterator[RealNode | ExistingNodes]:
+    """What runs pods for real; `real_node.load(image)` brings images onto it."""
+    if existing_cluster() is not None:
+        yield ExistingNodes()
+        return
+    with a_real_node(request.getfixturevalue("control_plane"), cluster_folder / "node") as node:
+        yield node

@@ -1,5 +1,8 @@
 """The test cluster itself: what the other tests rely on when they use it."""
 
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +10,13 @@ import pytest
 
 from tinkercloud_testing.cluster.client import Cluster, Refused
 from tinkercloud_testing.cluster.control_plane import ControlPlane
+from tinkercloud_testing.cluster.images import USER, Image
 from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import TOLERATION, KwokNodes
+from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
+from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
+from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.servers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
@@ -25,7 +33,7 @@ def a_config_map(name: str, namespace: str, owner: dict[str, Any] | None = None)
 def a_fake_pod_template(gpus: int) -> dict[str, Any]:
     limits = {"cpu": "1", "memory": "1Gi", "nvidia.com/gpu": str(gpus)}
     ray = {"name": "ray", "image": "ray", "resources": {"limits": limits}}
-    return {"spec": {"containers": [ray], "tolerations": [TOLERATION]}}
+    return {"spec": {"containers": [ray], **PLACEMENT}}
 
 
 def a_raycluster(name: str, namespace: str, workers: int) -> dict[str, Any]:
@@ -44,6 +52,53 @@ def a_raycluster(name: str, namespace: str, workers: int) -> dict[str, Any]:
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"headGroupSpec": head, "workerGroupSpecs": [group]},
     }
+
+
+def a_restricted_pod(*command: str) -> dict[str, Any]:
+    container = {
+        "name": "main",
+        "image": program_image("api-server").name,
+        "imagePullPolicy": "Never",
+        "command": list(command),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    }
+    security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {"securityContext": security, "containers": [container]}
+
+
+def a_web_server(namespace: str) -> list[dict[str, Any]]:
+    pod = a_restricted_pod("python", "-m", "http.server", "8080", "--directory=/opt/venv")
+    pod["containers"][0]["readinessProbe"] = {"httpGet": {"port": 8080}, "periodSeconds": 1}
+    labels, metadata = {"app": "web"}, {"name": "web", "namespace": namespace}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    deployment = {"replicas": 2, "selector": {"matchLabels": labels}, "template": template}
+    service = {"selector": labels, "ports": [{"port": 80, "targetPort": 8080}]}
+    return [
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+    ]
+
+
+def a_pod(name: str, namespace: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": namespace}
+    whole = {**spec, "restartPolicy": "Never"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": whole}
+
+
+def fetching(url: str) -> tuple[str, ...]:
+    script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=10).read().decode())"
+    return ("python", "-c", script)
+
+
+def answers(cluster: Cluster, pod: str, namespace: str) -> bool:
+    try:
+        return cluster.kubectl("exec", pod, f"--namespace={namespace}", "--", "echo", "a") == "a\n"
+    except Refused:
+        return False
 
 
 def test_children_are_garbage_collected_with_their_owner(cluster: Cluster) -> None:
@@ -129,3 +184,100 @@ def test_a_killed_etcd_comes_back_with_what_it_held(control_plane: ControlPlane)
         control_plane.api_server.wait_until_ready()
 
         assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"
+
+
+@pytest.fixture(scope="session")
+def python_image(real_node: RealNode) -> Image:
+    """An image with Python in it, on the node."""
+    image = program_image("api-server")
+    real_node.load(image)
+    return image
+
+
+def test_a_deployment_runs_real_pods_that_reach_each_other_through_a_service(
+    cluster: Cluster, python_image: Image
+) -> None:
+    with cluster.a_namespace(**RESTRICTED) as namespace:
+        cluster.apply(*a_web_server(namespace))
+        cluster.wait_for("deployment/web", "condition=Available", namespace)
+
+        url = f"http://web.{namespace}.svc.cluster.local/pyvenv.cfg"
+        cluster.apply(a_pod("visitor", namespace, a_restricted_pod(*fetching(url))))
+
+        cluster.wait_for("pod/visitor", "jsonpath={.status.phase}=Succeeded", namespace)
+        assert "home = " in cluster.kubectl("logs", "visitor", f"--namespace={namespace}")
+
+
+def test_a_service_is_reached_from_this_machine(cluster: Cluster, python_image: Image) -> None:
+    with cluster.a_namespace(**RESTRICTED) as namespace:
+        cluster.apply(*a_web_server(namespace))
+        cluster.wait_for("deployment/web", "condition=Available", namespace)
+
+        address = cluster.get("service", "web", namespace)["spec"]["clusterIP"]
+        with urllib.request.urlopen(f"http://{address}/pyvenv.cfg", timeout=10) as answer:
+            assert b"home = " in answer.read()
+
+
+def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
+    cluster: Cluster, python_image: Image
+) -> None:
+    script = "import os, errno; print(os.getuid(), os.access('/opt/venv', os.W_OK))"
+    with cluster.a_namespace(**RESTRICTED) as namespace:
+        cluster.apply(a_pod("nobody", namespace, a_restricted_pod("python", "-c", script)))
+
+        cluster.wait_for("pod/nobody", "jsonpath={.status.phase}=Succeeded", namespace)
+        said = cluster.kubectl("logs", "nobody", f"--namespace={namespace}")
+        assert said.split() == [str(USER), "False"]
+
+
+def test_a_pod_reaches_the_api_server_with_its_own_token(
+    cluster: Cluster, python_image: Image
+) -> None:
+    script = (
+        "import ssl, urllib.request as r;"
+        "own = '/var/run/secrets/kubernetes.io/serviceaccount/';"
+        "tls = ssl.create_default_context(cafile=own + 'ca.crt');"
+        "bearer = {'Authorization': 'Bearer ' + open(own + 'token').read()};"
+        "asked = r.Request('https://kubernetes.default.svc/version', headers=bearer);"
+        "print(r.urlopen(asked, context=tls, timeout=10).read().decode())"
+    )
+    with cluster.a_namespace(**RESTRICTED) as namespace:
+        cluster.apply(a_pod("asker", namespace, a_restricted_pod("python", "-c", script)))
+
+        cluster.wait_for("pod/asker", "jsonpath={.status.phase}=Succeeded", namespace)
+        assert "v1.36" in cluster.kubectl("logs", "asker", f"--namespace={namespace}")
+
+
+def test_a_pod_reaches_a_server_of_this_machine(
+    cluster: Cluster, python_image: Image, tmp_path: Path
+) -> None:
+    (tmp_path / "greeting").write_text("from outside")
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", str(port), f"--bind={HOST_ADDRESS}"]
+    with (
+        subprocess.Popen(
+            [*command, f"--directory={tmp_path}"], stderr=subprocess.DEVNULL
+        ) as server,
+        cluster.a_namespace(**RESTRICTED) as namespace,
+    ):
+        fetch = a_restricted_pod(*fetching(f"http://{HOST_ADDRESS}:{port}/greeting"))
+        cluster.apply(a_pod("visitor", namespace, fetch))
+
+        cluster.wait_for("pod/visitor", "jsonpath={.status.phase}=Succeeded", namespace)
+        server.kill()
+        assert cluster.kubectl("logs", "visitor", f"--namespace={namespace}") == "from outside\n"
+
+
+def test_a_killed_kubelet_comes_back_to_pods_that_went_on(
+    cluster: Cluster, real_node: RealNode, python_image: Image
+) -> None:
+    with cluster.a_namespace(**RESTRICTED) as namespace:
+        cluster.apply(a_pod("sleeper", namespace, a_restricted_pod("sleep", "1000")))
+        cluster.wait_for("pod/sleeper", "condition=Ready", namespace)
+
+        real_node.kubelet.kill()
+        real_node.kubelet.start()
+
+        wait_until(lambda: answers(cluster, "sleeper", namespace), "a command in the pod")
+        [status] = cluster.get("pod", "sleeper", namespace)["status"]["containerStatuses"]
+        assert status["restartCount"] == 0

@@ -30,16 +30,19 @@ def existing_cluster() -> Cluster | None:
     return Cluster(Path(os.environ["KUBECONFIG"]))
 
 
-def load_images(*images: Image) -> None:
-    """Bring images onto the existing cluster's nodes, by the command that is named for it.
+class ExistingNodes:
+    """The nodes of an existing cluster, which must run pods for real."""
 
-    Raises:
-        ValueError: TINKERCLOUD_TEST_IMAGE_LOADER is not set.
-    """
-    loader = os.environ.get(LOADER)
-    if loader is None:
-        raise ValueError(f"{LOADER} must name a command, say 'kind load image-archive'")
-    with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
-        write_archive(images, archive)
-        archive.flush()
-        subprocess.run([*shlex.split(loader), archive.name], check=True)
+    def load(self, *images: Image) -> None:
+        """Bring images onto the nodes, by the command that is named for it.
+
+        Raises:
+            ValueError: TINKERCLOUD_TEST_IMAGE_LOADER is not set.
+        """
+        loader = os.environ.get(LOADER)
+        if loader is None:
+            raise ValueError(f"{LOADER} must name a command, say 'kind load image-archive'")
+        with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+            write_archive(images, archive)
+            archive.flush()
+            subprocess.run([*shlex.split(loader), archive.name], check=True)

@@ -8,15 +8,19 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import Program, accepts_connections, build_folder
 from tinkercloud_testing.servers import free_port
 
-TAINT = "kwok.x-k8s.io/node"
-"""Pods of fake nodes tolerate this key; so no pod lands there that was meant to run."""
-TOLERATION = {"key": TAINT, "operator": "Exists", "effect": "NoSchedule"}
-_ANNOTATION = {TAINT: "fake"}
+_KEY = "kwok.x-k8s.io/node"
+_LABELS = {"type": "kwok"}
+PLACEMENT: Mapping[str, Any] = {
+    "nodeSelector": _LABELS,
+    "tolerations": [{"key": _KEY, "operator": "Exists", "effect": "NoSchedule"}],
+}
+"""What a pod's spec says to land on a fake node; without it, none does."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,10 @@ class KwokNodes:
             "kind": "Node",
             "metadata": {
                 "name": name,
-                "annotations": _ANNOTATION,
-                "labels": {"kubernetes.io/hostname": name, "type": "kwok", **(labels or {})},
+                "annotations": {_KEY: "fake"},
+                "labels": {"kubernetes.io/hostname": name, **_LABELS, **(labels or {})},
             },
-            "spec": {"taints": [{"key": TAINT, "value": "fake", "effect": "NoSchedule"}]},
+            "spec": {"taints": [{"key": _KEY, "value": "fake", "effect": "NoSchedule"}]},
         }
         self.cluster.apply(node)
         self._set_capacity(name, capacity)
@@ -63,7 +67,7 @@ def a_kwok_controller(cluster: Cluster, folder: Path) -> Iterator[KwokNodes]:
         str(built / "bin" / "kwok"),
         *(f"--config={stage}" for stage in stages),
         f"--kubeconfig={cluster.kubeconfig}",
-        f"--manage-nodes-with-annotation-selector={TAINT}=fake",
+        f"--manage-nodes-with-annotation-selector={_KEY}=fake",
         f"--server-address=127.0.0.1:{port}",
     )
     kwok = KwokNodes(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
+from tinkercloud_testing.cluster.dns import dns_image, install_dns
 from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, write_archive
 from tinkercloud_testing.cluster.programs import (
     ROOT,
@@ -91,10 +92,11 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
         _join_networks(box, inside)
         node = _assemble(plane, folder, box, inside)
         node.containerd.start()
-        node.load(_pause_image(folder))
+        node.load(_pause_image(folder), dns_image())
         node.kubelet.start()
         node.proxy.start()
         _give_pods_a_network(plane, folder)
+        install_dns(plane.cluster)
         yield node
         # Pods end in order while their kubelet lives; what is left ends with the box.
         node.kubelet.stop()
