@@ -1,0 +1,128 @@
+"""`python -m tinkercloud_operator`: settings, leadership, and what a leader does."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+import aiohttp
+import structlog
+from kubernetes.aio import client, config
+
+from tinkercloud_operator.cluster import Cluster, ClusterError
+from tinkercloud_operator.controller import Controller
+from tinkercloud_operator.handlers import watch
+from tinkercloud_operator.heads import Heads
+from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.probes import Probes
+from tinkercloud_operator.settings import Settings, load_settings
+
+log = structlog.get_logger(__name__)
+
+_RESYNC_RETRY_SECONDS = 5.0
+
+
+async def run(settings: Settings) -> None:
+    """Operate until a stop signal."""
+    await config.load_config()  # type: ignore[no-untyped-call]
+    async with client.ApiClient() as api, aiohttp.ClientSession() as http:
+        cluster = Cluster(api, settings.namespace)
+        leadership = Leadership(api, settings)
+        probes = Probes(leadership, settings)
+        server = await probes.serve()
+
+        stop_signal = StopSignal()
+        stop_signal.listen()
+
+        async def term() -> None:
+            await _lead(cluster, Heads(cluster, http), probes, settings, stop_signal)
+
+        leading = asyncio.create_task(leadership.run(term))
+        stopped = asyncio.create_task(stop_signal.wait())
+        await asyncio.wait({leading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        leading.cancel()
+        stopped.cancel()
+        await asyncio.wait({leading})
+        await leadership.resign()
+        await server.cleanup()
+        if not leading.cancelled():
+            await leading
+
+
+class StopSignal(asyncio.Event):
+    """Set by SIGTERM and SIGINT."""
+
+    def listen(self) -> None:
+        """Take the signals, from whoever else took them."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.set)
+
+
+async def _lead(
+    cluster: Cluster,
+    heads: Heads,
+    probes: Probes,
+    settings: Settings,
+    stop_signal: StopSignal,
+) -> None:
+    """Lead for as long as nobody cancels it; begin anew when KubeRay comes or goes."""
+    while True:
+        controller, stop = Controller(cluster, heads, settings), asyncio.Event()
+        probes.heard()
+        async with asyncio.TaskGroup() as tasks:
+            resync = tasks.create_task(_resync(controller, stop, settings))
+            workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
+            # kopf takes the stop signals when it starts; they are to end more than the watching.
+            await watch(
+                controller,
+                settings,
+                on_heartbeat=probes.heard,
+                on_started=stop_signal.listen,
+                stop=stop,
+            )
+            if not stop.is_set():
+                raise RuntimeError("watching ended by itself")
+            for task in (resync, *workers):
+                task.cancel()
+        log.info("watching anew, because KubeRay came or went")
+
+
+async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
+    """List everything now and then; the first list says whether KubeRay is there."""
+    had_kuberay: bool | None = None
+    while True:
+        try:
+            await controller.resync()
+        except ClusterError as error:
+            log.warning("could not list everything; trying again", error=str(error))
+            await asyncio.sleep(_RESYNC_RETRY_SECONDS)
+            continue
+        if had_kuberay is not None and controller.has_kuberay != had_kuberay:
+            stop.set()
+            return
+        had_kuberay = controller.has_kuberay
+        await asyncio.sleep(settings.resync_seconds if had_kuberay else 10.0)
+
+
+def main() -> None:
+    """Run the operator that the environment describes."""
+    settings = load_settings()
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    asyncio.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Everything kopf: which objects are watched, and how. Events are only taken note of here."""
+
+import asyncio
+from collections.abc import Callable
+
+import kopf
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.controller import Controller
+from tinkercloud_operator.settings import Settings
+
+_OWN = {
+    "TrainingSession": (labels.GROUP, labels.VERSION, labels.TRAINING_SESSIONS),
+    "BaseModel": (labels.GROUP, labels.VERSION, labels.BASE_MODELS),
+}
+_CHILDREN = {
+    "RayCluster": ("ray.io", "v1", "rayclusters"),
+    "Pod": ("", "v1", "pods"),
+    "Service": ("", "v1", "services"),
+    "ConfigMap": ("", "v1", "configmaps"),
+    "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
+    "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets"),
+}
+_LEASE = ("coordination.k8s.io", "v1", "leases")
+
+
+async def watch(
+    controller: Controller,
+    settings: Settings,
+    *,
+    on_heartbeat: Callable[[], None],
+    on_started: Callable[[], None],
+    stop: asyncio.Event,
+) -> None:
+    """Watch until told to stop.
+
+    Args:
+        controller: is told of every event.
+        settings: of the operator.
+        on_heartbeat: called for every event about the operator's own Lease, which is renewed every
+            few seconds: as long as it is, watches work.
+        on_started: called once the watches are being opened.
+        stop: ends the watching.
+    """
+    started = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(_call_after(started, on_started))
+        await kopf.operator(
+            registry=_registry(controller, on_heartbeat),
+            settings=_kopf_settings(settings),
+            namespaces=[settings.namespace],
+            standalone=True,
+            ready_flag=started,
+            stop_flag=stop,
+        )
+        waiting.cancel()
+
+
+async def _call_after(event: asyncio.Event, function: Callable[[], None]) -> None:
+    await event.wait()
+    function()
+
+
+def _registry(controller: Controller, on_heartbeat: Callable[[], None]) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+    for kind, resource in {**_OWN, **_CHILDREN}.items():
+        _register(registry, controller, kind, resource)
+
+    @kopf.on.event(*_LEASE, registry=registry)
+    async def on_lease(**_: object) -> None:
+        on_heartbeat()
+
+    return registry
+
+
+def _register(
+    registry: kopf.OperatorRegistry,
+    controller: Controller,
+    kind: str,
+    resource: tuple[str, str, str],
+) -> None:
+    @kopf.on.event(*resource, id=f"note-{kind.lower()}", registry=registry)
+    async def note(event: kopf.RawEvent, **_: object) -> None:
+        controller.note(kind, event["object"], is_gone=event["type"] == "DELETED")
+
+
+def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
+    chosen = kopf.OperatorSettings()
+    # Without lists of CRDs and namespaces, the operator needs no rights outside its namespace.
+    chosen.scanning.disabled = True
+    chosen.posting.enabled = False
+    chosen.watching.server_timeout = 300
+    chosen.watching.client_timeout = 310
+    chosen.watching.connect_timeout = 30
+    # Outages are waited out, however long.
+    chosen.networking.error_backoffs = _Backoffs()
+    chosen.queueing.worker_limit = settings.max_concurrent
+    for resource in _CHILDREN.values():
+        chosen.watching.label_selectors[resource] = labels.SESSION_LABEL
+    chosen.watching.field_selectors[_LEASE] = f"metadata.name={settings.lease_name}"
+    return chosen
+
+
+class _Backoffs:
+    """Pauses between tries, without end; iterable anew for every request."""
+
+    def __iter__(self) -> "_Backoffs":
+        return _Backoffs()
+
+    def __init__(self) -> None:
+        self._next = 0.25
+
+    def __next__(self) -> float:
+        self._next = min(self._next * 2, 10.0)
+        return self._next

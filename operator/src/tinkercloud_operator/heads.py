@@ -1,0 +1,61 @@
+"""Asks session heads to save what they hold."""
+
+import base64
+from dataclasses import dataclass
+
+import aiohttp
+import structlog
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.children.pods import Names
+from tinkercloud_operator.cluster import Cluster, ClusterError, ObjectRef
+from tinkercloud_operator.plan import AskHead
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.launch import Saved
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a head has done."""
+
+    latest_checkpoint: str | None
+
+
+class Heads:
+    """Talks to session heads with their own tokens. Belongs to one event loop."""
+
+    def __init__(self, cluster: Cluster, client: aiohttp.ClientSession) -> None:
+        self._cluster = cluster
+        self._client = client
+
+    async def ask(self, session: str, question: AskHead) -> Answer | None:
+        """Ask a head to save what it holds; return None if it has not done so."""
+        path = {"suspend": routes.HEAD_SUSPEND, "checkpoint": routes.HEAD_CHECKPOINT}[question.what]
+        try:
+            token = await self._token(session)
+            timeout = aiohttp.ClientTimeout(total=question.timeout_seconds, connect=5)
+            async with self._client.post(
+                question.url + path,
+                headers={routes.HEAD_TOKEN_HEADER: token},
+                timeout=timeout,
+                raise_for_status=True,
+            ) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, ClusterError, KeyError) as error:
+            log.warning(
+                "a head did not save its state",
+                session=session,
+                asked=question.what,
+                error=f"{type(error).__name__}: {error}",
+            )
+            return None
+        if question.what == "suspend":
+            return Answer(latest_checkpoint=None)
+        saved = Saved.model_validate_json(body)
+        return Answer(saved.checkpoints[-1] if saved.checkpoints else None)
+
+    async def _token(self, session: str) -> str:
+        secret = await self._cluster.get(ObjectRef("Secret", Names(session).token_secret))
+        return base64.b64decode(secret["data"][labels.TOKEN_KEY]).decode()

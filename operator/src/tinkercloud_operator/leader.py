@@ -1,0 +1,130 @@
+"""One replica acts at a time: the one that holds the Lease.
+
+The election is the Kubernetes client's. What is added: an API server that can't be reached is a
+failed try, not the end of the process; a lost Lease ends the term, waits for its end, and competes
+again; and a leader that stops hands its Lease over at once.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+
+import aiohttp
+import structlog
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.leaderelection.electionconfig import Config
+from kubernetes.aio.leaderelection.leaderelection import LeaderElection
+from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
+
+from tinkercloud_operator import metrics
+from tinkercloud_operator.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_Found = tuple[bool, LeaderElectionRecord] | tuple[bool, Exception] | tuple[bool, None]
+
+
+class _Lock(LeaseLock):
+    """A Lease; what can't be reached is not held."""
+
+    renewed_at = float("-inf")
+    """When it was last written (`time.monotonic`)."""
+
+    async def get(self, name: str, namespace: str) -> _Found:
+        try:
+            return await super().get(name, namespace)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return False, ApiException(status=0, reason=f"{type(error).__name__}: {error}")
+
+    async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        try:
+            is_written = await super().update(name, namespace, updated_record)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+        if is_written:
+            self.renewed_at = monotonic()
+        return is_written
+
+
+class Leadership:
+    """Runs something for as long, and as often, as this replica leads."""
+
+    def __init__(self, api: client.ApiClient, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = _Lock(settings.lease_name, settings.namespace, settings.identity, api)
+        self._term: asyncio.Task[None] | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether a term is under way."""
+        return self._term is not None and not self._term.done()
+
+    @property
+    def seconds_since_renewal(self) -> float:
+        """How long ago the Lease was last written; infinite if never."""
+        return monotonic() - self._lock.renewed_at
+
+    async def run(self, term: Callable[[], Awaitable[None]]) -> None:
+        """Compete for ever; run a term whenever the Lease is held, cancel it when it is lost.
+
+        Raises:
+            Exception: a term failed.
+        """
+        while True:
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            election = LeaderElection(self._config(term, ended))
+            competing = asyncio.create_task(election.run())
+            try:
+                await asyncio.wait({competing, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                competing.cancel()
+                await self._end_term()
+            if ended.done():
+                ended.result()
+            log.warning("the Lease was lost; competing for it again")
+
+    def _config(self, term: Callable[[], Awaitable[None]], ended: "asyncio.Future[None]") -> Config:
+        async def begin() -> None:
+            log.info("leading", identity=self._settings.identity)
+            metrics.IS_LEADER.set(1)
+            self._term = asyncio.current_task()
+            try:
+                await term()
+            except Exception as error:  # noqa: BLE001 - whatever it is, `run` raises it
+                ended.set_exception(error)
+
+        async def end() -> None:
+            metrics.IS_LEADER.set(0)
+
+        return Config(
+            self._lock,
+            lease_duration=self._settings.lease_seconds,
+            renew_deadline=self._settings.lease_renew_seconds,
+            retry_period=self._settings.lease_retry_seconds,
+            onstarted_leading=begin,
+            onstopped_leading=end,
+        )
+
+    async def _end_term(self) -> None:
+        metrics.IS_LEADER.set(0)
+        term, self._term = self._term, None
+        if term is not None:
+            term.cancel()
+            await asyncio.wait({term})
+
+    async def resign(self) -> None:
+        """Hand the Lease over to whoever asks next, if it is ours."""
+        lease = self._lock.lease_reference
+        if lease is None or lease.spec is None:
+            return
+        if lease.spec.holder_identity != self._settings.identity:
+            return
+        lease.spec.holder_identity = None
+        try:
+            await self._lock.api_instance.replace_namespaced_lease(
+                self._settings.lease_name, self._settings.namespace, lease
+            )
+        except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.info("the Lease could not be handed over", error=str(error))

@@ -1,0 +1,63 @@
+"""/livez, /readyz and /metrics.
+
+Alive: the event loop turns, and watches deliver. The second is known from the operator's own
+Lease, which the leader renews every few seconds and watches like everything else: if renewals
+succeed and no event about them comes back, the watches are deaf and a restart is the cure. While
+the API server can't be reached nothing is, and nothing is restarted.
+"""
+
+from time import monotonic
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.settings import Settings
+
+_DEAF_SECONDS = 90.0
+"""More than kopf takes to notice that a stream is dead (70 s)."""
+_RENEWED_SECONDS = 10.0
+
+
+class Probes:
+    """Serves probes and metrics."""
+
+    def __init__(self, leadership: Leadership, settings: Settings) -> None:
+        self._leadership = leadership
+        self._settings = settings
+        self._heard_at = monotonic()
+
+    def heard(self) -> None:
+        """Note that a watch has delivered, or has just been opened."""
+        self._heard_at = monotonic()
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether watches have stopped delivering."""
+        return (
+            self._leadership.is_leader
+            and self._leadership.seconds_since_renewal < _RENEWED_SECONDS
+            and monotonic() - self._heard_at > _DEAF_SECONDS
+        )
+
+    async def serve(self) -> web.AppRunner:
+        """Begin to serve; the runner's `cleanup` ends it."""
+        app = web.Application()
+        app.router.add_get("/livez", self._live)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, self._settings.probe_host, self._settings.probe_port).start()
+        return runner
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        if self.is_deaf:
+            return web.Response(status=500, text="watches have stopped delivering")
+        return web.Response(text="ok")
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        return web.Response(text="leading" if self._leadership.is_leader else "standing by")
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
