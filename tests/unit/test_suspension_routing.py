@@ -55,6 +55,10 @@ class OneHead:
     def models(self) -> list[ServedModel]:
         return [ServedModel("tiny", 512)]
 
+    def admit(self, placement: Placement) -> ModelSpec:
+        assert placement.model is not None
+        return placement.model
+
     def find(self, _placement: Placement) -> HeadRoute | None:
         return self.route
 
@@ -64,6 +68,13 @@ class OneHead:
 
     def waiting(self, _placement: Placement) -> Waiting:
         return Waiting("active", "no reason")
+
+    async def is_gone(self, _placement: Placement) -> bool:
+        return False
+
+    def mistrust(self, route: HeadRoute) -> None: ...
+
+    async def release(self, _placement: Placement) -> None: ...
 
 
 class _Server(uvicorn.Server):
@@ -111,7 +122,8 @@ class World:
             )
             lifecycle = Lifecycle(config.timings, lambda: backend)
             listener = socket.create_server(("127.0.0.1", 0))
-            server = _Server(uvicorn.Config(HeadApp(lifecycle, Limits(), TOKEN), log_config=None))
+            app = HeadApp(lifecycle, Limits(), TOKEN, generation)
+            server = _Server(uvicorn.Config(app, log_config=None))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             route = self.provider.route = HeadRoute(url, TOKEN, generation)

@@ -89,7 +89,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Folder that holds all state.")] = None,
 ) -> None:
-    """Serve the Tinker API, with session heads as child processes of this one."""
+    """Serve the Tinker API: with session heads as child processes, or as pods of a cluster."""
     models = {}
     for entry in model or []:
         name, _, where = entry.partition("=")

@@ -16,6 +16,10 @@ _FORWARDED = ("content-type", "content-encoding")
 _RETURNED = frozenset({b"content-type", b"content-length", b"retry-after"})
 
 
+class StaleRoute(Unavailable):
+    """Another head serves at a route's address by now: the next try must find it."""
+
+
 class Proxy:
     """Forwards to heads over kept-alive connections."""
 
@@ -45,10 +49,12 @@ class Proxy:
             replace: statuses of the head to answer differently, with a status and JSON body.
 
         Raises:
+            StaleRoute: another head serves there by now.
             Unavailable: the head hung up or can't be reached, before any part of its answer came.
         """
         fields = [
             (routes.HEAD_TOKEN_HEADER.encode(), route.token.encode()),
+            (routes.GENERATION_HEADER.encode(), route.generation.encode()),
             (routes.TARGET_HEADER.encode(), target.encode()),
         ]
         fields += [(n.encode(), headers[n].encode("latin-1")) for n in _FORWARDED if n in headers]
@@ -62,6 +68,8 @@ class Proxy:
                 "the session head stopped answering; if it is gone, the next try will say so"
             ) from None
         async with response:
+            if response.status == routes.WRONG_GENERATION_STATUS:
+                raise StaleRoute("the session head was replaced; send the request again")
             substitute = (replace or {}).get(response.status)
             if substitute is not None:
                 await answer(send, substitute[1], status=substitute[0])

@@ -23,6 +23,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, latest
 from tinkercloud_api.providers.base import HeadRoute, Placement, SessionProvider, Waiting
+from tinkercloud_api.providers.choices import Choices
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
@@ -109,7 +110,7 @@ class Router:
         """Remember a run from its catalog row."""
         run = _KnownRun(
             row.owner,
-            Placement(row.id, row.owner, row.base_model),
+            placement_of(row),
             spec=ModelSpec.model_validate(row.spec),
             generation=row.generation,
             is_deleted=row.deleted_at is not None,
@@ -169,12 +170,13 @@ class Router:
         if row is None or row.deleted_at is not None:
             raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
         run, lost = self.learn_run(row), row.generation
-        route = self._provider.find(run.placement)
-        if route is not None and route.generation == lost:
+        if lost is not None and await self._provider.is_gone(run.placement):
+            raise StateLost(await self._obituary(run_id))
+        route = await self._provider.acquire(run.placement)
+        if route.generation == lost:
             return route
         if lost is not None and not await self._checkpoints.is_suspended(run_id, lost):
             raise StateLost(await self._obituary(run_id))
-        route = await self._provider.acquire(run.placement)
         spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
         await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
         if not await self._catalog.set_generation(run_id, route.generation, after=lost):
@@ -243,6 +245,7 @@ class Router:
             await self._catalog.delete_run(run_id)
             if (run := await self._run(run_id)) is not None:
                 run.is_deleted = True
+                await self._provider.release(run.placement)
                 await self._delete(run.placement, f"{routes.HEAD_MODELS}/{run_id}")
                 await self._checkpoints.delete_suspended(run_id)
         for sampler_id in sampler_ids:
@@ -269,9 +272,14 @@ class Router:
                 method,
                 route.url + path,
                 data=body,
-                headers={routes.HEAD_TOKEN_HEADER: route.token},
+                headers={
+                    routes.HEAD_TOKEN_HEADER: route.token,
+                    routes.GENERATION_HEADER: route.generation,
+                },
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as response:
+                if response.status == routes.WRONG_GENERATION_STATUS:
+                    self._provider.mistrust(route)
                 refusal = {400: InvalidRequest, 410: StateLost}.get(response.status)
                 if refusal is not None:
                     raise refusal(str((await response.json())["detail"]))
@@ -290,6 +298,17 @@ class Router:
             f"the session head that held training run {run_id} has stopped, and what was trained"
             f" since the last checkpoint is lost; {hint}"
         )
+
+
+def placement_of(row: TrainingRun) -> Placement:
+    """Return what a run needs a head for. All of it is in the catalog, for any replica to read."""
+    return Placement(
+        row.id,
+        row.owner,
+        row.base_model,
+        ModelSpec.model_validate(row.spec),
+        Choices.read(row.user_metadata or {}),
+    )
 
 
 def _retrieve_exception(task: "asyncio.Task[HeadRoute]") -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -19,6 +20,8 @@ from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.models import resolve
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.local import LocalProvider
 from tinkercloud_api.settings import Settings
 
@@ -62,11 +65,9 @@ def run(settings: Settings) -> None:
         AlreadyRunningError: another server runs with this state folder, or has the port.
     """
     os.umask(0o077)
-    settings.state_dir.mkdir(parents=True, exist_ok=True)
-    models = [resolve(name, where) for name, where in settings.models.items()]
-    app = Application(settings, LocalProvider(models, settings))
+    app = Application(settings, _provider(settings))
     listener = _listen(settings)
-    with _PidFile(settings.state_dir / PID_FILE):
+    with _alone(settings):
         asyncio.run(_introduce(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
             app,
@@ -84,6 +85,26 @@ def run(settings: Settings) -> None:
         log.info("starting over")
         listener.close()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
+
+
+def _provider(settings: Settings) -> SessionProvider:
+    if settings.provider == "kubernetes":
+        return KubernetesProvider(settings.namespace, settings.models_dir)
+    models = [resolve(name, where) for name, where in settings.models.items()]
+    return LocalProvider(models, settings)
+
+
+def _alone(settings: Settings) -> AbstractContextManager[object]:
+    """Return a context in which no other server uses the state folder.
+
+    On Kubernetes a server needs none, unless the catalog lies in it; then its volume keeps a
+    second pod out.
+    """
+    if settings.database_url is None or settings.provider == "local":
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+    if settings.provider == "kubernetes":
+        return nullcontext()
+    return _PidFile(settings.state_dir / PID_FILE)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -144,12 +165,21 @@ def running_server(state_dir: Path) -> int | None:
 
 
 async def _introduce(settings: Settings, port: int) -> None:
-    """Make the first key if there is none, and tell the user how to begin."""
+    """Make the first key if there is none, and tell the user how to begin.
+
+    On Kubernetes no key is made: what a pod prints is kept by whoever collects logs.
+    """
     engine = open_database(settings.catalog_url)
     await migrate(engine)
     catalog = Catalog(engine)
     key = None
-    if settings.bootstrap_key is None and not await catalog.keys():
+    has_keys = settings.bootstrap_key is not None or bool(await catalog.keys())
+    if settings.provider == "kubernetes":
+        await catalog.close()
+        if not has_keys:
+            log.warning("there is no API key: set TINKERCLOUD_BOOTSTRAP_KEY from a Secret")
+        return
+    if not has_keys:
         key = new_key()
         await catalog.add_key(
             key_hash=hash_key(key), name="first", owner=_user_name(), role=Role.ADMIN

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -41,6 +41,14 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
+    provider: Literal["local", "kubernetes"] = "local"
+    """Where session heads come from: `local` starts child processes of the server, `kubernetes`
+    makes TrainingSessions, whose models are BaseModels of the cluster."""
+    namespace: Annotated[str, Field(min_length=1, max_length=63)] = "default"
+    """Kubernetes namespace of TrainingSessions and BaseModels, with `provider` kubernetes."""
+    models_dir: Path | None = None
+    """Folder in which volumes of BaseModels are mounted, each under its claim's name, for /hf to
+    serve tokenizers from, with `provider` kubernetes."""
     host: str = "127.0.0.1"
     """Address to listen on. The service speaks plain HTTP: put TLS in front of any other."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
@@ -89,6 +97,22 @@ class Settings(BaseSettings):
         if key is not None and not key.get_secret_value().startswith(KEY_PREFIX):
             raise ValueError(f"must begin with {KEY_PREFIX!r}: the SDK refuses other keys")
         return key
+
+    @model_validator(mode="after")
+    def _fits_its_provider(self) -> "Settings":
+        if self.provider == "kubernetes" and self.models:
+            raise ValueError(
+                "models: can't be given together with provider=kubernetes, which serves the"
+                " BaseModels of its namespace; leave it out"
+            )
+        if self.provider == "kubernetes" and self.checkpoint_root is None:
+            raise ValueError(
+                "checkpoint_root: required with provider=kubernetes; give the object store that"
+                " the operator's checkpoint_root names"
+            )
+        if self.provider == "local" and self.models_dir is not None:
+            raise ValueError("models_dir: only used with provider=kubernetes; leave it out")
+        return self
 
     @classmethod
     def settings_customise_sources(

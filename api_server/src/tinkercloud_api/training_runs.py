@@ -6,7 +6,8 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.providers.base import ServedModel, SessionProvider
+from tinkercloud_api.providers.base import Placement, ServedModel, SessionProvider
+from tinkercloud_api.providers.choices import Choices, gathered
 from tinkercloud_api.router import Router
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId, RequestId
@@ -78,8 +79,16 @@ class TrainingRuns:
         user_metadata: dict[str, str] | None,
         principal: Principal,
     ) -> str:
-        await self.open_session(model_id.session_id, principal)
-        content = spec.model_dump(mode="json")
+        session = await self.open_session(model_id.session_id, principal)
+        metadata = (user_metadata or {}) | gathered(
+            session.tags, session.user_metadata, user_metadata
+        )
+        wanted = Placement(str(model_id), principal.owner, base_model, spec, Choices.read(metadata))
+        admitted = self.provider.admit(wanted)
+        if admitted.restore_from not in {None, spec.restore_from}:
+            path = CheckpointPath.parse(admitted.restore_from)
+            await self.checkpoints.manifest(path, principal)
+        content = admitted.model_dump(mode="json")
         row = await self.catalog.add_run(
             TrainingRun(
                 id=str(model_id),
@@ -87,7 +96,7 @@ class TrainingRuns:
                 owner=principal.owner,
                 base_model=base_model,
                 spec=content,
-                user_metadata=user_metadata,
+                user_metadata=metadata or None,
             )
         )
         if (row.base_model, row.spec) != (base_model, content):

@@ -112,8 +112,9 @@ class HeadConfig(_Config):
     version: Literal[1] = 1
     head: str
     """The head's own name, for logs and status."""
-    generation: str
-    """Differs between any two processes that ever served under this name."""
+    generation: str = ""
+    """Differs between any two processes that ever served under this name. Empty: each process that
+    reads this makes one for itself, as those of a pod must, which all read the same file."""
     model: BaseModelSource
     token_file: str
     """File holding the token that requests must carry."""

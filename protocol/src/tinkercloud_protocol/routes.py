@@ -13,6 +13,10 @@ CANCEL_FUTURE = "/api/v1/cancel_future"
 
 HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 """Proves to a head that a request comes from its API server."""
+GENERATION_HEADER = "x-tinkercloud-generation"
+"""The generation of the head that a request is meant for; a head of another one refuses it."""
+WRONG_GENERATION_STATUS = 421
+"""With which a head refuses a request that is meant for another one (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
 

@@ -6,6 +6,7 @@ The only place that knows which trainer and sampler there are.
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -106,7 +107,7 @@ async def serve(config: HeadConfig) -> None:
     """Serve until a stop signal, or until nobody needs this head any more."""
     token = Path(config.token_file).read_text().strip()  # noqa: ASYNC240 - once, before serving
     lifecycle = Lifecycle(config.timings, lambda: build_backend(config))
-    app = HeadApp(lifecycle, config.limits, token)
+    app = HeadApp(lifecycle, config.limits, token, config.generation)
     settings = uvicorn.Config(
         app,
         http="httptools",
@@ -132,6 +133,8 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
+    if not config.generation:
+        config = config.model_copy(update={"generation": secrets.token_hex(8)})
     structlog.contextvars.bind_contextvars(head=config.head, generation=config.generation)
     uvicorn_loop = uvicorn.Config(app="", loop="auto").get_loop_factory()
     with asyncio.Runner(loop_factory=uvicorn_loop) as runner:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from tinkercloud_api.providers.choices import NOTHING, Choices
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.launch import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class ServedModel:
     architecture: str | None = None
     local_path: str | None = None
     """Its folder, if it lies on this machine."""
+    tokenizer: str | None = None
+    """Under which name clients find its tokenizer, if not its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,10 @@ class Placement:
     """The training run or sampling session."""
     owner: str
     base_model: str
+    model: ModelSpec | None = None
+    """What is trained; None for samplers of a base model or of a saved checkpoint."""
+    choices: Choices = NOTHING
+    """What the run's client chose about its pods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +75,16 @@ class SessionProvider(Protocol):
     def models(self) -> list[ServedModel]:
         """Return the base models on offer."""
 
-    def find(self, placement: Placement) -> HeadRoute | None:
-        """Return the head that serves a placement now; None if none does.
+    def admit(self, placement: Placement) -> ModelSpec:
+        """Return the model that a run is going to be: as it was asked for, unless chosen otherwise.
 
-        A head that is stopping is still found. Once it is not, it writes nothing any more, so what
-        it has suspended can be looked for.
+        Raises:
+            NotFound: what it chose does not exist for its owner.
+            InvalidRequest: it may not choose what it does.
         """
+
+    def find(self, placement: Placement) -> HeadRoute | None:
+        """Return the head that serves a placement now; None if none does. Asking is using."""
 
     async def acquire(self, placement: Placement) -> HeadRoute:
         """Return a head for a placement, starting one if need be; wait until it is ready.
@@ -81,8 +93,26 @@ class SessionProvider(Protocol):
 
         Raises:
             NotFound: the base model is not on offer.
+            StateLost: the placement's head was taken away for good.
             HeadFailed: the head could not be started.
         """
 
     def waiting(self, placement: Placement) -> Waiting:
         """Return why `acquire` has not returned yet."""
+
+    async def is_gone(self, placement: Placement) -> bool:
+        """Whether what `acquire` once made for a placement was taken away for good.
+
+        Raises:
+            Unavailable: that can't be told at the moment.
+        """
+
+    def mistrust(self, route: HeadRoute) -> None:
+        """Look again before this route is returned once more: its head is another one by now."""
+
+    async def release(self, placement: Placement) -> None:
+        """Take away what `acquire` made for this placement alone. Repeating it is fine.
+
+        Raises:
+            Unavailable: it could not be done now.
+        """

@@ -36,8 +36,8 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen, ModelSpec
 
 log = structlog.get_logger(__name__)
 
@@ -304,6 +304,16 @@ class LocalProvider:
         """See `SessionProvider.models`."""
         return list(self._models.values())
 
+    def admit(self, placement: Placement) -> ModelSpec:
+        """See `SessionProvider.admit`. There are no pods here to choose anything about."""
+        assert placement.model is not None  # noqa: S101 - only runs are admitted
+        if chosen := placement.choices.named():
+            raise InvalidRequest(
+                f"{', '.join(chosen)}: this server runs without Kubernetes; leave it out of tags"
+                " and user_metadata"
+            )
+        return placement.model
+
     def find(self, placement: Placement) -> HeadRoute | None:
         """See `SessionProvider.find`."""
         head = self._heads.get(placement.base_model)
@@ -323,6 +333,16 @@ class LocalProvider:
         """See `SessionProvider.waiting`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
         return Waiting("paused_capacity", reason)
+
+    async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.is_gone`: a head can always be started again."""
+        return False
+
+    def mistrust(self, route: HeadRoute) -> None:
+        """See `SessionProvider.mistrust`: the lease tells when a head is gone."""
+
+    async def release(self, placement: Placement) -> None:
+        """See `SessionProvider.release`: heads are shared by all runs of a base model."""
 
 
 def _slug(name: str) -> str:

@@ -29,6 +29,7 @@ from tinkercloud_api.http import (
     reading_to_the_end,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
+from tinkercloud_api.proxy import StaleRoute
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable, WireError
@@ -77,15 +78,19 @@ class Call:
         replace: Mapping[int, tuple[int, bytes]] | None = None,
     ) -> None:
         """Forward to a head."""
-        await self.server.proxy.forward(
-            self.send,
-            route,
-            self.request.path,
-            target=target,
-            headers=self.request.headers,
-            body=body,
-            replace=replace,
-        )
+        try:
+            await self.server.proxy.forward(
+                self.send,
+                route,
+                self.request.path,
+                target=target,
+                headers=self.request.headers,
+                body=body,
+                replace=replace,
+            )
+        except StaleRoute:
+            self.server.provider.mistrust(route)
+            raise
 
 
 Handler = Callable[[Call], Awaitable[None]]

@@ -45,8 +45,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _find(server: Server, repo: str) -> ServedModel | None:
-    models = {model.name: model for model in server.provider.models()}
-    model = models.get(repo)
+    models = server.provider.models()
+    model = next((model for model in models if repo in {model.name, model.tokenizer}), None)
     is_served = server.settings.hf_mirror and model is not None and model.local_path is not None
     return model if is_served else None
 

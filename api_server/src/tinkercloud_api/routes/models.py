@@ -94,7 +94,7 @@ def tokenizer_id(name: str, served: ServedModel | None, client_host: str) -> str
     path = served.local_path if served else None
     if path is not None and _is_this_machine(client_host) and Path(path).is_dir():
         return path
-    return name
+    return (served.tokenizer if served else None) or name
 
 
 def _is_this_machine(host: str) -> bool:

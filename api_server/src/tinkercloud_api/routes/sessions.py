@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from tinkercloud_api.catalog.store import Page
 from tinkercloud_api.catalog.tables import Session
 from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.providers.choices import Choices, gathered
 from tinkercloud_protocol.catalogue import (
     ClientConfig,
     CreateSessionAnswer,
@@ -77,6 +78,7 @@ async def create_session(
     request: CreateSession, server: Server, caller: Caller
 ) -> CreateSessionAnswer:
     """Begin a session."""
+    Choices.read(gathered(request.tags, request.user_metadata))
     session = Session(
         id=new_session_id(),
         owner=caller.owner,

@@ -46,16 +46,25 @@ from tinkercloud_worker.head.service import HeadService
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+
+
+class WrongGeneration(WireError):
+    """A request is meant for a head that served here before; this one knows nothing of it."""
+
+    status = routes.WRONG_GENERATION_STATUS
+
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class HeadApp:
     """The ASGI application. Serves health from the start, the rest once the engine is ready."""
 
-    def __init__(self, lifecycle: Lifecycle, limits: Limits, token: str) -> None:
+    def __init__(self, lifecycle: Lifecycle, limits: Limits, token: str, generation: str) -> None:
         self._lifecycle = lifecycle
         self._limits = limits
         self._token = token.encode()
+        self._generation = generation
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
             ("GET", routes.HEAD_READY): self._ready,
@@ -106,6 +115,9 @@ class HeadApp:
         token = request.headers.get(routes.HEAD_TOKEN_HEADER, "").encode()
         if not hmac.compare_digest(token, self._token):
             raise Unauthenticated(f"{routes.HEAD_TOKEN_HEADER} is missing or wrong")
+        meant = request.headers.get(routes.GENERATION_HEADER, self._generation)
+        if meant != self._generation:
+            raise WrongGeneration(f"this is head {self._generation!r}, not {meant!r}")
 
     @property
     def _service(self) -> HeadService:

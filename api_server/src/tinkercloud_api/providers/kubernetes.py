@@ -1,0 +1,275 @@
+"""Session heads as pods: a TrainingSession for each run, which the operator turns into them.
+
+Nothing is kept here that the resource, the catalog or the session's Secret could not give again,
+so any replica answers any request. The resource is created and annotated here and read from an
+informer's copy; its status is the operator's word and is taken as such.
+
+A run is served by its own session, or by one declared in Git that its client attached to. Samplers
+of a base model or of a saved checkpoint are served by a live session of the same owner and base
+model, else by one that all such samplers of the owner share.
+"""
+
+import asyncio
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import aiohttp
+import structlog
+
+from tinkercloud_api.providers import session_spec
+from tinkercloud_api.providers.base import HeadFailed, HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
+from tinkercloud_api.providers.head_routes import HeadRoutes, HeadSilent
+from tinkercloud_api.providers.session_activity import Stamps
+from tinkercloud_api.providers.session_cache import Cache, pause_seconds
+from tinkercloud_api.providers.session_status import (
+    BaseModel,
+    Over,
+    Session,
+    Usable,
+    read_base_model,
+    read_session,
+    standing,
+)
+from tinkercloud_crds.labels import BASE_MODELS, TRAINING_SESSIONS
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable
+from tinkercloud_protocol.launch import ModelSpec
+
+log = structlog.get_logger(__name__)
+
+
+class KubernetesProvider:
+    """See `providers.base.SessionProvider`, whose contract this class fulfils."""
+
+    def __init__(self, namespace: str, models_dir: Path | None) -> None:
+        """Prepare; `start` connects.
+
+        Args:
+            namespace: where the resources are.
+            models_dir: folder in which volumes of models are mounted, each under its claim's name.
+        """
+        self._namespace = namespace
+        self._models_dir = models_dir
+        self._samplers: dict[tuple[str, str], str] = {}
+        """Session that was chosen for samplers of an owner and base model. It stays the choice as
+        long as it serves: results of samples lie in its head."""
+        self._troubles: dict[str, str] = {}
+        """Why the last step towards a session failed."""
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """See `SessionProvider.start`. Returns once everything has been listed."""
+        self._api = await ClusterApi.connect(self._namespace)
+        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._sessions = Cache(self._api, TRAINING_SESSIONS, read_session)
+        self._base_models = Cache(self._api, BASE_MODELS, read_base_model)
+        self._routes = HeadRoutes(self._api, self._client)
+        self._stamps = Stamps(self._api)
+        for cache in (self._sessions, self._base_models):
+            self._watching.append(asyncio.create_task(cache.run()))
+        log.info("waiting for Kubernetes", namespace=self._namespace)
+        await self._sessions.is_filled.wait()
+        await self._base_models.is_filled.wait()
+
+    async def stop(self) -> None:
+        """See `SessionProvider.stop`. Sessions go on: another replica or process takes over."""
+        for task in self._watching:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await self._stamps.stop()
+        await self._client.close()
+        await self._api.close()
+
+    def models(self) -> list[ServedModel]:
+        """See `SessionProvider.models`."""
+        offered = {model.spec.model_name: model for model in self._offered()}
+        return [self._served(model) for _, model in sorted(offered.items())]
+
+    def _offered(self) -> list[BaseModel]:
+        """Return what is on offer; of two that offer the same name, the first one comes last."""
+        ordered = sorted(self._base_models.objects(), key=lambda model: model.name, reverse=True)
+        return [model for model in ordered if model.is_offered]
+
+    def _base_model(self, name: str) -> BaseModel | None:
+        found = [model for model in self._offered() if model.spec.model_name == name]
+        return found[-1] if found else None
+
+    def _served(self, model: BaseModel) -> ServedModel:
+        spec, folder = model.spec, None
+        if self._models_dir is not None and spec.source.volume is not None:
+            volume = spec.source.volume
+            folder = self._models_dir / volume.claim_name / volume.path
+        return ServedModel(
+            name=spec.model_name,
+            max_context_length=spec.max_context_length,
+            local_path=str(folder) if folder is not None and folder.is_dir() else None,
+            tokenizer=spec.tokenizer,
+        )
+
+    def admit(self, placement: Placement) -> ModelSpec:
+        """See `SessionProvider.admit`."""
+        assert placement.model is not None  # noqa: S101 - only runs are admitted
+        if placement.choices.session is not None:
+            attached = self._sessions.get(placement.choices.session)
+            return session_spec.attached_model(placement, attached)
+        base_model = self._base_model(placement.base_model)
+        if base_model is None:
+            raise InvalidRequest(f"base_model {placement.base_model!r} is not served here")
+        session_spec.check_choices(placement.choices, base_model)
+        session_spec.training_session(placement, base_model, datetime.now(UTC))
+        return placement.model
+
+    def find(self, placement: Placement) -> HeadRoute | None:
+        """See `SessionProvider.find`."""
+        session = self._session(placement)
+        if session is None or not _belongs(session, placement):
+            return None
+        self._stamps.touch(session)
+        state = standing(session)
+        return self._routes.known(session, state) if isinstance(state, Usable) else None
+
+    def _session(self, placement: Placement) -> Session | None:
+        if placement.model is None:
+            return self._session_of_samplers(placement)
+        return self._sessions.get(_name(placement))
+
+    def _session_of_samplers(self, placement: Placement) -> Session | None:
+        """Return the session that was chosen before if it serves, else the oldest that does."""
+        key = (placement.owner, placement.base_model)
+        chosen = self._sessions.get(self._samplers.get(key, ""))
+        if chosen is not None and isinstance(standing(chosen), Usable):
+            return chosen
+        serving = [
+            session
+            for session in self._sessions.objects()
+            if (session.spec.owner, session.spec.base_model) == key
+            and isinstance(standing(session), Usable)
+        ]
+        if not serving:
+            return self._sessions.get(_name(placement))
+        oldest = min(serving, key=lambda session: (session.created_at, session.name))
+        self._samplers[key] = oldest.name
+        return oldest
+
+    async def acquire(self, placement: Placement) -> HeadRoute:
+        """See `SessionProvider.acquire`. Each turn does one step towards a usable session."""
+        failures = 0
+        while True:
+            session = self._session(placement)
+            name = session.name if session is not None else _name(placement)
+            try:
+                route = await self._step(placement, session)
+            except (ClusterUnreachable, HeadSilent) as error:
+                failures += 1
+                self._troubles[name] = str(error)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_seconds(failures)):
+                        await self._sessions.changed(name, session)
+                continue
+            self._troubles.pop(name, None)
+            if route is not None:
+                return route
+            failures = 0
+            await self._sessions.changed(name, session)
+
+    async def _step(self, placement: Placement, session: Session | None) -> HeadRoute | None:
+        """Do what a session needs next; return its route if that is nothing."""
+        if session is None:
+            await self._create(placement)
+            return None
+        if not _belongs(session, placement):
+            raise HeadFailed(
+                f"TrainingSession {session.name} was made for {session.spec.model_id!r}, whose name"
+                f" is that of {placement.target!r}: begin another run"
+            )
+        state = standing(session)
+        if isinstance(state, Usable):
+            self._stamps.touch(session)
+            return await self._routes.ask(session, state)
+        if isinstance(state, Over):
+            await self._replace(placement, session, state)
+            return None
+        self._stamps.wake(session)
+        return None
+
+    async def _create(self, placement: Placement) -> None:
+        if placement.choices.session is not None:
+            raise StateLost(f"TrainingSession {placement.choices.session} is not there any more")
+        base_model = self._base_model(placement.base_model)
+        if base_model is None:
+            raise NotFound(f"base model {placement.base_model!r} is not served here any more")
+        manifest = session_spec.training_session(placement, base_model, datetime.now(UTC))
+        await self._api.create(TRAINING_SESSIONS, manifest)
+        log.info("training session wanted", session=_name(placement), target=placement.target)
+
+    async def _replace(self, placement: Placement, session: Session, state: Over) -> None:
+        """Let a session that is over go, if another can take its place; it can for samplers."""
+        if placement.model is not None or not isinstance(state.error, StateLost):
+            raise state.error
+        if not session.is_deleted:
+            await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
+
+    def waiting(self, placement: Placement) -> Waiting:
+        """See `SessionProvider.waiting`."""
+        session = self._session(placement)
+        trouble = self._troubles.get(session.name if session is not None else _name(placement))
+        if trouble is not None:
+            return Waiting("active", trouble)
+        if session is None:
+            return Waiting("active", f"TrainingSession {_name(placement)} is being created")
+        state = standing(session)
+        if isinstance(state, Waiting):
+            return state
+        what = "is over" if isinstance(state, Over) else "is being connected to"
+        return Waiting("active", f"TrainingSession {session.name} {what}")
+
+    async def is_gone(self, placement: Placement) -> bool:
+        """See `SessionProvider.is_gone`. Asks Kubernetes where the copy may lag behind."""
+        session = await self._confirmed(placement)
+        if session is None or not _belongs(session, placement):
+            return True
+        state = standing(session)
+        return isinstance(state, Over) and isinstance(state.error, StateLost)
+
+    async def _confirmed(self, placement: Placement) -> Session | None:
+        name = _name(placement)
+        session = self._sessions.get(name)
+        if session is not None:
+            return session
+        try:
+            manifest = await self._api.get(TRAINING_SESSIONS, name)
+        except (ClusterUnreachable, ClusterRefused) as error:
+            raise Unavailable(str(error)) from None
+        return read_session(manifest) if manifest is not None else None
+
+    def mistrust(self, route: HeadRoute) -> None:
+        """See `SessionProvider.mistrust`."""
+        self._routes.mistrust(route)
+
+    async def release(self, placement: Placement) -> None:
+        """See `SessionProvider.release`: the operator takes a last checkpoint, then the pods."""
+        if placement.model is None or placement.choices.session is not None:
+            return
+        session = await self._confirmed(placement)
+        if session is None or not _belongs(session, placement):
+            return
+        try:
+            await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
+        except (ClusterUnreachable, ClusterRefused) as error:
+            raise Unavailable(str(error)) from None
+        self._sessions.forget(session.name)
+        self._routes.forget(session.name)
+        self._stamps.forget(session.name)
+
+
+def _name(placement: Placement) -> str:
+    return placement.choices.session or session_spec.session_name(placement)
+
+
+def _belongs(session: Session, placement: Placement) -> bool:
+    """Whether a session that was found by its name may serve a placement."""
+    if placement.choices.session is not None:
+        return session.spec.owner == placement.owner
+    return session_spec.is_of(session, placement)
