@@ -99,7 +99,8 @@ def _convert(node: Schema, definitions: Mapping[str, Schema], path: str) -> Sche
     if result.get("default", ...) is None:
         del result["default"]
     elif isinstance(result.get("default"), dict):
-        result["default"] = {}  # its fields have defaults of their own
+        # Whole, although its fields have defaults of their own: CEL rules judge it as it is.
+        result["default"] = _without_nulls(result["default"])
     _exclusive_bounds(node, result)
     if "const" in node:
         result["enum"] = [node["const"]]
@@ -117,6 +118,14 @@ def _convert(node: Schema, definitions: Mapping[str, Schema], path: str) -> Sche
         result["items"] = _convert(node["items"], definitions, f"{path}[]")
     _check_bounds(result, path)
     return result
+
+
+def _without_nulls(value: Schema) -> Schema:
+    return {
+        key: _without_nulls(child) if isinstance(child, dict) else child
+        for key, child in value.items()
+        if child is not None
+    }
 
 
 def _resolved(node: Schema, definitions: Mapping[str, Schema]) -> Schema:

@@ -1,0 +1,84 @@
+"""The operator as a process of this machine, against any cluster."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.programs import ROOT, Program
+from tinkercloud_testing.servers import free_port
+
+
+@dataclass(frozen=True)
+class RunningOperator:
+    """A running operator."""
+
+    program: Program
+    namespace: str
+    port: int
+
+    def get(self, path: str) -> str:
+        """Return what its probe server says."""
+        with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+            return str(response.read().decode())
+
+
+def install_definitions(cluster: Cluster) -> None:
+    """Apply the definitions of our custom resources, and wait until they are served."""
+    for path in sorted((ROOT / "crds").glob("tinkercloud.dev_*.yaml")):
+        cluster.apply_text(path.read_text())
+    for plural in ("basemodels", "trainingsessions"):
+        cluster.wait_for(f"crd/{plural}.tinkercloud.dev", "condition=Established")
+
+
+@contextlib.contextmanager
+def an_operator(
+    kubeconfig: Path, namespace: str, folder: Path, **settings: object
+) -> Iterator[RunningOperator]:
+    """Run the operator on one namespace for the length of a block.
+
+    Args:
+        kubeconfig: whose rights it has.
+        namespace: what it watches.
+        folder: for its log.
+        settings: of the operator, by field name.
+    """
+    operator = make_operator(kubeconfig, namespace, folder, **settings)
+    operator.program.start()
+    try:
+        yield operator
+    finally:
+        operator.program.stop()
+
+
+def make_operator(
+    kubeconfig: Path, namespace: str, folder: Path, **settings: object
+) -> RunningOperator:
+    """Return an operator that has not been started."""
+    port = free_port()
+    identity = f"operator-{port}"
+    wanted = {"namespace": namespace, "identity": identity, "probe_port": port} | settings
+    variables = {
+        f"TINKERCLOUD_OPERATOR_{name.upper()}": value
+        if isinstance(value, str)
+        else json.dumps(value)
+        for name, value in wanted.items()
+    }
+    program = Program(
+        name=identity,
+        arguments=(sys.executable, "-m", "tinkercloud_operator"),
+        log=folder / f"{identity}.log",
+        ready=lambda: _answers(port),
+        environment={**variables, "KUBECONFIG": str(kubeconfig)},
+    )
+    return RunningOperator(program, namespace, port)
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/livez", timeout=2):
+        return True
+    return False
