@@ -1,0 +1,270 @@
+"""What the chart makes of values that people have."""
+
+import base64
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tinkercloud_api.settings import Settings as ApiSettings
+from tinkercloud_operator.settings import Settings as OperatorSettings
+from tinkercloud_testing.charts import (
+    CASES,
+    CHART,
+    CRD_CHART,
+    NAMESPACE,
+    environment,
+    helm,
+    objects,
+    of_kind,
+    one,
+)
+
+API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
+POSTGRES = ("--set", "database.existingSecret=db")
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+
+
+@every_case
+def test_values_that_people_have_pass_the_linter(case: Path) -> None:
+    helm("lint", "--strict", str(CHART), "--values", str(case))
+
+
+def test_the_definitions_pass_the_linter() -> None:
+    helm("lint", "--strict", str(CRD_CHART))
+
+
+def test_the_definitions_outlive_their_release() -> None:
+    found = list(yaml.safe_load_all(helm("template", "crds", str(CRD_CHART))))
+
+    assert {each["spec"]["names"]["kind"] for each in found} == {"BaseModel", "TrainingSession"}
+    assert {each["metadata"]["annotations"]["helm.sh/resource-policy"] for each in found} == {
+        "keep"
+    }
+
+
+@every_case
+def test_objects_are_named_once_and_live_in_the_namespace_of_the_release(case: Path) -> None:
+    found = objects("--values", str(case))
+
+    names = [(each["kind"], each["metadata"]["name"]) for each in found]
+    elsewhere = {each["kind"] for each in found if each["metadata"].get("namespace") != NAMESPACE}
+
+    assert len(names) == len(set(names))
+    assert elsewhere <= {"ClusterRole", "ClusterRoleBinding"}
+    assert max(len(name) for kind, name in names if kind not in elsewhere) <= 63
+
+
+@every_case
+def test_rendering_twice_gives_the_same_but_for_a_key_that_the_chart_makes(case: Path) -> None:
+    options = ("--namespace", NAMESPACE, "--values", str(case))
+    named = ("--set", "apiServer.bootstrapKey.existingSecret=first-key")
+
+    first, second = (helm("template", "tinker", str(CHART), *options, *named) for _ in range(2))
+
+    assert first == second
+
+
+@every_case
+def test_the_notes_tell_how_to_connect(case: Path) -> None:
+    options = ("--namespace", NAMESPACE, "--values", str(case), "--dry-run=client")
+
+    notes = helm("install", "tinker", str(CHART), *options).partition("NOTES:")[2]
+
+    assert f"kubectl -n {NAMESPACE} port-forward service/" in notes
+    assert "export TINKER_API_KEY=$(kubectl" in notes
+    assert "create_lora_training_client" in notes
+
+
+def test_the_key_that_the_chart_makes_is_random_and_one_the_sdk_accepts() -> None:
+    name = "tinker-tinkercloud-bootstrap-key"
+    options = ("--namespace", NAMESPACE, "--show-only", "templates/api-server/bootstrap-key.yaml")
+
+    rendered = [yaml.safe_load(helm("template", "tinker", str(CHART), *options)) for _ in range(2)]
+    keys = [base64.b64decode(each["data"]["key"]).decode() for each in rendered]
+
+    assert rendered[0]["metadata"]["name"] == name
+    assert all(key.startswith("tml-") and len(key) == len("tml-") + 43 for key in keys)
+    assert keys[0] != keys[1]
+
+
+def test_no_key_is_made_where_a_secret_is_named() -> None:
+    assert of_kind("Secret", "--set", "apiServer.bootstrapKey.existingSecret=mine") == []
+
+
+@every_case
+def test_the_api_server_knows_every_setting_it_gets(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (deployment,) = (
+        each
+        for each in of_kind("Deployment", "--values", str(case))
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "api"
+    )
+    given = {
+        name: value or "tml-from-elsewhere"
+        for name, value in environment(deployment).items()
+        if name.startswith("TINKERCLOUD_")
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    settings = ApiSettings()
+
+    assert settings.provider == "kubernetes"
+    assert {name.removeprefix("TINKERCLOUD_").split("__")[0].lower() for name in given} <= set(
+        ApiSettings.model_fields
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.stem,
+            marks=pytest.mark.xfail(reason="the operator can't be told that there is no user")
+            if case.stem == "openshift"
+            else (),
+        )
+        for case in CASES
+    ],
+)
+def test_the_operator_knows_every_setting_it_gets(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (deployment,) = (
+        each
+        for each in of_kind("Deployment", "--values", str(case))
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
+    )
+    prefix = "TINKERCLOUD_OPERATOR_"
+    given = {name: v for name, v in environment(deployment).items() if name.startswith(prefix)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    OperatorSettings()
+
+    assert {name.removeprefix(prefix).lower() for name in given} <= set(
+        OperatorSettings.model_fields
+    )
+
+
+def test_both_programs_are_told_of_the_same_store() -> None:
+    options = ("--set", "checkpoints.root=s3://bucket/x,checkpoints.existingSecret=store")
+
+    api, operator = one("Deployment", API, *options), one("Deployment", OPERATOR, *options)
+    (container,) = api["spec"]["template"]["spec"]["containers"]
+
+    assert environment(api)["TINKERCLOUD_CHECKPOINT_ROOT"] == "s3://bucket/x"
+    assert environment(operator)["TINKERCLOUD_OPERATOR_CHECKPOINT_ROOT"] == "s3://bucket/x"
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    assert environment(operator)["TINKERCLOUD_OPERATOR_CHECKPOINT_SECRET"] == "store"
+    assert [each["metadata"]["name"] for each in of_kind("PersistentVolumeClaim", *options)] == [
+        "tinker-tinkercloud-catalog"
+    ]
+
+
+def test_a_volume_of_checkpoints_is_mounted_where_both_programs_look() -> None:
+    spec = one("Deployment", API)["spec"]["template"]["spec"]
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in spec["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    told = environment(one("Deployment", OPERATOR))["TINKERCLOUD_OPERATOR_CHECKPOINT_CLAIM"]
+
+    assert mounts["checkpoints"] == "/checkpoints"
+    assert claims["checkpoints"] == told == "tinker-tinkercloud-checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"), [((), "Recreate"), (POSTGRES, "RollingUpdate")], ids=str
+)
+def test_only_postgresql_lets_two_api_servers_run_at_a_time(
+    options: tuple[str, ...], strategy: str
+) -> None:
+    assert one("Deployment", API, *options)["spec"]["strategy"]["type"] == strategy
+
+
+def test_the_autoscaler_alone_decides_how_many_pods_there_are() -> None:
+    options = (*POSTGRES, "--set", "apiServer.autoscaling.enabled=true")
+
+    (scaler,) = of_kind("HorizontalPodAutoscaler", *options)
+
+    assert scaler["spec"]["scaleTargetRef"]["name"] == API
+    assert "replicas" not in one("Deployment", API, *options)["spec"]
+
+
+def test_a_single_pod_has_no_budget_that_would_block_a_drain() -> None:
+    names = {each["metadata"]["name"] for each in of_kind("PodDisruptionBudget")}
+
+    assert names == {OPERATOR}
+
+
+def test_the_operator_and_its_session_pods_may_be_told_no_user() -> None:
+    options = ("--values", str(CHART / "ci" / "openshift.yaml"))
+
+    spec = one("Deployment", OPERATOR, *options)["spec"]["template"]["spec"]
+    told = environment(one("Deployment", OPERATOR, *options))
+
+    assert "runAsUser" not in spec["securityContext"]
+    assert told["TINKERCLOUD_OPERATOR_RUN_AS_USER"] == "null"
+
+
+@pytest.mark.parametrize(
+    ("options", "image"),
+    [
+        ("image.tag=v2", "tinkercloud-api:v2"),
+        ("image.registry=r.example.com/ml", "r.example.com/ml/tinkercloud-api:0.1.0"),
+        ("apiServer.image.repository=a/b,apiServer.image.tag=c", "a/b:c"),
+        (f"apiServer.image.digest=sha256:{'0' * 64}", f"tinkercloud-api@sha256:{'0' * 64}"),
+    ],
+)
+def test_every_part_of_an_image_can_be_chosen(options: str, image: str) -> None:
+    (container,) = one("Deployment", API, "--set", options)["spec"]["template"]["spec"][
+        "containers"
+    ]
+
+    assert container["image"] == image
+
+
+def test_routes_hold_a_request_longer_than_a_long_poll() -> None:
+    options = ("--values", str(CHART / "ci" / "production.yaml"))
+    (route,) = of_kind("HTTPRoute", *options)
+    (ingress,) = of_kind("Ingress", "--set", "ingress.enabled=true")
+    seconds = ApiSettings.model_fields["timings"].default.long_poll_seconds
+
+    timeout = route["spec"]["rules"][0]["timeouts"]["request"]
+    nginx = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-read-timeout"]
+
+    assert int(timeout.removesuffix("s")) > seconds
+    assert int(nginx) > seconds
+
+
+def test_models_in_the_values_become_base_models() -> None:
+    (found,) = of_kind("BaseModel", "--values", str(CHART / "ci" / "one-node.yaml"))
+
+    assert found["spec"]["modelName"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_uninstalling_deletes_sessions_while_the_operator_still_runs() -> None:
+    (job,) = of_kind("Job")
+
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    assert of_kind("Job", "--set", "sessions.deleteOnUninstall=false") == []
+
+
+def test_data_outlives_the_release_unless_told_otherwise() -> None:
+    kept = of_kind("PersistentVolumeClaim")
+    dropped = of_kind(
+        "PersistentVolumeClaim",
+        "--set",
+        "database.volume.retain=false,checkpoints.volume.retain=false",
+    )
+
+    assert [each["metadata"].get("annotations") for each in kept] == [
+        {"helm.sh/resource-policy": "keep"}
+    ] * 2
+    assert [each["metadata"].get("annotations") for each in dropped] == [None] * 2

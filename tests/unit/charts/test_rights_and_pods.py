@@ -1,0 +1,158 @@
+"""What the programs may do in the cluster, and how their pods are confined."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_testing.charts import CASES, CHART, NAMESPACE, objects, of_kind, one, pod_specs
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
+KUEUE = ("--set", "kueue.enabled=true")
+READ = {"get", "list", "watch"}
+OWN = READ | {"create", "patch", "delete"}
+
+
+def rights(role: dict[str, Any]) -> dict[str, set[str]]:
+    """Verbs by group/resource, or group/resource/name."""
+    return {
+        "/".join(filter(None, (group, resource, *rule.get("resourceNames", [])))): set(
+            rule["verbs"]
+        )
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+
+
+def test_the_api_server_has_these_rights_and_no_others() -> None:
+    assert rights(one("Role", API)) == {
+        "tinkercloud.dev/trainingsessions": OWN,
+        "tinkercloud.dev/basemodels": READ,
+        "secrets": {"get"},
+    }
+
+
+def test_the_operator_has_these_rights_and_no_others() -> None:
+    assert rights(one("Role", OPERATOR, *KUEUE)) == {
+        "tinkercloud.dev/basemodels": READ,
+        "tinkercloud.dev/basemodels/status": {"get", "patch"},
+        "tinkercloud.dev/trainingsessions": READ | {"patch", "delete"},
+        "tinkercloud.dev/trainingsessions/status": {"get", "patch"},
+        "ray.io/rayclusters": OWN,
+        "pods": READ,
+        "services": OWN,
+        "configmaps": OWN,
+        "secrets": {"get", "create", "patch", "delete"},
+        "networking.k8s.io/networkpolicies": OWN,
+        "policy/poddisruptionbudgets": OWN,
+        "resourcequotas": READ,
+        "events": {"create", "patch"},
+        "events.k8s.io/events": {"create", "patch"},
+        "coordination.k8s.io/leases": {"create"},
+        f"coordination.k8s.io/leases/{OPERATOR}": {"get", "update", "patch"},
+        "kueue.x-k8s.io/workloads": READ,
+    }
+
+
+def test_outside_its_namespace_the_operator_only_reads_nodes_and_only_if_allowed() -> None:
+    (role,) = of_kind("ClusterRole")
+
+    assert rights(role) == {"nodes": READ}
+    assert of_kind("ClusterRole", "--set", "operator.readNodes=false") == []
+    assert of_kind("ClusterRoleBinding", "--set", "operator.readNodes=false") == []
+
+
+def test_kueue_is_read_only_where_it_is_used() -> None:
+    assert "kueue.x-k8s.io/workloads" not in rights(one("Role", OPERATOR))
+
+
+@every_case
+def test_no_role_has_wildcards_or_lists_secrets(case: Path) -> None:
+    roles = [each for each in objects("--values", str(case)) if each["kind"].endswith("Role")]
+    rules = [rule for role in roles for rule in role["rules"]]
+
+    wild = [rule for rule in rules if "*" in rule["apiGroups"] + rule["resources"] + rule["verbs"]]
+    of_secrets = [rule["verbs"] for rule in rules if "secrets" in rule["resources"]]
+
+    assert rules
+    assert wild == []
+    assert not {"list", "watch", "deletecollection"} & set().union(*of_secrets)
+
+
+@every_case
+def test_roles_are_bound_to_accounts_that_exist_and_sessions_get_none(case: Path) -> None:
+    found = objects("--values", str(case))
+    accounts = {
+        each["metadata"]["labels"]["app.kubernetes.io/component"]: each["metadata"]["name"]
+        for each in found
+        if each["kind"] == "ServiceAccount"
+    }
+    subjects = [
+        subject
+        for each in found
+        if each["kind"].endswith("RoleBinding")
+        for subject in each["subjects"]
+    ]
+
+    assert set(accounts) == {"api", "operator", "session"}
+    assert {subject["name"] for subject in subjects} == {accounts["api"], accounts["operator"]}
+    assert {subject["namespace"] for subject in subjects} == {NAMESPACE}
+
+
+@every_case
+def test_every_pod_meets_the_restricted_standard(case: Path) -> None:
+    for name, spec in pod_specs("--values", str(case)):
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}, name
+        assert not any("hostPath" in volume for volume in spec["volumes"]), name
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+
+
+@every_case
+def test_every_container_is_bounded_and_writes_only_to_volumes(case: Path) -> None:
+    for name, spec in pod_specs("--values", str(case)):
+        for container in spec["containers"]:
+            assert container["resources"]["limits"]["memory"], name
+            assert "tmp" in {mount["name"] for mount in container["volumeMounts"]}, name
+
+
+@every_case
+def test_no_pod_gets_variables_named_after_services(case: Path) -> None:
+    links = {name: spec["enableServiceLinks"] for name, spec in pod_specs("--values", str(case))}
+
+    assert links
+    assert set(links.values()) == {False}
+
+
+def test_policies_select_the_pods_they_are_for() -> None:
+    options = ("--values", str(CHART / "ci" / "production.yaml"))
+    selected = {
+        each["metadata"]["name"]: each["spec"]["podSelector"]["matchLabels"]
+        for each in of_kind("NetworkPolicy", *options)
+    }
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in of_kind("Deployment", *options)
+    }
+
+    assert set(selected) == set(pods) == {API, OPERATOR}
+    assert all(selected[name].items() <= pods[name].items() for name in pods)
+    assert not selected[API].items() <= pods[OPERATOR].items()
+
+
+def test_only_named_peers_reach_the_api_server() -> None:
+    options = ("--values", str(CHART / "ci" / "production.yaml"))
+
+    (rule,) = one("NetworkPolicy", API, *options)["spec"]["ingress"]
+
+    assert rule["from"] == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}
+    ]
