@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -139,16 +139,25 @@ def add_tree(
     tar.add(source, target.lstrip("/"), filter=normalised)
 
 
-def write_archive(images: Sequence[Image], target: IO[bytes]) -> None:
-    """Write images as one OCI archive, which containerd, Docker and kind can load."""
+def write_archive(
+    images: Sequence[Image], target: IO[bytes], *, without: Collection[str] = ()
+) -> None:
+    """Write images as one OCI archive, which containerd, Docker and kind can load.
+
+    Args:
+        images: What to write.
+        target: Where to; it need not be seekable.
+        without: Digests of layers that the reader has.
+    """
+    layers = {layer.digest: layer for image in images for layer in image.layers}
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as tar:
         add_bytes(tar, "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
         add_bytes(tar, "index.json", _index(images))
         for image in images:
             for content in (image.config, image.manifest):
                 add_bytes(tar, _blob(_digest(content)), content)
-        for layer in {layer.digest: layer for image in images for layer in image.layers}.values():
-            tar.add(layer.path, _blob(layer.digest))
+        for digest in layers.keys() - set(without):
+            tar.add(layers[digest].path, _blob(digest))
 
 
 def _index(images: Sequence[Image]) -> bytes:

@@ -57,21 +57,29 @@ class RealNode:
         Raises:
             subprocess.CalledProcessError: containerd refused them.
         """
-        command = self._ctr("images", "import", "-")
+        present = set(self._ctr("content", "list", "--quiet"))
+        command = self._command("images", "import", "-")
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as ctr:
             assert ctr.stdin is not None
-            write_archive(images, ctr.stdin)
+            write_archive(images, ctr.stdin, without=present)
             ctr.stdin.close()
             if ctr.wait() != 0:
                 raise subprocess.CalledProcessError(ctr.returncode, command)
 
-    def image_names(self) -> Sequence[str]:
-        """Return the names of the images it has."""
-        listed = self._ctr("images", "list", "--quiet")
-        said = subprocess.run(listed, check=True, text=True, stdout=subprocess.PIPE).stdout
-        return said.split()
+    def forget_containers(self) -> None:
+        """Remove what the last run left in the store it shares with this one, but its images."""
+        left = self._ctr("containers", "list", "--quiet")
+        if left:
+            self._ctr("containers", "remove", *left)
+            self.containerd.restart()
 
     def _ctr(self, *arguments: str) -> Sequence[str]:
+        """Run containerd's own client and return the words it printed."""
+        command = self._command(*arguments)
+        said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        return said.split()
+
+    def _command(self, *arguments: str) -> Sequence[str]:
         socket = f"--address={_socket(self.folder)}"
         return (system_tool("ctr"), socket, "--namespace=k8s.io", *arguments)
 
@@ -92,6 +100,7 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
         _join_networks(box, inside)
         node = _assemble(plane, folder, box, inside)
         node.containerd.start()
+        node.forget_containers()
         node.load(_pause_image(folder), dns_image())
         node.kubelet.start()
         node.proxy.start()

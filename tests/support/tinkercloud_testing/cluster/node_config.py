@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, ControlPlane
+from tinkercloud_testing.cluster.programs import build_folder
 
 CGROUP = "tinkercloud-node"
 PAUSE_IMAGE = "tinkercloud.test/pause:1"
@@ -69,9 +70,14 @@ def pod_network(addresses: str, folder: Path) -> dict[str, Any]:
     return {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]}
 
 
+def _image_store() -> Path:
+    """Return where images lie unpacked, for all runs: there is one node at a time."""
+    return build_folder("kubectl").parent / "containerd"
+
+
 def _containerd(folder: Path) -> str:
     return f"""version = 2
-root = "{folder}/containerd"
+root = "{_image_store()}"
 state = "{folder}/containerd-state"
 
 [grpc]
