@@ -51,7 +51,7 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
         "events": {"create", "patch"},
         "events.k8s.io/events": {"create", "patch"},
         "coordination.k8s.io/leases": {"create"},
-        f"coordination.k8s.io/leases/{OPERATOR}": {"get", "update", "patch"},
+        f"coordination.k8s.io/leases/{OPERATOR}": READ | {"update", "patch"},
         "kueue.x-k8s.io/workloads": READ,
     }
 

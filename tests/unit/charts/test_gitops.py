@@ -1,0 +1,244 @@
+"""Deployments from Git: what lies in deploy/ follows from the chart, and health is read rightly."""
+
+import dataclasses
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import celpy
+import lupa
+import pytest
+import yaml
+from celpy.adapter import json_to_cel
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.shapes import HeadShape
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_operator.observed import ChildKey, Observed, Pod, Trouble
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.charts import ROOT
+from tinkercloud_testing.cluster.programs import binary
+
+DEPLOY = ROOT / "deploy"
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+RUNNING = {ChildKey("RayCluster", "one"): {"metadata": {"name": "one"}, "status": {}}}
+"""What a session with pods owns, as far as its status tells."""
+
+
+def a_session(**changes: Any) -> Observed:
+    """A session that somebody uses and that has no pods yet, changed."""
+    known = Observed(
+        name="one",
+        namespace="research",
+        uid="11111111",
+        generation=3,
+        created=NOW - timedelta(minutes=5),
+        deleted=None,
+        has_finalizer=True,
+        spec=TrainingSessionSpec(base_model="tiny/llama", owner="somebody"),
+        status=TrainingSessionStatus(conditions=[]),
+        last_activity=NOW,
+        base_model=BaseModelSpec(
+            model_name="tiny/llama",
+            source={"hub": "tiny/llama"},
+            max_context_length=128,
+            head=HeadShape(image="worker"),
+        ),
+        sessions_of_owner=0,
+        children={},
+        has_secret=True,
+        pods=(),
+        nodes=None,
+        has_kuberay=True,
+        apply_error=None,
+        answers=frozenset(),
+        now=NOW,
+    )
+    return dataclasses.replace(known, **changes)
+
+
+def a_head(**changes: Any) -> Pod:
+    """A head that serves, changed."""
+    known = Pod("one-head", "22222222", "head", True, True, True, False, 0, None)
+    return dataclasses.replace(known, **changes)
+
+
+def seen(observed: Observed) -> dict[str, Any]:
+    """Return the object as the operator would leave it."""
+    status = reconcile(observed, Settings()).status
+    assert status is not None
+    return {
+        "apiVersion": "tinkercloud.dev/v1alpha1",
+        "kind": "TrainingSession",
+        "metadata": {"name": observed.name, "generation": observed.generation},
+        "status": status.model_dump(by_alias=True, exclude_none=True, mode="json"),
+    }
+
+
+def spec(**changes: Any) -> TrainingSessionSpec:
+    return TrainingSessionSpec(base_model="tiny/llama", owner="somebody", **changes)
+
+
+STARTING = a_session(children=RUNNING, pods=(a_head(is_started=False, is_ready=False),))
+SERVING = a_session(children=RUNNING, pods=(a_head(),))
+IMPOSSIBLE = a_session(base_model=None)
+BROKEN = a_session(
+    children=RUNNING,
+    pods=(
+        a_head(
+            is_started=False,
+            is_ready=False,
+            trouble=Trouble(Reason.IMAGE_PULL_BACK_OFF, "no such image"),
+        ),
+    ),
+)
+SUSPENDED = a_session(spec=spec(suspend=True))
+FINISHED = a_session(
+    status=TrainingSessionStatus(conditions=[], finished_time="2026-11-20T11:59:00Z")
+)
+
+every_state = pytest.mark.parametrize(
+    ("observed", "argo", "flux"),
+    [
+        pytest.param(a_session(), "Progressing", "inProgress", id="not begun"),
+        pytest.param(STARTING, "Progressing", "inProgress", id="starting"),
+        pytest.param(SERVING, "Healthy", "current", id="serving"),
+        pytest.param(IMPOSSIBLE, "Degraded", "failed", id="no such model"),
+        pytest.param(BROKEN, "Degraded", "failed", id="no such image"),
+        pytest.param(SUSPENDED, "Suspended", "current", id="suspended"),
+        pytest.param(FINISHED, "Healthy", "current", id="finished"),
+    ],
+)
+
+
+def argo_health(manifest: dict[str, Any]) -> dict[str, str]:
+    """Run the health check as Argo CD does: the object is a global, the answer a table."""
+    lua = lupa.LuaRuntime(unpack_returned_tuples=True)
+    lua.globals()["obj"] = lua.table_from(manifest, recursive=True)
+    return dict(lua.execute((DEPLOY / "argocd" / "health.lua").read_text()))
+
+
+def flux_expressions(kind: str) -> dict[str, str]:
+    """Return the expressions for a kind, in the order in which Flux asks them."""
+    documents = yaml.safe_load_all((DEPLOY / "flux" / "tinkercloud.yaml").read_text())
+    (kustomization,) = (each for each in documents if each["kind"] == "Kustomization")
+    (found,) = (each for each in kustomization["spec"]["healthCheckExprs"] if each["kind"] == kind)
+    return {name: found[name] for name in ("inProgress", "failed", "current")}
+
+
+def flux_health(manifest: dict[str, Any]) -> str:
+    """Return the first expression that holds."""
+    environment = celpy.Environment()
+    known = {name: json_to_cel(value) for name, value in manifest.items()}
+    for name, expression in flux_expressions(manifest["kind"]).items():
+        if environment.program(environment.compile(expression)).evaluate(known):
+            return name
+    return "inProgress"
+
+
+@every_state
+def test_argo_cd_sees_what_a_session_is_up_to(observed: Observed, argo: str, flux: str) -> None:
+    assert argo_health(seen(observed))["status"] == argo
+
+
+@every_state
+def test_flux_sees_what_a_session_is_up_to(observed: Observed, argo: str, flux: str) -> None:
+    assert flux_health(seen(observed)) == flux
+
+
+def test_argo_cd_says_why_a_session_is_degraded() -> None:
+    assert "tiny/llama" in argo_health(seen(IMPOSSIBLE))["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": {}},
+        {"metadata": {"name": "one", "generation": 4}},
+        {"metadata": {"name": "one", "generation": 3, "deletionTimestamp": "2026-11-20T12:00:00Z"}},
+    ],
+    ids=["never looked at", "specification changed", "being deleted"],
+)
+def test_what_the_operator_has_not_caught_up_with_is_progressing(change: dict[str, Any]) -> None:
+    assert argo_health(seen(SERVING) | change)["status"] == "Progressing"
+
+
+def test_flux_waits_for_the_operator_to_look_at_a_changed_specification() -> None:
+    changed = seen(SERVING) | {"metadata": {"name": "one", "generation": 4}}
+
+    assert flux_health(changed) == "inProgress"
+
+
+def test_the_kustomize_base_is_what_the_chart_renders() -> None:
+    subprocess.run([sys.executable, "tools/render_deploy.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_the_kustomize_base_holds_no_key() -> None:
+    documents = yaml.safe_load_all((DEPLOY / "kustomize" / "base" / "tinkercloud.yaml").read_text())
+
+    assert "Secret" not in {each["kind"] for each in documents}
+
+
+def kustomize(folder: str) -> list[dict[str, Any]]:
+    """Build a folder with kubectl's kustomize."""
+    command = [str(binary("kubectl")), "kustomize", str(DEPLOY / folder)]
+    built = subprocess.check_output(command, text=True)
+    return list(yaml.safe_load_all(built))
+
+
+def test_an_overlay_chooses_images_and_sizes() -> None:
+    found = kustomize("kustomize/overlays/example")
+    images = {
+        container["image"]
+        for each in found
+        if each["kind"] == "Deployment"
+        for container in each["spec"]["template"]["spec"]["containers"]
+    }
+    sizes = {
+        each["metadata"]["name"]: each["spec"]["resources"]["requests"]["storage"]
+        for each in found
+        if each["kind"] == "PersistentVolumeClaim"
+    }
+
+    assert images == {
+        "registry.example.com/ml/tinkercloud-api:0.1.0",
+        "registry.example.com/ml/tinkercloud-operator:0.1.0",
+    }
+    assert sizes["tinkercloud-checkpoints"] == "500Gi"
+    assert {each["metadata"].get("namespace") for each in found} == {"tinkercloud", None}
+
+
+def test_argo_cd_gets_the_health_check_of_both_kinds_and_nothing_else() -> None:
+    (configuration,) = kustomize("argocd")
+    text = (DEPLOY / "argocd" / "health.lua").read_text()
+
+    assert configuration["metadata"]["name"] == "argocd-cm"
+    assert configuration["data"] == {
+        f"resource.customizations.health.tinkercloud.dev_{kind}": text
+        for kind in ("BaseModel", "TrainingSession")
+    }
+
+
+def test_examples_of_argo_cd_and_flux_install_both_charts_in_this_order() -> None:
+    argo = list(yaml.safe_load_all((DEPLOY / "argocd" / "applications.yaml").read_text()))
+    flux = list(yaml.safe_load_all((DEPLOY / "flux" / "tinkercloud.yaml").read_text()))
+    waves = {
+        each["spec"]["source"]["path"]: int(
+            each["metadata"]["annotations"]["argocd.argoproj.io/sync-wave"]
+        )
+        for each in argo
+    }
+    releases = {
+        each["spec"]["chart"]["spec"]["chart"]: each["spec"].get("dependsOn")
+        for each in flux
+        if each["kind"] == "HelmRelease"
+    }
+
+    assert waves["charts/tinkercloud-crds"] < waves["charts/tinkercloud"] < waves["tinkercloud"]
+    assert releases == {
+        "charts/tinkercloud-crds": None,
+        "charts/tinkercloud": [{"name": "tinkercloud-crds"}],
+    }
