@@ -1,0 +1,271 @@
+"""A model comes whole or not at all, from the hub or from an object store."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tinkercloud_testing.models import save, tiny_llama
+
+SOURCE = "hub:acme/tiny"
+CLUTTER = ("pytorch_model.bin", "modeling_acme.py", "consolidated.safetensors", "onnx/model.json")
+
+
+def a_sharded_model(folder: Path) -> Path:
+    """Write a tiny model in several files of weights, beside files nobody wants."""
+    save(tiny_llama(), folder)
+    (folder / "model.safetensors").unlink()
+    tiny_llama().save_pretrained(folder, max_shard_size="20KB")
+    for name in CLUTTER:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x" * 100)
+    return folder
+
+
+def fetched(source: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a pod's first container does."""
+    return subprocess.run(
+        [sys.executable, "-m", "tinkercloud_worker.fetch_model", source, str(folder)],
+        env={**os.environ, "HF_HOME": str(folder.parent / "hf"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@dataclass
+class Hub:
+    """A hub of one model, which speaks its protocol and wants a token."""
+
+    folder: Path
+    token: str = "hf_granted"
+    url: str = ""
+    served: list[str] = field(default_factory=list)
+    """Names of files whose content was sent."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": self.token, "HF_HUB_OFFLINE": "0"}
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        files = {
+            str(path.relative_to(self.folder)): path
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
+        match path.split("/"):
+            case ["", "api", "models", "acme", "tiny", "revision", _]:
+                siblings = [{"rfilename": name} for name in files]
+                return _json({"id": "acme/tiny", "sha": "0" * 40, "siblings": siblings})
+            case ["", "api", "models", "acme", "tiny", "tree", _]:
+                return _json([_entry(name, path) for name, path in files.items()])
+            case ["", "acme", "tiny", "resolve", _, *name]:
+                content = files["/".join(name)].read_bytes()
+                etag = hashlib.sha1(content, usedforsecurity=False).hexdigest()
+                return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40}, content
+        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+
+
+def _entry(name: str, path: Path) -> dict[str, object]:
+    oid = hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
+    return {"type": "file", "path": name, "size": path.stat().st_size, "oid": oid}
+
+
+def _json(content: object) -> tuple[int, dict[str, str], bytes]:
+    return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
+
+
+def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            status, headers, body = hub.answer(path)
+            if self.headers.get("Authorization") != f"Bearer {hub.token}":
+                status, headers, body = 401, {"X-Error-Code": "GatedRepo"}, b"{}"
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                hub.served.append(path.rpartition("/")[2])
+                self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_arguments: object) -> None: ...
+
+    return Handler
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub(a_sharded_model(tmp_path / "on-hub"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield hub
+    server.shutdown()
+    server.server_close()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of a real S3 server that holds models."""
+
+    endpoint: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_REGION": "us-east-1",
+        }
+
+    @property
+    def client(self):
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="testing",
+            aws_secret_access_key="testing",
+        )
+
+    def hold(self, folder: Path, prefix: str) -> str:
+        """Upload a folder; return its URL."""
+        for path in [path for path in folder.rglob("*") if path.is_file()]:
+            key = f"{prefix}/{path.relative_to(folder)}"
+            self.client.upload_file(str(path), "models", key)
+        return f"s3://models/{prefix}"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    bucket = Bucket(f"http://{host}:{port}")
+    bucket.client.create_bucket(Bucket="models")
+    yield bucket
+    server.stop()
+
+
+def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
+    hub: Hub, tmp_path: Path
+) -> None:
+    folder = tmp_path / "scratch" / "model"
+
+    result = fetched(SOURCE, folder, **hub.environment)
+
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in shards(folder)] == [
+        path.name for path in shards(hub.folder) if path.name not in CLUTTER
+    ]
+    assert not {path.name for path in folder.iterdir()} & {*CLUTTER, "onnx", ".cache"}
+    AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def test_a_model_that_is_there_is_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    fetched(SOURCE, folder, **hub.environment)
+    hub.served.clear()
+
+    result = fetched(SOURCE, folder, **hub.environment)
+
+    assert result.returncode == 0, result.stderr
+    assert hub.served == []
+
+
+def test_a_model_the_hub_does_not_grant_is_refused_by_name(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    result = fetched(SOURCE, folder, **{**hub.environment, "HF_TOKEN": "hf_guessed"})
+
+    assert result.returncode == 1
+    assert "hub:acme/tiny can't be fetched: GatedRepoError" in result.stderr
+    assert "hf_guessed" not in result.stderr
+    assert not folder.exists()
+
+
+def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "scratch" / "model"
+    source = bucket.hold(kept, "acme/tiny")
+
+    result = fetched(source, folder, **bucket.environment)
+
+    assert result.returncode == 0, result.stderr
+    assert [path.read_bytes() for path in shards(folder)] == [
+        path.read_bytes() for path in shards(kept) if path.name not in CLUTTER
+    ]
+    assert not {path.name for path in folder.iterdir()} & {*CLUTTER, "onnx"}
+    AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) -> None:
+    kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "model"
+    source = bucket.hold(kept, "cut-off")
+    lost = shards(kept)[-1].name
+    bucket.client.delete_object(Bucket="models", Key=f"cut-off/{lost}")
+    first = fetched(source, folder, **bucket.environment)
+    partial = tmp_path / ".model.partial"
+    times = {path.name: path.stat().st_mtime_ns for path in shards(partial)}
+    bucket.client.upload_file(str(kept / lost), "models", f"cut-off/{lost}")
+
+    second = fetched(source, folder, **bucket.environment)
+
+    assert (first.returncode, second.returncode) == (1, 0), second.stderr
+    assert f"lacks {lost}" in first.stderr
+    assert times
+    assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
+    assert not partial.exists()
+
+
+def test_weights_that_only_a_pickle_holds_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+    kept = save(tiny_llama(), tmp_path / "kept")
+    (kept / "model.safetensors").rename(kept / "pytorch_model.bin")
+    source = bucket.hold(kept, "pickled")
+
+    result = fetched(source, tmp_path / "model", **bucket.environment)
+
+    assert result.returncode == 1
+    assert f"{source} is not a whole model" in result.stderr
+    assert "*.safetensors" in result.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, tmp_path: Path) -> None:
+    result = fetched("s3://nothing/at-all", tmp_path / "model", **bucket.environment)
+
+    assert result.returncode == 1
+    assert "s3://nothing/at-all can't be fetched" in result.stderr
+
+
+@pytest.mark.parametrize("source", ["acme/tiny", "https://example.org/tiny", "file:///etc"])
+def test_a_source_of_another_kind_is_refused(source: str, tmp_path: Path) -> None:
+    result = fetched(source, tmp_path / "model")
+
+    assert result.returncode == 1
+    assert f"{source!r} is no source of a model" in result.stderr

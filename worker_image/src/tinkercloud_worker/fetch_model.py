@@ -1,0 +1,147 @@
+"""`python -m tinkercloud_worker.fetch_model SOURCE FOLDER`: a model from where it is kept.
+
+SOURCE is `hub:<model id>` on the Hugging Face hub (HF_TOKEN and HF_ENDPOINT count), or a folder in
+an object store: `s3://...`, `gs://...`, `az://...` (credentials come from the environment). FOLDER
+appears whole or not at all: files gather in a folder beside it, where a fetch that was cut off
+goes on, and which is renamed at last. A FOLDER that is there is left as it is.
+
+Only weights in safetensors and what describes them are fetched: no pickles, no code, and no second
+copy of the weights in another layout.
+"""
+
+import fcntl
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+
+import obstore
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore
+
+from tinkercloud_worker.checkpoints.store import open_store
+
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+UNWANTED = ("*/*", "consolidated*")
+"""Subfolders and `consolidated` files hold the same weights in layouts that are not read here."""
+
+_STORES = ("s3://", "gs://", "az://")
+_HUB = "hub:"
+_INDEX = "model.safetensors.index.json"
+_PARALLEL_FILES = 4
+_CHUNK_BYTES = 8 << 20
+
+
+class FetchFailed(Exception):
+    """A model can't be had; the message names its source and the reason."""
+
+
+def fetch(source: str, folder: Path) -> None:
+    """Fetch a model into a folder, unless that exists. Repeating it is fine, at any time.
+
+    Raises:
+        FetchFailed: the source is not understood, refuses, or holds no model that can be loaded.
+    """
+    download = _downloader(source)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        partial = folder.with_name(f".{folder.name}.partial")
+        partial.mkdir(exist_ok=True)
+        try:
+            download(partial)
+        except (BaseError, HFValidationError, OSError) as error:
+            raise FetchFailed(f"{source} can't be fetched: {_in_one_line(error)}") from error
+        _check_whole(source, partial)
+        partial.rename(folder)
+
+
+def _downloader(source: str) -> Callable[[Path], None]:
+    if source.startswith(_HUB):
+        return lambda folder: _from_hub(source.removeprefix(_HUB), folder)
+    if source.startswith(_STORES):
+        return lambda folder: _from_store(open_store(source), folder)
+    raise FetchFailed(
+        f"{source!r} is no source of a model: name hub:<model id>, or a folder as s3://..., gs://..."
+        " or az://..."
+    )
+
+
+def _from_hub(model_id: str, folder: Path) -> None:
+    snapshot_download(
+        model_id,
+        local_dir=folder,
+        allow_patterns=list(WANTED),
+        ignore_patterns=list(UNWANTED),
+        max_workers=_PARALLEL_FILES,
+    )
+    # What the hub's client keeps there for itself.
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def _from_store(store: ObjectStore, folder: Path) -> None:
+    sizes = {meta["path"]: meta["size"] for batch in obstore.list(store) for meta in batch}
+    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+        copies = [
+            pool.submit(_copy, store, name, folder, size)
+            for name, size in sizes.items()
+            if _matches(name, WANTED) and not _matches(name, UNWANTED)
+        ]
+        for copy in copies:
+            copy.result()
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _copy(store: ObjectStore, name: str, folder: Path, size: int) -> None:
+    """Copy one file, a chunk at a time; one that was copied before is known by its size."""
+    target = folder / name
+    if target.exists() and target.stat().st_size == size:
+        return
+    scratch = folder / f".{name}"
+    with scratch.open("wb") as file:
+        for chunk in obstore.get(store, name).stream(min_chunk_size=_CHUNK_BYTES):
+            file.write(chunk)
+    if scratch.stat().st_size != size:
+        raise OSError(f"{name} has {size} bytes, of which {scratch.stat().st_size} came")
+    scratch.rename(target)
+
+
+def _check_whole(source: str, folder: Path) -> None:
+    """Check that a model's configuration and all its weights are there."""
+    index, needed = folder / _INDEX, {"config.json"}
+    if index.exists():
+        needed |= set(json.loads(index.read_bytes())["weight_map"].values())
+    missing = sorted(name for name in needed if not (folder / name).exists())
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors (weights in other formats are not loaded)")
+    if missing:
+        raise FetchFailed(
+            f"{source} is not a whole model in Hugging Face layout: it lacks {', '.join(missing)}"
+        )
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def main() -> None:
+    """Fetch the model named by the first argument into the folder named by the second."""
+    source, folder = sys.argv[1:]
+    try:
+        fetch(source, Path(folder))
+    except FetchFailed as failure:
+        sys.exit(str(failure))
+
+
+if __name__ == "__main__":
+    main()
