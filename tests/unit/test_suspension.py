@@ -222,8 +222,9 @@ async def test_the_rest_of_a_step_that_failed_is_dropped_in_the_next_head_too(
     with a_head(root, tmp_path, "g2") as after:
         await after.resume("g1")
 
-        after.send_broken(3)
+        after.add(3)
 
+        assert b"not run" in await after.answer(3)
         assert b"broken batch" in await after.answer(2)
         assert b"not run" in await after.answer(4)
         assert b"not applied" in await after.answer(5)

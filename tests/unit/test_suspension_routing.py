@@ -103,6 +103,14 @@ class World:
             assert response.status == 200, response.status
             return await response.read()
 
+    async def wait_until_created(self, route: HeadRoute) -> None:
+        """Wait until the run exists in its head."""
+        headers = {routes.HEAD_TOKEN_HEADER: TOKEN, routes.TARGET_HEADER: RUN}
+        request = {"request_id": f"{RUN}:0"}
+        url = route.url + routes.RETRIEVE_FUTURE
+        async with self.client.post(url, json=request, headers=headers) as response:
+            assert response.status == 200
+
     @asynccontextmanager
     async def head(self, generation: str) -> AsyncIterator[HeadRoute]:
         """Serve a head, and make it the one that the provider finds."""
@@ -128,7 +136,7 @@ class World:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             route = self.provider.route = HeadRoute(url, TOKEN, generation)
             headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
-            async with self.client.get(url + routes.HEAD_READY, headers=headers) as response:
+            async with self.client.get(url + routes.HEAD_WAIT_READY, headers=headers) as response:
                 assert response.status == 200
             yield route
             server.should_exit = True
@@ -241,6 +249,7 @@ async def test_a_head_that_vanishes_loses_the_run_up_to_a_checkpoint_nobody_aske
     async with world.head("g1") as first, world.head("g2") as second:
         world.provider.route = first
         await server.head_of_run(RUN)
+        await world.wait_until_created(first)
         saved = Saved.model_validate_json(await world.call(first, routes.HEAD_CHECKPOINT))
         (path,) = saved.checkpoints
 
