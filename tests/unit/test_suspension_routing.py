@@ -69,6 +69,9 @@ class OneHead:
     def waiting(self, _placement: Placement) -> Waiting:
         return Waiting("active", "no reason")
 
+    def runs(self) -> list[str]:
+        return []
+
     async def is_gone(self, _placement: Placement) -> bool:
         return False
 

@@ -123,5 +123,6 @@ async def _keep_house(context: Context) -> None:
         try:
             await context.activity.write()
             await context.checkpoints.delete_expired()
+            await context.router.release_leftovers()
         except Exception:
             log.exception("housekeeping failed; it is tried again")

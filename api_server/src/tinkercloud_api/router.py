@@ -252,6 +252,13 @@ class Router:
             if (sampler := await self._sampler(sampler_id)) is not None:
                 await self._delete(sampler.placement, f"{routes.HEAD_SAMPLERS}/{sampler_id}")
 
+    async def release_leftovers(self) -> None:
+        """Take away what belongs to runs that are over and could not be taken away then."""
+        for run_id in self._provider.runs():
+            run = await self._run(run_id)
+            if run is not None and run.is_deleted:
+                await self._provider.release(run.placement)
+
     async def _delete(self, placement: Placement, path: str) -> None:
         route = self._provider.find(placement)
         if route is None:

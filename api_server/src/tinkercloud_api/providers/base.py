@@ -100,6 +100,9 @@ class SessionProvider(Protocol):
     def waiting(self, placement: Placement) -> Waiting:
         """Return why `acquire` has not returned yet."""
 
+    def runs(self) -> list[str]:
+        """Return the runs that something was acquired for alone."""
+
     async def is_gone(self, placement: Placement) -> bool:
         """Whether what `acquire` once made for a placement was taken away for good.
 

@@ -79,15 +79,21 @@ class ClusterApi:
         """Read the credentials: of the pod this runs in, else those KUBECONFIG names.
 
         Raises:
-            config.ConfigException: there are none, or they can't be read.
+            ClusterRefused: there are none, or they can't be read.
         """
         configuration = client.Configuration()
-        if _runs_in_a_pod():
-            config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
-        else:
-            await config.load_kube_config(  # type: ignore[no-untyped-call]
-                client_configuration=configuration
-            )
+        try:
+            if _runs_in_a_pod():
+                config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+            else:
+                await config.load_kube_config(  # type: ignore[no-untyped-call]
+                    os.environ.get("KUBECONFIG"), client_configuration=configuration
+                )
+        except config.ConfigException as error:
+            raise ClusterRefused(
+                "provider=kubernetes: there are no credentials of a cluster; run in a pod with a"
+                f" service account, or name a kubeconfig by KUBECONFIG: {error}"
+            ) from None
         return cls(client.ApiClient(configuration), namespace)
 
     async def close(self) -> None:
@@ -298,7 +304,7 @@ def _error(status: int, content: bytes, what: str) -> Exception:
         message = content[:200].decode(errors="replace")
     if status == 410:
         return ResourceVersionGone(message)
-    if status == 429 or status >= 500:
+    if status in {401, 429} or status >= 500:  # 401: the token has just been renewed
         return ClusterUnreachable(f"{what}: {status}: {message}")
     if status in {404, 409}:
         return (_Missing if status == 404 else _Exists)(message)

@@ -225,6 +225,11 @@ class KubernetesProvider:
         what = "is over" if isinstance(state, Over) else "is being connected to"
         return Waiting("active", f"TrainingSession {session.name} {what}")
 
+    def runs(self) -> list[str]:
+        """See `SessionProvider.runs`."""
+        sessions = self._sessions.objects()
+        return [s.spec.model_id for s in sessions if s.spec.model_id and not s.is_deleted]
+
     async def is_gone(self, placement: Placement) -> bool:
         """See `SessionProvider.is_gone`. Asks Kubernetes where the copy may lag behind."""
         session = await self._confirmed(placement)

@@ -156,7 +156,7 @@ class _LocalHead:
     async def _wait_until_ready(
         self, route: HeadRoute, process: asyncio.subprocess.Process
     ) -> None:
-        ready = asyncio.create_task(self._get(route, routes.HEAD_READY))
+        ready = asyncio.create_task(self._get(route, routes.HEAD_WAIT_READY))
         ended = asyncio.create_task(process.wait())
         done, _ = await asyncio.wait(
             {ready, ended},
@@ -334,6 +334,10 @@ class LocalProvider:
         reason = f"the session head of {placement.base_model!r} is loading the model"
         return Waiting("paused_capacity", reason)
 
+    def runs(self) -> list[str]:
+        """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
+        return []
+
     async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
         """See `SessionProvider.is_gone`: a head can always be started again."""
         return False
@@ -342,7 +346,7 @@ class LocalProvider:
         """See `SessionProvider.mistrust`: the lease tells when a head is gone."""
 
     async def release(self, placement: Placement) -> None:
-        """See `SessionProvider.release`: heads are shared by all runs of a base model."""
+        """See `SessionProvider.release`: nothing belongs to one run alone."""
 
 
 def _slug(name: str) -> str:

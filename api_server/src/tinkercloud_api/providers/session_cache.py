@@ -124,6 +124,7 @@ class Cache(Generic[ObjectT]):
                 await asyncio.sleep(pause_seconds(failures))
 
     async def _relist(self) -> str:
+        log.info("listing everything", resource=self._plural)
         listing = await self._api.list_all(self._plural)
         present = {item["metadata"]["name"]: self._read(item) for item in listing.items}
         for name in self._objects.keys() - present.keys():

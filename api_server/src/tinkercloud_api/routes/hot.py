@@ -49,6 +49,8 @@ SaveT = TypeVar("SaveT", SaveWeightsRequest, SaveWeightsForSamplerRequest)
 
 _SMALL_BODY_BYTES = 1 << 20
 _RETRY_SECONDS = 1.0
+_HOLD_SECONDS = 45.0
+"""How long a request waits for a head that is on its way: less than the SDK's own 60."""
 _INTERNAL_ERROR = b'{"detail": "internal error; the log of the server has the details"}'
 _GONE = (410, orjson.dumps({"detail": "this result is gone; send the request again"}))
 
@@ -202,7 +204,10 @@ async def asample(call: Call) -> None:
     sampler_id = envelope.peek_json(body, "sampling_session_id")
     router = call.server.router
     await router.authorize_sampler(sampler_id, call.principal)
-    await call.forward(await router.head_of_sampler(sampler_id), sampler_id, body)
+    route = await _held(
+        router.head_of_sampler(sampler_id), lambda: router.why_sampler_waits(sampler_id)
+    )
+    await call.forward(route, sampler_id, body)
 
 
 async def cancel_future(call: Call) -> None:
@@ -295,7 +300,21 @@ async def _answer_pending(call: Call, request_id: RequestId, waiting: Waiting) -
 async def _route_run(call: Call, model_id: str) -> HeadRoute:
     await call.server.router.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
-    return await call.server.router.head_of_run(model_id)
+    router = call.server.router
+    return await _held(router.head_of_run(model_id), lambda: router.why_waiting(model_id))
+
+
+async def _held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadRoute:
+    """Wait for a head as long as a client waits for an answer.
+
+    Raises:
+        Unavailable: it is not there yet; the message says why.
+    """
+    try:
+        async with asyncio.timeout(_HOLD_SECONDS):
+            return await head
+    except TimeoutError:
+        raise Unavailable(why().reason) from None
 
 
 async def _expect(call: Call, path: CheckpointPath | None) -> None:
