@@ -59,6 +59,8 @@ class Reason(StrEnum):
     """The specification can be served."""
     BASE_MODEL_NOT_FOUND = "BaseModelNotFound"
     """There is no BaseModel of this modelName in the namespace. Never fits."""
+    DUPLICATE = "Duplicate"
+    """An older BaseModel has the same modelName, and is the one that counts."""
     NOT_ALLOWED = "NotAllowed"
     """The session asks for more than its BaseModel allows. Never fits."""
     NEVER_FITS = "NeverFits"

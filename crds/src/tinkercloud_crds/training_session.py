@@ -98,6 +98,10 @@ class TrainingSessionSpec(Part):
                 "restoreFrom: can't be added or removed later",
             ),
             (
+                "has(self.queueName) == has(oldSelf.queueName)",
+                "queueName: can't be added or removed later",
+            ),
+            (
                 "self.role != 'Sampler' || (!has(self.lora) && !has(self.restoreFrom)"
                 " && !has(self.trainer))",
                 "role: a Sampler trains nothing; leave lora, restoreFrom and trainer out",

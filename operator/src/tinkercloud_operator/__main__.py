@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 
@@ -24,7 +25,7 @@ _RESYNC_RETRY_SECONDS = 5.0
 
 async def run(settings: Settings) -> None:
     """Operate until a stop signal."""
-    await config.load_config()  # type: ignore[no-untyped-call]
+    await _load_credentials()
     async with client.ApiClient() as api, aiohttp.ClientSession() as http:
         cluster = Cluster(api, settings.namespace)
         leadership = Leadership(api, settings)
@@ -47,6 +48,14 @@ async def run(settings: Settings) -> None:
         await server.cleanup()
         if not leading.cancelled():
             await leading
+
+
+async def _load_credentials() -> None:
+    """Use the pod's service account; outside a cluster, what KUBECONFIG names."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        config.load_incluster_config()  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config()  # type: ignore[no-untyped-call]
 
 
 class StopSignal(asyncio.Event):
@@ -73,6 +82,7 @@ async def _lead(
         async with asyncio.TaskGroup() as tasks:
             resync = tasks.create_task(_resync(controller, stop, settings))
             workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
+            workers.append(tasks.create_task(controller.work_on_offers()))
             # kopf takes the stop signals when it starts; they are to end more than the watching.
             await watch(
                 controller,

@@ -25,6 +25,7 @@ from tinkercloud_operator.cluster import (
 )
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import Manifest, Node, Observed
+from tinkercloud_operator.offers import offer_status
 from tinkercloud_operator.plan import (
     Action,
     Announce,
@@ -43,6 +44,8 @@ from tinkercloud_operator.watched import CHILD_KINDS, Surroundings, Watched
 
 log = structlog.get_logger(__name__)
 
+_OFFER_SECONDS = 2.0
+"""For how long changes of sessions are gathered before their BaseModel's status is written."""
 _NODES_SECONDS = 60.0
 """How long a list of nodes is good."""
 _MAX_ROUNDS = 4
@@ -55,7 +58,11 @@ class Controller:
     def __init__(self, cluster: Cluster, heads: Heads, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
+        self._offers = WorkQueue()
+        """BaseModels whose status may have changed."""
         self.has_kuberay = True
+        self._is_complete = asyncio.Event()
+        """Whether everything has been listed once: half of a picture must not be acted on."""
         self._cluster = cluster
         self._heads = heads
         self._settings = settings
@@ -70,6 +77,12 @@ class Controller:
         name = manifest["metadata"]["name"]
         for session in self.watched.note(kind, manifest, is_gone=is_gone):
             self.queue.add(session)
+        if kind == "BaseModel":
+            self._offers.add(name)
+        elif kind == "TrainingSession":
+            offering = self.watched.offering(manifest["spec"].get("baseModel", ""))
+            if offering is not None:
+                self._offers.add_after(offering["metadata"]["name"], _OFFER_SECONDS)
         if kind == "TrainingSession" and is_gone:
             for known in (self._answers, self._apply_errors, self._secrets):
                 known.pop(name, None)
@@ -90,10 +103,14 @@ class Controller:
             self.watched.replace(kind, await self._cluster.objects(kind, selector))
         for name in self.watched.sessions:
             self.queue.add(name)
+        for name in self.watched.base_models:
+            self._offers.add(name)
         self._count_sessions()
+        self._is_complete.set()
 
     async def work(self) -> None:
         """Look at sessions as they come, without end; several of these run at once."""
+        await self._is_complete.wait()
         while True:
             name = await self.queue.take()
             metrics.QUEUE_DEPTH.set(len(self.queue))
@@ -111,6 +128,30 @@ class Controller:
             else:
                 metrics.RECONCILES.labels("done").inc()
                 self.queue.done(name)
+
+    async def work_on_offers(self) -> None:
+        """Keep the status of BaseModels, without end."""
+        await self._is_complete.wait()
+        while True:
+            name = await self._offers.take()
+            try:
+                await self._write_offer(name)
+            except Exception:
+                log.exception("will look again", base_model=name)
+                self._offers.failed(name)
+            else:
+                self._offers.done(name)
+
+    async def _write_offer(self, name: str) -> None:
+        base_model = self.watched.base_models.get(name)
+        if base_model is None:
+            return
+        model_name = base_model["spec"].get("modelName", "")
+        offering, sessions = self.watched.offering(model_name), self.watched.sessions_of(model_name)
+        status = offer_status(base_model, offering, sessions, datetime.now(UTC))
+        content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if content != base_model.get("status"):
+            await self._apply_status("BaseModel", name, base_model["metadata"]["uid"], content)
 
     async def _look_at(self, name: str) -> None:
         for _ in range(_MAX_ROUNDS):
@@ -239,21 +280,22 @@ class Controller:
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        try:
-            applied = await self._cluster.apply_status(
-                {
-                    "apiVersion": labels.API_VERSION,
-                    "kind": "TrainingSession",
-                    "metadata": {"name": observed.name, "uid": observed.uid},
-                    "status": content,
-                }
-            )
-        except NotThere:
-            return
-        self.watched.note("TrainingSession", applied)
+        await self._apply_status("TrainingSession", observed.name, observed.uid, content)
         if _became_ready(observed, status):
             age = (datetime.now(UTC) - observed.created).total_seconds()
             metrics.READY_SECONDS.observe(age)
+
+    async def _apply_status(self, kind: str, name: str, uid: str, content: Manifest) -> None:
+        manifest = {
+            "apiVersion": labels.API_VERSION,
+            "kind": kind,
+            "metadata": {"name": name, "uid": uid},
+            "status": content,
+        }
+        try:
+            self.watched.note(kind, await self._cluster.apply_status(manifest))
+        except NotThere:
+            log.debug("gone before its status was written", kind=kind, name=name)
 
     async def _announce(self, observed: Observed, action: Announce) -> None:
         """Post an Event; one with the same content, as long as it is kept, is the same Event."""

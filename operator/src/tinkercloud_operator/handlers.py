@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import kopf
 
@@ -65,6 +66,11 @@ def _registry(controller: Controller, on_heartbeat: Callable[[], None]) -> kopf.
     registry = kopf.OperatorRegistry()
     for kind, resource in {**_OWN, **_CHILDREN}.items():
         _register(registry, controller, kind, resource)
+
+    @kopf.on.login(registry=registry)
+    def login(**arguments: Any) -> object:  # noqa: ANN401 - kopf's
+        in_cluster = kopf.login_with_service_account(**arguments)
+        return in_cluster or kopf.login_with_kubeconfig(**arguments)
 
     @kopf.on.event(*_LEASE, registry=registry)
     async def on_lease(**_: object) -> None:

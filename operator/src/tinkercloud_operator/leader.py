@@ -38,6 +38,19 @@ class _Lock(LeaseLock):
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return False, ApiException(status=0, reason=f"{type(error).__name__}: {error}")
 
+    async def create(
+        self, name: str, namespace: str, election_record: LeaderElectionRecord
+    ) -> bool:
+        # The client's own passes an argument that its API refuses (37.0.2).
+        metadata = client.V1ObjectMeta(name=name)
+        body = client.V1Lease(metadata=metadata, spec=self.update_lease(election_record))
+        try:
+            await self.api_instance.create_namespaced_lease(namespace, body)
+        except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.info("the Lease could not be made", error=str(error))
+            return False
+        return True
+
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
         try:
             is_written = await super().update(name, namespace, updated_record)
@@ -83,6 +96,7 @@ class Leadership:
                 await self._end_term()
             if ended.done():
                 ended.result()
+            await competing
             log.warning("the Lease was lost; competing for it again")
 
     def _config(self, term: Callable[[], Awaitable[None]], ended: "asyncio.Future[None]") -> Config:
@@ -116,15 +130,13 @@ class Leadership:
 
     async def resign(self) -> None:
         """Hand the Lease over to whoever asks next, if it is ours."""
-        lease = self._lock.lease_reference
-        if lease is None or lease.spec is None:
-            return
-        if lease.spec.holder_identity != self._settings.identity:
-            return
-        lease.spec.holder_identity = None
+        name, namespace = self._settings.lease_name, self._settings.namespace
+        api = self._lock.api_instance
         try:
-            await self._lock.api_instance.replace_namespaced_lease(
-                self._settings.lease_name, self._settings.namespace, lease
-            )
+            lease = await api.read_namespaced_lease(name, namespace)
+            if lease.spec is None or lease.spec.holder_identity != self._settings.identity:
+                return
+            lease.spec.holder_identity = None
+            await api.replace_namespaced_lease(name, namespace, lease)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
             log.info("the Lease could not be handed over", error=str(error))

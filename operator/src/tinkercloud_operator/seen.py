@@ -45,7 +45,8 @@ def pod(manifest: Manifest) -> Pod:
         uid=metadata["uid"],
         component=metadata.get("labels", {}).get(labels.COMPONENT_LABEL, ""),
         is_scheduled=_is_true(conditions.get("PodScheduled")),
-        is_started=bool(containers) and all(item.get("started") for item in containers),
+        is_started=bool(containers)
+        and all(item.get("started") or item.get("ready") for item in containers),
         is_ready=_is_true(conditions.get("Ready")),
         is_terminating="deletionTimestamp" in metadata,
         restarts=sum(item.get("restartCount", 0) for item in containers),

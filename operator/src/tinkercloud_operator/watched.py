@@ -91,7 +91,8 @@ class Watched:
         except ValidationError:
             return None
         children = self._children.get(name, {})
-        base_model = self._base_model(spec.base_model)
+        offering = self.offering(spec.base_model)
+        base_model = seen.base_model(offering) if offering is not None else None
         return Observed(
             name=name,
             namespace=metadata["namespace"],
@@ -121,21 +122,21 @@ class Watched:
             item for item in self.sessions.values() if item["spec"].get("baseModel") == model_name
         ]
 
-    def _base_model(self, model_name: str) -> BaseModelSpec | None:
-        found = sorted(
-            (item["metadata"]["creationTimestamp"], name)
-            for name, item in self.base_models.items()
+    def offering(self, model_name: str) -> Manifest | None:
+        """Return the BaseModel of a model name: the oldest, if there are several."""
+        found = [
+            item
+            for item in self.base_models.values()
             if item["spec"].get("modelName") == model_name
-        )
-        return seen.base_model(self.base_models[found[0][1]]) if found else None
+        ]
+        return min(found, key=_age, default=None)
 
     def _older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
         """Return how many live sessions its owner has that came first."""
         if base_model is None or base_model.limits.max_sessions_per_owner is None:
             return 0
-        own = (manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"])
         return sum(
-            (other["metadata"]["creationTimestamp"], other["metadata"]["name"]) < own
+            _age(other) < _age(manifest)
             for other in self.sessions_of(manifest["spec"]["baseModel"])
             if other["spec"].get("owner") == manifest["spec"].get("owner")
             and other.get("status", {}).get("finishedTime") is None
@@ -194,6 +195,11 @@ def _session_of(kind: str, metadata: Metadata) -> str:
     if kind == "TrainingSession":
         return str(metadata["name"])
     return str(metadata.get("labels", {}).get(labels.SESSION_LABEL, ""))
+
+
+def _age(manifest: Manifest) -> tuple[str, str]:
+    """Return what objects are ordered by, oldest first; names decide between equals."""
+    return manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"]
 
 
 def _version(manifest: Manifest) -> int:

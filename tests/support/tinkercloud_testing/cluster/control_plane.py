@@ -167,6 +167,8 @@ def _controller_manager(folder: Path, authority: Authority, url: str, service_ke
         f"--service-cluster-ip-range={SERVICE_RANGE}",
         "--leader-elect=false",
         "--secure-port=0",
+        # A busy test machine delays heartbeats; a node is not to be given up for that.
+        "--node-monitor-grace-period=1h",
         *_FAST_CLIENT,
     )
     return _unserved("kube-controller-manager", command, folder)

@@ -1,0 +1,60 @@
+"""The status of a BaseModel: whether it counts, and what its sessions use. Pure."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from tinkercloud_crds.base_model import BaseModelStatus
+from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
+from tinkercloud_operator import seen
+from tinkercloud_operator.observed import Manifest
+
+_NO_PODS = frozenset({"Suspended", "Finished"})
+
+
+def offer_status(
+    base_model: Manifest, offering: Manifest | None, sessions: Sequence[Manifest], now: datetime
+) -> BaseModelStatus:
+    """Return the status of a BaseModel.
+
+    Args:
+        base_model: whose status it is.
+        offering: the BaseModel that counts for this model name.
+        sessions: all sessions of this model name.
+        now: for conditions that change.
+    """
+    previous = BaseModelStatus.model_validate(base_model.get("status", {}))
+    generation = base_model["metadata"].get("generation", 0)
+    reason, message = _problem(base_model, offering)
+    is_ready = reason is Reason.ACCEPTED
+    truths: dict[ConditionType, ConditionStatus] = {
+        ConditionType.READY: "True" if is_ready else "False",
+        ConditionType.RECONCILING: "False",
+        ConditionType.STALLED: "False" if is_ready else "True",
+    }
+    statuses = [session.get("status", {}) for session in sessions] if is_ready else []
+    return BaseModelStatus(
+        observed_generation=generation,
+        conditions=[
+            moved(
+                previous.conditions,
+                kind,
+                truth,
+                Reason.STABLE if kind is ConditionType.RECONCILING else reason,
+                message,
+                generation=generation,
+                now=now,
+            )
+            for kind, truth in truths.items()
+        ],
+        live_sessions=sum(status.get("phase") not in _NO_PODS for status in statuses),
+        gpus=sum(status.get("gpus", 0) for status in statuses),
+    )
+
+
+def _problem(base_model: Manifest, offering: Manifest | None) -> tuple[Reason, str]:
+    if seen.base_model(base_model) is None:
+        return Reason.NOT_ALLOWED, "this version of the operator can't read its spec"
+    if offering is not None and offering["metadata"]["uid"] != base_model["metadata"]["uid"]:
+        name = offering["metadata"]["name"]
+        return Reason.DUPLICATE, f"BaseModel {name!r} has the same modelName and is older"
+    return Reason.ACCEPTED, ""
