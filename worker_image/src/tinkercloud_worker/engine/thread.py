@@ -8,6 +8,7 @@ ever runs two passes of the base model at once.
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -43,14 +44,19 @@ class NoBackground:
 class EngineThread:
     """Runs jobs for an event loop. Start it once; it ends with `stop`."""
 
-    def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, on_crash: Callable[[BaseException], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
         """Make a thread.
 
         Args:
             on_crash: called, on the thread, if the background raises after all. The thread is
                 over then and waiters would wait for ever, so it should end the process.
+            now: clock, in seconds.
         """
         self._on_crash = on_crash
+        self._now = now
+        self._heard: float | None = None
         self._background: Background = NoBackground()
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -68,6 +74,20 @@ class EngineThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._thread.is_alive()
+
+    def silent_seconds(self) -> float:
+        """Return for how long the thread has not been heard of in the midst of work; 0 at rest.
+
+        It is heard of at each job, each pause that a job offers and each background step. From the
+        outside nothing else tells a thread that hangs from one that computes.
+        """
+        heard = self._heard
+        return 0.0 if heard is None else self._now() - heard
 
     def wake(self) -> None:
         """Say that the background may have work."""
@@ -104,10 +124,12 @@ class EngineThread:
         return await done
 
     def _take_turns(self) -> None:
+        self._heard = self._now()
         for _ in range(_TURNS):
             if not self._background.has_work():
                 return
             self._background.step()
+            self._heard = self._now()
 
     def _run(self) -> None:
         try:
@@ -118,8 +140,10 @@ class EngineThread:
     def _work(self) -> None:
         while True:
             with self._wake:
+                self._heard = None
                 while not (self._jobs or self._stopping or self._background.has_work()):
                     self._wake.wait()
+                self._heard = self._now()
                 if self._stopping:
                     return
                 job = self._jobs.popleft() if self._jobs else None

@@ -47,6 +47,9 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+_PROBES = (routes.HEAD_HEALTH, routes.HEAD_READY)
+"""What is answered without a token: a kubelet has none."""
+
 
 class WrongGeneration(WireError):
     """A request is meant for a head that served here before; this one knows nothing of it."""
@@ -68,6 +71,7 @@ class HeadApp:
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
             ("GET", routes.HEAD_READY): self._ready,
+            ("GET", routes.HEAD_WAIT_READY): self._wait_ready,
             ("GET", routes.HEAD_STATUS): self._status,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
@@ -107,7 +111,7 @@ class HeadApp:
             handler = self._routes.get((request.method, collection))
         if handler is None:
             raise NotFound(f"{request.method} {request.path} is not served by a session head")
-        if request.path != routes.HEAD_HEALTH:
+        if request.path not in _PROBES:
             self._authenticate(request)
         return await handler(request)
 
@@ -124,9 +128,14 @@ class HeadApp:
         return self._lifecycle.service
 
     async def _health(self, _request: Request) -> Response:
+        self._lifecycle.check_alive()
         return Response(b'{"status": "ok"}')
 
     async def _ready(self, _request: Request) -> Response:
+        self._lifecycle.check_ready()
+        return Response(b'{"status": "ready"}')
+
+    async def _wait_ready(self, _request: Request) -> Response:
         await self._lifecycle.wait_until_ready()
         return Response(b'{"status": "ready"}')
 

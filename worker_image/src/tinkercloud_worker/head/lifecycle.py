@@ -25,6 +25,11 @@ from tinkercloud_worker.head.service import HeadService
 
 log = structlog.get_logger(__name__)
 
+_HUNG_SECONDS = 3600.0
+"""An engine that has not been heard of for so long is taken to hang. It reports at every decoding
+step and micro-batch, so only a single sequence can take long: some 2**15 tokens of a model of 10**9
+parameters on two cores. Ending a head by mistake costs a run its step; a late end costs an hour."""
+
 
 class Lifecycle:
     """Owns the service while it exists. Belongs to one event loop."""
@@ -75,6 +80,32 @@ class Lifecycle:
         self._service = HeadService(backend)
         self._ready.set()
         log.info("ready", model=backend.config.model.name)
+
+    def check_alive(self) -> None:
+        """Check that this process can still do its work.
+
+        Raises:
+            Unavailable: it never will again, and should be ended.
+        """
+        if self._thread is None:
+            return
+        if not self._thread.is_alive:
+            raise Unavailable("the engine thread has ended")
+        silent = self._thread.silent_seconds()
+        if silent > _HUNG_SECONDS:
+            raise Unavailable(f"the engine hangs: it has not been heard of for {silent:.0f} s")
+
+    def check_ready(self) -> None:
+        """Check that requests are accepted.
+
+        Raises:
+            Unavailable: they are not; the message says why.
+        """
+        status = self.service.status()
+        if status.suspended:
+            raise Unavailable("this session head is suspended")
+        if not status.ready:
+            raise Unavailable("this session head is stopping")
 
     async def wait_until_ready(self) -> None:
         """Return once the engine is loaded.

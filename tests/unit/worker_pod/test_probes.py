@@ -1,0 +1,182 @@
+"""What a head tells a kubelet, which has no token and does not wait."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+import uvicorn
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, Timings
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+
+TOKEN = "known-to-both"
+HOUR = 3600.0
+
+
+class Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True)
+class Head:
+    url: str
+    client: aiohttp.ClientSession
+
+    async def get(self, path: str, token: str = "") -> tuple[int, str]:
+        headers = {routes.HEAD_TOKEN_HEADER: token} if token else {}
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status, await response.text()
+
+    async def suspend(self) -> None:
+        headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
+        async with self.client.post(self.url + routes.HEAD_SUSPEND, headers=headers) as response:
+            assert response.status == 200
+
+
+@asynccontextmanager
+async def a_head(build: Callable[[], Backend]) -> AsyncIterator[Head]:
+    """Serve a head that begins to load by `build`; it has come that far when this returns."""
+    app = HeadApp(Lifecycle(Timings(), build), Limits(), TOKEN, "g1")
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Server(uvicorn.Config(app, log_config=None))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with aiohttp.ClientSession() as client:
+        yield Head(f"http://127.0.0.1:{listener.getsockname()[1]}", client)
+    server.should_exit = True
+    await serving
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    config = HeadConfig(
+        head="h",
+        generation="g1",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        scratch_dir=str(tmp_path / "scratch"),
+    )
+    store = CheckpointStore(open_store(config.checkpoint_root))
+    with an_engine(tiny_llama(), tmp_path / "scratch") as engine:
+        yield Backend(config, engine.trainer, engine.sampler, engine.thread, store, frozenset())
+
+
+@dataclass
+class Clock:
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+async def test_a_loading_head_is_alive_and_says_at_once_that_it_is_not_ready(
+    backend: Backend,
+) -> None:
+    loaded = threading.Event()
+
+    def load() -> Backend:
+        loaded.wait()
+        return backend
+
+    async with a_head(load) as head:
+        alive, ready = await head.get(routes.HEAD_HEALTH), await head.get(routes.HEAD_READY)
+        loaded.set()
+
+    assert alive[0] == 200
+    assert ready[0] == 503
+    assert "loading its model" in ready[1]
+
+
+async def test_a_loaded_head_is_ready_and_needs_no_token_to_say_so(backend: Backend) -> None:
+    async with a_head(lambda: backend) as head:
+        waited = await head.get(routes.HEAD_WAIT_READY, TOKEN)
+
+        assert await head.get(routes.HEAD_READY) == waited == (200, '{"status": "ready"}')
+
+
+@pytest.mark.parametrize("path", [routes.HEAD_WAIT_READY, routes.HEAD_STATUS, "/healthz/more"])
+async def test_everything_but_the_probes_needs_the_token(backend: Backend, path: str) -> None:
+    async with a_head(lambda: backend) as head:
+        await head.get(routes.HEAD_WAIT_READY, TOKEN)
+
+        assert (await head.get(path))[0] == 401
+        assert (await head.get(path, "guessed"))[0] == 401
+
+
+async def test_a_suspended_head_is_alive_and_not_ready(backend: Backend) -> None:
+    async with a_head(lambda: backend) as head:
+        await head.get(routes.HEAD_WAIT_READY, TOKEN)
+        await head.suspend()
+        alive, ready = await head.get(routes.HEAD_HEALTH), await head.get(routes.HEAD_READY)
+
+    assert alive[0] == 200
+    assert ready[0] == 503
+    assert "suspended" in ready[1]
+
+
+async def test_a_long_step_is_not_taken_for_an_engine_that_hangs(backend: Backend) -> None:
+    clock, reached, go_on = Clock(), threading.Event(), threading.Event()
+    thread = EngineThread(lambda _: None, now=clock)
+    thread.start(NoBackground())
+
+    def step_of_two_hours(pause: Between) -> None:
+        clock.seconds += HOUR
+        pause()
+        clock.seconds += HOUR
+        reached.set()
+        go_on.wait()
+
+    async with a_head(lambda: replace(backend, thread=thread)) as head:
+        await head.get(routes.HEAD_WAIT_READY, TOKEN)
+        step = asyncio.create_task(thread.run(step_of_two_hours))
+        await asyncio.to_thread(reached.wait)
+        within, _ = await head.get(routes.HEAD_HEALTH)
+        clock.seconds += HOUR
+        beyond, reason = await head.get(routes.HEAD_HEALTH)
+        go_on.set()
+        await step
+
+    assert within == 200
+    assert beyond == 503
+    assert "hangs" in reason
+
+
+async def test_an_engine_at_rest_does_not_hang(backend: Backend) -> None:
+    clock = Clock()
+    thread = EngineThread(lambda _: None, now=clock)
+    thread.start(NoBackground())
+
+    async with a_head(lambda: replace(backend, thread=thread)) as head:
+        await head.get(routes.HEAD_WAIT_READY, TOKEN)
+        await thread.run(lambda _: None)
+        clock.seconds += 24 * HOUR
+        await asyncio.to_thread(wait_until, lambda: thread.silent_seconds() == 0.0, "rest")
+
+        assert (await head.get(routes.HEAD_HEALTH))[0] == 200
+
+
+async def test_an_engine_whose_thread_has_ended_is_not_alive(backend: Backend) -> None:
+    thread = EngineThread(lambda _: None)
+    thread.start(NoBackground())
+
+    async with a_head(lambda: replace(backend, thread=thread)) as head:
+        await head.get(routes.HEAD_WAIT_READY, TOKEN)
+        thread.stop()
+
+        assert (await head.get(routes.HEAD_HEALTH))[0] == 503
