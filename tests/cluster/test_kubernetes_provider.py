@@ -20,7 +20,11 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_api.providers.cluster_api import ClusterApi, ResourceVersionGone
+from tinkercloud_api.providers.cluster_api import (
+    ClusterApi,
+    ClusterUnreachable,
+    ResourceVersionGone,
+)
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Listen
@@ -528,6 +532,27 @@ async def test_a_watch_from_too_long_ago_is_told_so(
     with pytest.raises(ResourceVersionGone):
         _seen = [event async for event in api.watch("trainingsessions", "1", seconds=5)]
 
+    await api.close()
+
+
+async def test_a_watch_that_falls_silent_is_taken_for_dead(
+    world: World, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
+    api = await ClusterApi.connect(world.namespace)
+    listing = await api.list_all("basemodels")
+    process = control_plane.api_server.process
+    assert process is not None
+    events = api.watch("basemodels", listing.resource_version, seconds=2)
+    world.cluster.apply(a_base_model("awaited", world.namespace, "tiny/awaited"))
+    first = await anext(events)
+
+    process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(ClusterUnreachable):
+        _more = [event async for event in events]
+    process.send_signal(signal.SIGCONT)
+    assert first.object["metadata"]["name"] == "awaited"
     await api.close()
 
 

@@ -21,6 +21,7 @@ from tinkercloud_crds.training_session import Lora, RestoreFrom, TrainingSession
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_protocol.wire import describe
 
@@ -103,11 +104,16 @@ def _training(model_id: str, model: ModelSpec) -> dict[str, Any]:
     fields: dict[str, Any] = {"model_id": model_id, "optimizer": model.optimizer.type}
     if model.lora is not None:
         fields["lora"] = _lora(model.lora)
-    if model.restore_from is not None:
+    if model.restore_from is not None and _is_training_checkpoint(model.restore_from):
         fields["restore_from"] = RestoreFrom(
             path=model.restore_from, optimizer=model.restore_optimizer
         )
     return fields
+
+
+def _is_training_checkpoint(path: str) -> bool:
+    # The only kind that the resource can state; the head is told of any.
+    return CheckpointPath.parse(path).kind is CheckpointKind.TRAINING
 
 
 def _lora(lora: LoraConfig) -> Lora:

@@ -1,0 +1,65 @@
+"""Tags and metadata under our prefix: read, refused, and which of them is stronger."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_api.providers.choices import Choices, gathered
+from tinkercloud_protocol.errors import InvalidRequest
+
+
+def test_all_choices_are_read() -> None:
+    metadata = {
+        "tinkercloud.dev/session": "declared",
+        "tinkercloud.dev/queue": "research",
+        "tinkercloud.dev/priority": "high",
+        "tinkercloud.dev/idle-timeout": "600",
+        "tinkercloud.dev/idle-action": "delete",
+        "somebody-elses": "business",
+    }
+
+    choices = Choices.read(metadata)
+
+    assert choices == Choices("declared", "research", "high", 600, "Delete")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("tinkercloud.dev/gpus", "8", "accepted are tinkercloud.dev/session, .*idle-action"),
+        ("tinkercloud.dev/queue", "Not A Name", "no name of a Kubernetes object"),
+        ("tinkercloud.dev/session", "", "no name of a Kubernetes object"),
+        ("tinkercloud.dev/idle-timeout", "10m", "whole number of seconds from 60"),
+        ("tinkercloud.dev/idle-timeout", "59", "whole number of seconds from 60"),
+        ("tinkercloud.dev/idle-action", "explode", "neither 'suspend' nor 'delete'"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_by_name(key: str, value: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{key}.*{complaint}"):
+        Choices.read({key: value})
+
+
+def test_a_runs_own_metadata_is_stronger_than_its_sessions_and_that_than_tags() -> None:
+    tags = ["mine", "tinkercloud.dev/queue=a", "tinkercloud.dev/priority=a"]
+    of_session = {"tinkercloud.dev/queue": "b", "tinkercloud.dev/idle-timeout": "60"}
+    of_run = {"tinkercloud.dev/queue": "c", "other": "x"}
+
+    entries = gathered(tags, of_session, None, of_run)
+
+    assert Choices.read(entries) == Choices(queue="c", priority="a", idle_timeout=60)
+    assert "other" not in entries
+
+
+def test_a_tag_without_a_value_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"write tinkercloud\.dev/queue=VALUE"):
+        gathered(["tinkercloud.dev/queue"])
+
+
+def test_tags_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="twice, as 'a' and as 'b'"):
+        gathered(["tinkercloud.dev/queue=a", "tinkercloud.dev/queue=b"])
+
+
+@given(st.lists(st.text().filter(lambda tag: not tag.startswith("tinkercloud.dev/"))))
+def test_tags_of_others_choose_nothing(tags: list[str]) -> None:
+    assert gathered(tags) == {}

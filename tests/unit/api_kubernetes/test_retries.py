@@ -1,0 +1,19 @@
+"""Pauses between tries."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_api.providers.session_cache import pause_seconds
+
+
+@given(st.integers(1, 10_000))
+def test_a_pause_is_never_long_and_never_none(failures: int) -> None:
+    assert 0.2 < pause_seconds(failures) <= 30
+
+
+def test_pauses_differ_so_that_replicas_do_not_try_together() -> None:
+    assert len({pause_seconds(5) for _ in range(20)}) > 10
+
+
+def test_pauses_grow() -> None:
+    assert pause_seconds(1) < pause_seconds(3) < pause_seconds(5)

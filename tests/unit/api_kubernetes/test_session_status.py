@@ -1,0 +1,154 @@
+"""What a status means for those who wait: every reason has an answer, and an old status none."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tinkercloud_api.providers.base import HeadFailed, Waiting
+from tinkercloud_api.providers.session_status import (
+    Over,
+    Session,
+    Usable,
+    asleep_since,
+    moment,
+    read_base_model,
+    read_session,
+    standing,
+)
+from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
+from tinkercloud_protocol.errors import InvalidRequest, StateLost
+
+SERVING = {"endpoint": "http://head:8000", "incarnation": "pod.0"}
+
+
+def a_session(*conditions: dict[str, Any], suspend: bool = False, **status: Any) -> Session:
+    return read_session(
+        {
+            "metadata": {
+                "name": "one",
+                "uid": "u",
+                "resourceVersion": "1",
+                "generation": 2,
+                "creationTimestamp": "2026-01-01T00:00:00Z",
+            },
+            "spec": {"baseModel": "tiny/llama", "owner": "me", "suspend": suspend},
+            "status": {"phase": "FromTheFuture", "conditions": list(conditions), **status},
+        }
+    )
+
+
+def a_condition(
+    kind: ConditionType, status: str, reason: Reason, message: str = "", generation: int = 2
+) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "observedGeneration": generation,
+        "lastTransitionTime": "2026-01-02T00:00:00Z",
+    }
+
+
+READY = a_condition(ConditionType.READY, "True", Reason.READY)
+
+
+def test_a_ready_session_with_an_endpoint_is_usable() -> None:
+    assert standing(a_session(READY, **SERVING)) == Usable("http://head:8000", "pod.0")
+
+
+def test_a_status_of_an_older_specification_says_nothing() -> None:
+    old = a_condition(ConditionType.READY, "True", Reason.READY, generation=1)
+
+    state = standing(a_session(old, **SERVING))
+
+    assert state == Waiting("active", "TrainingSession one: waits for the operator")
+
+
+def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
+    assert standing(a_session()) == Waiting("active", "TrainingSession one: waits for the operator")
+
+
+@pytest.mark.parametrize(
+    ("reason", "queue_state"),
+    [
+        (Reason.QUEUED, "paused_capacity"),
+        (Reason.UNSCHEDULABLE, "paused_capacity"),
+        (Reason.QUOTA_EXCEEDED, "paused_rate_limit"),
+        (Reason.PROVISIONING, "active"),
+        (Reason.IMAGE_PULL_BACK_OFF, "active"),
+    ],
+)
+def test_a_session_on_its_way_says_why_it_is_not_there(reason: Reason, queue_state: str) -> None:
+    on_its_way = a_condition(ConditionType.READY, "False", reason, "4 GPUs missing")
+
+    state = standing(a_session(on_its_way))
+
+    assert state == Waiting(queue_state, f"TrainingSession one: {reason}: 4 GPUs missing")
+
+
+@pytest.mark.parametrize("reason", sorted(NEVER_FITS))
+def test_what_never_fits_is_over(reason: Reason) -> None:
+    stalled = a_condition(ConditionType.STALLED, "True", reason, "why")
+
+    state = standing(a_session(stalled))
+
+    assert isinstance(state, Over)
+    assert isinstance(state.error, InvalidRequest | HeadFailed)
+    clients_fault = {Reason.NOT_ALLOWED, Reason.BASE_MODEL_NOT_FOUND}
+    assert (state.error.category == "user") == (reason in clients_fault)
+    assert state.error.message == f"TrainingSession one: {reason}: why"
+
+
+def test_a_stall_that_somebody_may_cure_goes_on_waiting() -> None:
+    crashing = [
+        a_condition(kind, status, Reason.CRASH_LOOP, "exit 1")
+        for kind, status in ((ConditionType.STALLED, "True"), (ConditionType.READY, "False"))
+    ]
+
+    assert isinstance(standing(a_session(*crashing)), Waiting)
+
+
+def test_a_session_that_is_deleted_or_has_lived_long_enough_is_over() -> None:
+    deleted = replace(a_session(READY, **SERVING), is_deleted=True)
+    expired = a_session(a_condition(ConditionType.READY, "False", Reason.LIFETIME_EXCEEDED))
+
+    states = [standing(deleted), standing(expired)]
+
+    assert all(isinstance(state, Over) for state in states)
+    assert all(isinstance(state.error, StateLost) for state in states if isinstance(state, Over))
+
+
+def test_an_owners_suspension_is_told_and_not_overridden() -> None:
+    idle = a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE)
+
+    session = a_session(READY, idle, suspend=True, **SERVING)
+
+    assert standing(session) == Waiting(
+        "active",
+        "TrainingSession one: is suspended by its owner: set spec.suspend to false to resume it",
+    )
+    assert asleep_since(session) is None
+
+
+def test_only_a_session_suspended_for_idleness_is_asleep() -> None:
+    idle = a_session(a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE))
+    running = a_session(a_condition(ConditionType.SUSPENDED, "False", Reason.RUNNING))
+
+    assert asleep_since(idle) == moment("2026-01-02T00:00:00Z")
+    assert asleep_since(running) is None
+
+
+def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
+    spec = {
+        "modelName": "tiny/llama",
+        "source": {"hub": "tiny/llama"},
+        "maxContextLength": 512,
+        "head": {"image": "head"},
+    }
+    manifest = {"metadata": {"name": "tiny", "resourceVersion": "1"}, "spec": spec}
+    broken = a_condition(ConditionType.READY, "False", Reason.NEVER_FITS)
+
+    assert read_base_model(manifest).is_offered
+    assert not read_base_model({**manifest, "status": {"conditions": [broken]}}).is_offered
