@@ -1,0 +1,364 @@
+"""What the custom resources accept and refuse: cases for each rule, and at each kind of bound."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tinkercloud_testing.sessions import (
+    MODEL_NAME,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model_manifest,
+    a_session_manifest,
+)
+
+IMMUTABLE = "is immutable; make another session"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A CEL rule: where it stands, what it says, and what it lets pass.
+
+    `accepted` and `refused` are manifests by what is tried; if there is a `before`, they take the
+    place of that object, which exists.
+    """
+
+    path: str
+    message: str
+    accepted: Mapping[str, Json]
+    refused: Mapping[str, Json]
+    before: Json | None = field(default=None)
+
+    @property
+    def kind(self) -> str:
+        """The resource it belongs to."""
+        return str(next(iter(self.refused.values()))["kind"])
+
+
+base_model, session = a_base_model_manifest, a_session_manifest
+
+
+def source(**parts: Any) -> Json:
+    return base_model(source=parts)
+
+
+def volume(path: str) -> Json:
+    return source(volume={"claimName": "models", "path": path})
+
+
+def trainer(replicas: int, gpus: int, backend: str = "torch", **parallelism: int) -> Json:
+    counts = {"replicas": replicas, "gpusPerReplica": gpus}
+    return base_model(trainer={"backend": backend, **counts, "parallelism": parallelism})
+
+
+def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
+    counts = {"replicas": replicas, "gpusPerReplica": gpus}
+    return base_model(trainer=TRAINERS, sampler={"backend": backend, **counts, **others})
+
+
+def lora(**fields: bool) -> Json:
+    return session(lora={"rank": 8, **fields})
+
+
+ATTENTION, MLP, UNEMBED = "trainAttention", "trainMlp", "trainUnembed"
+RESTORED = {"path": "tinker://run:train:0/weights/last"}
+SAMPLER: Json = {"role": "Sampler", "lora": None}
+
+CREATION_RULES = (
+    Rule(
+        "spec.source",
+        "give exactly one of hub, volume and uri",
+        {
+            "hub": source(hub="Qwen/Qwen3-8B"),
+            "volume": volume("qwen"),
+            "uri": source(uri="s3://models/qwen", secretName="store"),
+        },
+        {
+            "none": source(secretName="store"),
+            "hub and uri": source(hub="a/b", uri="s3://models/qwen"),
+            "volume and uri": source(
+                volume={"claimName": "models", "path": "a"}, uri="gs://models/qwen"
+            ),
+            "all": source(hub="a", volume={"claimName": "c", "path": "a"}, uri="az://b/c"),
+        },
+    ),
+    Rule(
+        "spec.source",
+        "volume.path: must not leave the volume ('..')",
+        {
+            "folder": volume("qwen/3-8b"),
+            "dots in a name": volume("qwen..old/8b"),
+            "three dots": volume("..."),
+        },
+        {
+            "parent": volume(".."),
+            "through the parent": volume("../other"),
+            "in the middle": volume("a/../../b"),
+            "at the end": volume("a/.."),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "replicas and gpusPerReplica: either both are 0 (the head trains, on its CPU) or both are"
+        " 1 or more",
+        {"neither": trainer(0, 0), "one": trainer(1, 1), "many": trainer(4, 8)},
+        {
+            "replicas alone": trainer(1, 0),
+            "many replicas alone": trainer(4, 0),
+            "GPUs alone": trainer(0, 8),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "parallelism: tensor x pipeline x context must divide replicas x gpusPerReplica",
+        {
+            "one copy": trainer(2, 8, tensor=8, pipeline=2),
+            "two copies": trainer(1, 8, tensor=2, context=2),
+            "experts": trainer(1, 4, tensor=2, expert=64),
+        },
+        {
+            "more ranks than GPUs": trainer(1, 4, tensor=8),
+            "no divisor": trainer(1, 8, tensor=3),
+            "the product is none": trainer(2, 2, tensor=2, pipeline=2, context=2),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "backend: megatron trains on worker pods; replicas must be 1 or more",
+        {
+            "torch in the head": trainer(0, 0, "torch"),
+            "torch on workers": trainer(2, 1, "torch"),
+            "megatron on workers": trainer(2, 1, "megatron"),
+        },
+        {
+            "no replicas": trainer(0, 0, "megatron"),
+            "nothing else said": base_model(trainer={"backend": "megatron"}),
+            "with samplers": base_model(trainer={"backend": "megatron"}, sampler=SAMPLERS),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "replicas: the torch sampler runs inside the head (0); sglang needs 1 or more",
+        {
+            "torch": sampler("torch", 0, 0),
+            "one engine": sampler("sglang", 1),
+            "many engines": sampler("sglang", 512),
+        },
+        {
+            "torch with a pod": sampler("torch", 1),
+            "torch with pods": sampler("torch", 8),
+            "sglang without": sampler("sglang", 0),
+        },
+    ),
+    Rule(
+        "spec",
+        "sampler.colocated: there are no trainer GPUs to share; set trainer.replicas",
+        {
+            "with trainers": sampler("sglang", 1, colocated=True),
+            "of its own": base_model(sampler=SAMPLERS),
+            "torch with trainers": sampler("torch", 0, 0, colocated=True),
+        },
+        {
+            "without trainers": base_model(sampler={**SAMPLERS, "colocated": True}),
+            "beside a CPU trainer": base_model(
+                trainer={"replicas": 0}, sampler={**SAMPLERS, "colocated": True}
+            ),
+            "torch in the head": base_model(sampler={"colocated": True}),
+        },
+    ),
+    Rule(
+        "spec",
+        "sampler.gpusPerReplica: an sglang engine of its own needs 1 or more",
+        {
+            "one GPU": sampler("sglang", 1, 1),
+            "shared ones": sampler("sglang", 1, 0, colocated=True),
+            "torch": sampler("torch", 0, 0),
+        },
+        {
+            "none": sampler("sglang", 1, 0),
+            "none for many": sampler("sglang", 8, 0),
+            "nothing said": base_model(sampler={"backend": "sglang", "replicas": 1}),
+        },
+    ),
+    Rule(
+        "",
+        "metadata.name: at most 40 characters of a-z, 0-9 and -, beginning with a letter (its"
+        " RayCluster and Services are named after it)",
+        {
+            "one letter": session("a"),
+            "letters and digits": session("ts-4f9c2a71-0"),
+            "40 characters": session("a" * 40),
+        },
+        {
+            "41 characters": session("a" * 41),
+            "a digit first": session("4f9c"),
+            "a dot": session("my.session"),
+        },
+    ),
+    Rule(
+        "spec.lora",
+        "at least one of trainAttention, trainMlp and trainUnembed must be true",
+        {
+            "attention": lora(**{MLP: False, UNEMBED: False}),
+            "MLP": lora(**{ATTENTION: False, UNEMBED: False}),
+            "unembedding": lora(**{ATTENTION: False, MLP: False}),
+        },
+        {
+            "none": lora(**{ATTENTION: False, MLP: False, UNEMBED: False}),
+            "none, default rank": session(lora={ATTENTION: False, MLP: False, UNEMBED: False}),
+            "none, full rank": session(
+                lora={"rank": 1024, ATTENTION: False, MLP: False, UNEMBED: False}
+            ),
+        },
+    ),
+    Rule(
+        "spec",
+        "role: a Sampler trains nothing; leave lora, restoreFrom and trainer out",
+        {
+            "sampler": session(**SAMPLER),
+            "fewer samplers": session(**SAMPLER, sampler={"replicas": 1}),
+            "trainer with all": session(restoreFrom=RESTORED, trainer={"replicas": 1}),
+        },
+        {
+            "lora": session(**SAMPLER | {"lora": {"rank": 8}}),
+            "restoreFrom": session(**SAMPLER, restoreFrom=RESTORED),
+            "trainer": session(**SAMPLER, trainer={"replicas": 1}),
+        },
+    ),
+)
+
+
+def never_changes(kind: str, name: str, value: Any, *others: Any) -> Rule:
+    """Return the rule of a field that other fields may change beside, and not itself."""
+    given: Json = {name: value}
+    build = base_model if kind == "BaseModel" else partial(session, **given)
+    changes = BASE_MODEL_CHANGES if kind == "BaseModel" else SESSION_CHANGES
+    return Rule(
+        f"spec.{name}",
+        IMMUTABLE,
+        {title: build(**change) for title, change in changes.items()},
+        {str(other): build(**{name: other}) for other in others},
+        before=build(),
+    )
+
+
+def neither_comes_nor_goes(name: str, *values: Any) -> Rule:
+    """Return the rule of an optional field that later can't be added."""
+    absent: Json = {name: None}
+    return Rule(
+        "spec",
+        f"{name}: can't be added or removed later",
+        {title: session(**absent | change) for title, change in SESSION_CHANGES.items()},
+        {str(value): session(**{name: value}) for value in values},
+        before=session(**absent),
+    )
+
+
+BASE_MODEL_CHANGES: Mapping[str, Json] = {
+    "context": {"maxContextLength": 8192},
+    "image": {"head": {"image": "worker:2"}},
+    "trainers": {"trainer": TRAINERS},
+}
+SESSION_CHANGES: Mapping[str, Json] = {
+    "suspended": {"suspend": True},
+    "idle policy": {"idle": {"timeoutSeconds": 60, "action": "Delete"}},
+    "longer kept": {"ttlSecondsAfterFinished": 86400, "maxLifetimeSeconds": 600},
+}
+RUNS = [f"run-{number}:train:0" for number in range(4)]
+PATHS: list[Json] = [{"path": f"tinker://run:train:{n}/weights/last"} for n in range(4)]
+RANKS: list[Json] = [{"rank": rank} for rank in (8, 16, 1, 1024)]
+QUEUES = ["research", "urgent", "night", "other"]
+
+UPDATE_RULES = (
+    never_changes("BaseModel", "modelName", MODEL_NAME, "Qwen/Qwen3-32B", "qwen", "a/b"),
+    never_changes("TrainingSession", "baseModel", MODEL_NAME, "Qwen/Qwen3-32B", "qwen", "a/b"),
+    never_changes("TrainingSession", "modelId", *RUNS),
+    never_changes("TrainingSession", "owner", "ada", "bob", "Ada", "ada "),
+    never_changes("TrainingSession", "lora", *RANKS),
+    never_changes("TrainingSession", "restoreFrom", *PATHS),
+    never_changes("TrainingSession", "queueName", *QUEUES),
+    neither_comes_nor_goes("modelId", *RUNS[:3]),
+    neither_comes_nor_goes("lora", *RANKS[:3]),
+    neither_comes_nor_goes("restoreFrom", *PATHS[:3]),
+    neither_comes_nor_goes("queueName", *QUEUES[:3]),
+    Rule(
+        "spec.role",
+        IMMUTABLE,
+        {title: session(lora=None, **change) for title, change in SESSION_CHANGES.items()},
+        {
+            "Sampler": session(**SAMPLER),
+            "Sampler, suspended": session(**SAMPLER, suspend=True),
+            "Sampler, fewer": session(**SAMPLER, sampler={"replicas": 1}),
+        },
+        before=session(lora=None),
+    ),
+)
+RULES = (*CREATION_RULES, *UPDATE_RULES)
+SINGLE_VALUED = {("TrainingSession", "spec.optimizer", IMMUTABLE)}
+"""Rules of fields that have but one value yet: nothing could break them."""
+
+AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
+    "spec.modelName": (base_model, {"modelName": "m" * 200}, {"modelName": "m" * 201}),
+    "spec.maxContextLength": (base_model, {"maxContextLength": 16}, {"maxContextLength": 15}),
+    "spec.head.image": (base_model, {"head": {"image": "i" * 512}}, {"head": {"image": "i" * 513}}),
+    "spec.limits.maxLoraRank": (
+        base_model,
+        {"limits": {"maxLoraRank": 1024}},
+        {"limits": {"maxLoraRank": 1025}},
+    ),
+    "spec.source.uri": (
+        base_model,
+        {"source": {"uri": "s3://a"}},
+        {"source": {"uri": "file:///etc"}},
+    ),
+    "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
+    "spec.placement.tolerations": (
+        base_model,
+        {"placement": {"tolerations": [{"operator": "Exists"}] * 16}},
+        {"placement": {"tolerations": [{"operator": "Exists"}] * 17}},
+    ),
+    "spec.sessions.queueNames": (
+        base_model,
+        {"sessions": {"queueNames": ["q"] * 64}},
+        {"sessions": {"queueNames": ["q"] * 65}},
+    ),
+    "spec.head.resources.memory": (
+        base_model,
+        {"head": {"image": "i", "resources": {"memory": "1.5Gi"}}},
+        {"head": {"image": "i", "resources": {"memory": "much"}}},
+    ),
+    "spec.owner": (session, {"owner": "o" * 128}, {"owner": "o" * 129}),
+    "spec.lora.rank": (session, {"lora": {"rank": 1}}, {"lora": {"rank": 0}}),
+    "spec.lora.seed": (session, {"lora": {"seed": 0}}, {"lora": {"seed": -1}}),
+    "spec.modelId": (session, {"modelId": "s:train:10"}, {"modelId": "s:train:01"}),
+    "spec.optimizer": (session, {"optimizer": "adamw"}, {"optimizer": "sgd"}),
+    "spec.restoreFrom.path": (
+        session,
+        {"restoreFrom": {"path": "tinker://run:train:0/weights/a"}},
+        {"restoreFrom": {"path": "tinker://run:train:0/weights/../a"}},
+    ),
+    "spec.trainer.replicas": (
+        session,
+        {"trainer": {"replicas": 512}},
+        {"trainer": {"replicas": 513}},
+    ),
+    "spec.idle.timeoutSeconds": (
+        session,
+        {"idle": {"timeoutSeconds": 60}},
+        {"idle": {"timeoutSeconds": 59}},
+    ),
+    "spec.idle.action": (session, {"idle": {"action": "Suspend"}}, {"idle": {"action": "Stop"}}),
+    "spec.maxLifetimeSeconds": (
+        session,
+        {"maxLifetimeSeconds": 31_536_000},
+        {"maxLifetimeSeconds": 31_536_001},
+    ),
+    "spec.ttlSecondsAfterFinished": (
+        session,
+        {"ttlSecondsAfterFinished": 0},
+        {"ttlSecondsAfterFinished": -1},
+    ),
+}
+"""By field: who builds the manifest, a value at its bound, and one beyond."""

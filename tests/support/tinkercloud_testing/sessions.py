@@ -1,0 +1,126 @@
+"""Builders of valid custom resources, and of what an operator sees of them."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import Condition
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_operator.children.pods import Build, Names
+from tinkercloud_operator.observed import Observed, Pod
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.shape import Shape, resolve
+
+Json = dict[str, Any]
+
+NOON = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+"""When built sessions were created, and the time it is."""
+MODEL_NAME = "Qwen/Qwen3-8B"
+TRAINERS: Json = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 4}
+"""A trainer's shape with worker pods."""
+SAMPLERS: Json = {"backend": "sglang", "replicas": 1, "gpusPerReplica": 2}
+"""A sampler's shape with worker pods."""
+
+
+def a_base_model(**fields: Any) -> BaseModelSpec:
+    """Return what a platform offers: a head that trains and samples by itself, unless told."""
+    return BaseModelSpec.model_validate(_base_model_fields() | fields)
+
+
+def a_session(**fields: Any) -> TrainingSessionSpec:
+    """Return what one training run asks for."""
+    return TrainingSessionSpec.model_validate(_session_fields() | fields)
+
+
+def a_base_model_manifest(name: str = "model", namespace: str = "default", **spec: Any) -> Json:
+    """Return a BaseModel as it is written in YAML; a field given as None is left out."""
+    return _manifest("BaseModel", name, namespace, _base_model_fields() | spec)
+
+
+def a_session_manifest(name: str = "one", namespace: str = "default", **spec: Any) -> Json:
+    """Return a TrainingSession as it is written in YAML; a field given as None is left out."""
+    return _manifest("TrainingSession", name, namespace, _session_fields() | spec)
+
+
+def a_pod(component: str = "head", **fields: Any) -> Pod:
+    """Return a pod that is ready, unless told otherwise."""
+    values: Json = {
+        "name": f"one-{component}",
+        "uid": f"uid-of-{component}",
+        "component": component,
+        "is_scheduled": True,
+        "is_started": True,
+        "is_ready": True,
+        "is_terminating": False,
+        "restarts": 0,
+        "trouble": None,
+    }
+    return Pod(**values | fields)
+
+
+def observed(**fields: Any) -> Observed:
+    """Return a session that was made just now and has nothing yet."""
+    values: Json = {
+        "name": "one",
+        "namespace": "default",
+        "uid": "uid-of-one",
+        "generation": 1,
+        "created": NOON,
+        "deleted": None,
+        "has_finalizer": False,
+        "spec": a_session(),
+        "status": TrainingSessionStatus.model_validate({}),
+        "last_activity": None,
+        "base_model": a_base_model(),
+        "sessions_of_owner": 0,
+        "children": {},
+        "has_secret": False,
+        "pods": (),
+        "nodes": None,
+        "has_kuberay": True,
+        "apply_error": None,
+        "answers": frozenset(),
+        "now": NOON,
+    }
+    return Observed(**values | fields)
+
+
+def a_status(conditions: Iterable[Condition] = (), **fields: Any) -> TrainingSessionStatus:
+    """Return the status that was written last."""
+    return TrainingSessionStatus(conditions=list(conditions), **fields)
+
+
+def a_build(
+    base_model: BaseModelSpec | None = None,
+    session: TrainingSessionSpec | None = None,
+    name: str = "one",
+    **settings: Any,
+) -> Build:
+    """Return what the children of a session are built from, which its base model must allow."""
+    shape = resolve(session or a_session(), base_model or a_base_model(), 0)
+    assert isinstance(shape, Shape), shape.message
+    return Build(Names(name), shape, Settings(**settings))
+
+
+def _base_model_fields() -> Json:
+    return {
+        "modelName": MODEL_NAME,
+        "source": {"hub": MODEL_NAME},
+        "maxContextLength": 4096,
+        "head": {"image": "worker:1"},
+    }
+
+
+def _session_fields() -> Json:
+    return {"baseModel": MODEL_NAME, "owner": "ada", "lora": {"rank": 8}}
+
+
+def _manifest(kind: str, name: str, namespace: str, spec: Json) -> Json:
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": kind,
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {key: value for key, value in spec.items() if value is not None},
+    }
