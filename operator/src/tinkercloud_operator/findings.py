@@ -79,6 +79,9 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
     if queue is None:
         return Finding(is_reached=True, reason=Reason.NO_QUEUE)
     cluster = observed.ray_cluster
+    obstacle = _obstacle(observed)
+    if cluster is None and obstacle is not None:
+        return obstacle
     if cluster is None or cluster.get("spec", {}).get("suspend"):
         message = f"waits for Kueue to admit it through LocalQueue {queue!r}"
         return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
@@ -86,12 +89,9 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
 
 
 def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
-    if not observed.has_kuberay:
-        message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
-        return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
-    if observed.apply_error is not None:
-        return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=observed.apply_error)
-    problem = _pod_trouble(observed, shape) or _quota_trouble(observed.ray_cluster)
+    problem = (
+        _obstacle(observed) or _pod_trouble(observed, shape) or _quota_trouble(observed.ray_cluster)
+    )
     if problem is not None:
         return problem
     wanted = _wanted_pods(observed, shape)
@@ -101,6 +101,16 @@ def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
         message = f"{running} of {wanted} pods are there"
         return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
     return Finding(is_reached=True, reason=Reason.PROVISIONED)
+
+
+def _obstacle(observed: Observed) -> Finding | None:
+    """Return why children can't be made at all, if they can't."""
+    if not observed.has_kuberay:
+        message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
+        return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
+    if observed.apply_error is not None:
+        return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=observed.apply_error)
+    return None
 
 
 def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:

@@ -37,8 +37,14 @@ class Decision:
     changes_at: datetime | None = None
 
 
-def decide(observed: Observed, idle: Idle, max_lifetime_seconds: int | None) -> Decision:
-    """Return what a session is to be now."""
+def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None) -> Decision:
+    """Return what a session is to be now.
+
+    Args:
+        observed: what was seen.
+        idle: what happens when nobody uses it; None if that can't be told: it stays as it is.
+        max_lifetime_seconds: how long it may exist; None for any time.
+    """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
         return _after_the_end(observed, finished)
@@ -53,6 +59,19 @@ def decide(observed: Observed, idle: Idle, max_lifetime_seconds: int | None) -> 
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
     if _owner_suspended_it(observed):
         return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+    if idle is None:
+        return _as_it_is(observed, expiry)
+    return _by_use(observed, idle, expiry)
+
+
+def _as_it_is(observed: Observed, expiry: datetime | None) -> Decision:
+    condition = find(observed.status.conditions, ConditionType.SUSPENDED)
+    if condition is not None and condition.status == "True":
+        return Decision(Wanted.SUSPENDED, Reason.IDLE, condition.message, expiry)
+    return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+
+
+def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
     idle_at = last_use(observed) + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
         message = f"unused for {idle.timeout_seconds} s"

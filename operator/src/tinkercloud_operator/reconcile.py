@@ -16,7 +16,7 @@ from tinkercloud_operator.children import surroundings
 from tinkercloud_operator.children.pods import Build, Json, Names
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.drift import is_as_wanted
-from tinkercloud_operator.lifetime import Wanted, decide
+from tinkercloud_operator.lifetime import Decision, Wanted, decide
 from tinkercloud_operator.observed import ChildKey, Observed
 from tinkercloud_operator.plan import (
     Action,
@@ -30,7 +30,7 @@ from tinkercloud_operator.plan import (
     Plan,
 )
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Shape, resolve
+from tinkercloud_operator.shape import Refusal, Shape, idle_policy, longest_lifetime, resolve
 from tinkercloud_operator.status import endpoint, status
 
 _RETRY_SECONDS = 5.0
@@ -42,16 +42,12 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     if observed.deleted is not None:
         return _let_go(observed, settings)
     shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
-    if not isinstance(shape, Shape):
-        seen = status(observed, shape, None)
-        return _plan(observed, [], seen, look_again_seconds=None)
-    decision = decide(observed, shape.idle, shape.max_lifetime_seconds)
+    decision = _decision(observed, shape)
     seen = status(observed, shape, decision)
     again = _until(observed, decision.changes_at)
-    build = Build(Names(observed.name), shape, settings)
     match decision.wanted:
         case Wanted.RUNNING:
-            return _plan(observed, _running(observed, build), seen, again)
+            return _plan(observed, _running(observed, shape, settings), seen, again)
         case Wanted.SUSPENDED:
             return _stop(observed, "suspend", settings, seen, again)
         case Wanted.FINISHED:
@@ -60,8 +56,20 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return _plan(observed, [DeleteSession()], seen, None)
 
 
-def _running(observed: Observed, build: Build) -> Iterable[Action]:
+def _decision(observed: Observed, shape: Shape | Refusal) -> Decision:
+    """Return what a session is to be. One that is refused is suspended and ends as others do."""
+    spec, base_model = observed.spec, observed.base_model
+    # Without pods, a refused session waits to be allowed: that is not idleness.
+    is_judged = isinstance(shape, Shape) or observed.has_pods
+    idle = idle_policy(spec, base_model) if is_judged else None
+    return decide(observed, idle, longest_lifetime(spec, base_model))
+
+
+def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> Iterable[Action]:
     """Yield what makes a session run: its finalizer first, its pods last."""
+    if not isinstance(shape, Shape):
+        return
+    build = Build(Names(observed.name), shape, settings)
     if observed.spec.role == "Trainer" and not observed.has_finalizer:
         yield HoldFinalizer(held=True)
     if not observed.has_kuberay:

@@ -32,15 +32,13 @@ class PodRequest:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The pods a session gets, and how long it may live."""
+    """The pods a session gets."""
 
     base_model: BaseModelSpec
     trainer: TrainerShape | None
     """None for a sampler."""
     sampler: SamplerShape
     placement: Placement
-    idle: Idle
-    max_lifetime_seconds: int | None
 
     @property
     def trainers(self) -> int:
@@ -98,6 +96,18 @@ def resolve(
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
     return _shape(spec, base_model)
+
+
+def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> Idle | None:
+    """Return what happens to a session nobody uses; None if only a missing BaseModel could say."""
+    return spec.idle or (base_model.sessions.idle if base_model is not None else None)
+
+
+def longest_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
+    """Return for how many seconds a session may exist; None for any number."""
+    allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
+    lifetimes = (spec.max_lifetime_seconds, allowed)
+    return min((life for life in lifetimes if life is not None), default=None)
 
 
 def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
@@ -172,7 +182,6 @@ def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
     chosen = (spec.trainer.model_dump(exclude_none=True) if spec.trainer else {}) or {}
     sampler = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
     places = {"queue_name": spec.queue_name, "priority_class_name": spec.priority_class_name}
-    lifetimes = (spec.max_lifetime_seconds, base_model.sessions.max_lifetime_seconds)
     return Shape(
         base_model=base_model,
         trainer=base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None,
@@ -180,6 +189,4 @@ def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
         placement=base_model.placement.model_copy(
             update={field: value for field, value in places.items() if value is not None}
         ),
-        idle=spec.idle or base_model.sessions.idle,
-        max_lifetime_seconds=min((life for life in lifetimes if life is not None), default=None),
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import (
+    MAX_MESSAGE_LENGTH,
     NEVER_FITS,
     Condition,
     ConditionStatus,
@@ -39,7 +40,7 @@ def status(
     Args:
         observed: what was seen.
         shape: what the session gets, or why nothing.
-        decision: what it is to be; None if it is being deleted, or refused.
+        decision: what it is to be; None if it is being deleted.
     """
     ready, steps = steps_to_ready(observed, shape, decision)
     head = observed.head
@@ -59,7 +60,7 @@ def status(
         restarts=previous.restarts + _has_restarted(observed, incarnation),
         saved_incarnation=_saved_incarnation(observed),
         finished_time=_finished_time(observed, decision),
-        message=ready.message or None,
+        message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
 
 

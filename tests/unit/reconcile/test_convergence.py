@@ -1,0 +1,568 @@
+"""Reconciling as a function: whatever happens, in whatever order, it ends where it should.
+
+`World` is everything around the operator, in memory: it carries plans out, or only their first
+writes, and lets KubeRay, Kueue, the kubelet, the head, owners and vandals take their turns.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason, find
+from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_operator.observed import ChildKey, Observed, Pod, Trouble
+from tinkercloud_operator.plan import (
+    Action,
+    Announce,
+    Apply,
+    AskHead,
+    CreateSecret,
+    Delete,
+    DeleteSession,
+    HoldFinalizer,
+    Plan,
+)
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.sessions import (
+    NOON,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_pod,
+    a_session,
+    a_status,
+    observed,
+)
+
+SETTINGS = Settings()
+RAY_CLUSTER = ChildKey("RayCluster", "one")
+TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
+DENIED = "admission webhook denied it"
+IDLE = {"timeoutSeconds": 1800}
+ENOUGH_ROUNDS = 200
+
+OFFERS: Mapping[str, BaseModelSpec] = {
+    "head alone": a_base_model(sessions={"idle": IDLE}),
+    "workers": a_base_model(trainer=TRAINERS, sampler=SAMPLERS, sessions={"idle": IDLE}),
+    "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
+    "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
+    "deleted when idle": a_base_model(sessions={"idle": IDLE | {"action": "Delete"}}),
+}
+
+
+class World:
+    """A session and everything around the operator that looks after it."""
+
+    def __init__(self, base_model: BaseModelSpec) -> None:
+        self.offered = base_model
+        self.session = observed(base_model=base_model)
+        self.children: dict[ChildKey, Json] = {}
+        self.pods: dict[str, Pod] = {}
+        self.is_gone = False
+        self.is_deaf = False
+        self.refuses = False
+        self._uids = itertools.count()
+
+    @property
+    def status(self) -> TrainingSessionStatus:
+        return self.session.status
+
+    def observe(self) -> Observed:
+        children = copy.deepcopy(self.children)
+        return replace(self.session, children=children, pods=tuple(self.pods.values()))
+
+    def change(self, **fields: Any) -> None:
+        self.session = replace(self.session, **fields)
+
+    def pass_time(self, seconds: float) -> None:
+        self.change(now=self.session.now + timedelta(seconds=seconds))
+
+    # The operator.
+
+    def operate(self, writes: int | None = None) -> Plan:
+        """Look once; with a number of writes, the operator dies after that many."""
+        before, seen = self.status, self.observe()
+        plan = reconcile(seen, SETTINGS)
+        assert plan == reconcile(seen, SETTINGS)
+        for action in plan.actions[:writes]:
+            if self.refuses and isinstance(action, Apply):
+                break
+            self._do(action)
+        refusal = DENIED if self.refuses and any_apply(plan) else None
+        if refusal is not None and self.session.apply_error is None:
+            self.change(apply_error=refusal)
+            return plan
+        self.change(apply_error=refusal)
+        if plan.status is not None and (writes is None or writes > len(plan.actions)):
+            self._write(plan.status)
+        if writes is not None:
+            self.change(answers=frozenset(), apply_error=None)
+        check_conditions(before, self.status)
+        return plan
+
+    def _write(self, status: TrainingSessionStatus) -> None:
+        stored = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        self.change(status=TrainingSessionStatus.model_validate(stored))
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Apply(manifest):
+                self._apply(manifest)
+            case CreateSecret():
+                self.change(has_secret=True)
+            case Delete(key):
+                child = self.children.get(key, {"metadata": {}})
+                child["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
+            case AskHead():
+                self._ask(action)
+            case HoldFinalizer(held):
+                self.change(has_finalizer=held)
+                self.is_gone = not held and self.session.deleted is not None
+            case DeleteSession():
+                self.delete()
+            case Announce():
+                pass
+
+    def _apply(self, manifest: Mapping[str, Any]) -> None:
+        key = ChildKey(manifest["kind"], manifest["metadata"]["name"])
+        assert "suspend" not in manifest.get("spec", {}), "Kueue owns spec.suspend"
+        assert manifest["metadata"]["ownerReferences"][0]["uid"] == self.session.uid
+        is_queued = labels.QUEUE_LABEL in manifest["metadata"].get("labels", {})
+        start: Json = {"spec": {"suspend": True}} if is_queued else {}
+        self.children[key] = merged(self.children.get(key, start), manifest)
+
+    def _ask(self, question: AskHead) -> None:
+        head = self.observe().head
+        assert head is not None
+        assert head.incarnation == question.incarnation
+        assert question.timeout_seconds > 0
+        if not self.is_deaf:
+            answer = (question.what, question.incarnation)
+            self.change(answers=self.session.answers | {answer})
+
+    # KubeRay, Kueue, the kubelet.
+
+    def kuberay(self) -> None:
+        """Make one missing pod, or end those that should not be."""
+        cluster = self.children.get(RAY_CLUSTER)
+        if cluster is not None and "deletionTimestamp" in cluster["metadata"]:
+            del self.children[RAY_CLUSTER]
+        if cluster is None or cluster["spec"].get("suspend"):
+            self.pods = {name: replace(pod, is_terminating=True) for name, pod in self.pods.items()}
+            return
+        for name in wanted_pods(cluster):
+            if name not in self.pods:
+                self._make_pod(name)
+                return
+
+    def _make_pod(self, name: str) -> None:
+        begins = {"is_scheduled": False, "is_started": False, "is_ready": False}
+        uid = f"uid-{next(self._uids)}"
+        self.pods[name] = a_pod(name.split("-", maxsplit=1)[0], name=name, uid=uid, **begins)
+
+    def kubelet(self) -> None:
+        """Take one pod one stage further."""
+        for name, pod in self.pods.items():
+            if pod.is_terminating:
+                del self.pods[name]
+                return
+            stages = (pod.is_scheduled, pod.is_started, pod.is_ready)
+            if pod.trouble is None and not all(stages):
+                stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
+                further: Json = {stage: True}
+                self.pods[name] = replace(pod, **further)
+                return
+
+    def kueue(self, *, admits: bool = True) -> None:
+        cluster = self.children.get(RAY_CLUSTER)
+        if cluster is not None and labels.QUEUE_LABEL in cluster["metadata"]["labels"]:
+            cluster["spec"]["suspend"] = not admits
+
+    # Everybody else.
+
+    def lose_pods(self, component: str) -> None:
+        for name, pod in self.pods.items():
+            is_lost = pod.component == component
+            self.pods[name] = replace(pod, is_terminating=pod.is_terminating or is_lost)
+
+    def restart_containers(self) -> None:
+        for name, pod in self.pods.items():
+            down: Json = {"is_started": False, "is_ready": False, "restarts": pod.restarts + 1}
+            self.pods[name] = replace(pod, **down) if pod.is_started else pod
+
+    def trouble_pods(self, trouble: Trouble | None) -> None:
+        self.pods = {name: replace(pod, trouble=trouble) for name, pod in self.pods.items()}
+
+    def lose_child(self, kind: str) -> None:
+        self.children = {key: item for key, item in self.children.items() if key.kind != kind}
+
+    def edit_children(self) -> None:
+        for child in self.children.values():
+            child["metadata"]["labels"] = {"edited": "by hand"}
+            child.pop("ownerReferences", None)
+            child["spec" if "spec" in child else "data"] = {}
+
+    def suspend(self, *, asked: bool) -> None:
+        self.change(spec=self.session.spec.model_copy(update={"suspend": asked}))
+
+    def use(self) -> None:
+        self.change(last_activity=self.session.now)
+
+    def delete(self) -> None:
+        if not self.session.has_finalizer:
+            self.is_gone = True
+        self.change(deleted=self.session.deleted or self.session.now)
+
+    def set_deaf(self, *, is_deaf: bool) -> None:
+        self.is_deaf = is_deaf
+
+    def set_refusing(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def happen(self, *events: str) -> None:
+        for event in events:
+            if self.is_gone:
+                return
+            EVENTS[event](self)
+            self.pass_time(1)
+
+    def settle(self) -> Plan:
+        """End all trouble from outside and take turns until nobody has anything to do."""
+        self.refuses = False
+        self.change(has_kuberay=True)
+        self.trouble_pods(None)
+        plan = Plan()
+        for _ in range(ENOUGH_ROUNDS):
+            before = (copy.deepcopy(self.children), dict(self.pods))
+            self.kueue()
+            self.kuberay()
+            self.kubelet()
+            plan = self.operate()
+            if self.is_gone:
+                return Plan()
+            is_quiet = not plan.actions and plan.status is None
+            if is_quiet and before == (self.children, self.pods):
+                return plan
+            if plan.actions and plan.look_again_seconds is not None:
+                self.pass_time(min(plan.look_again_seconds, 5))
+        pytest.fail(f"does not come to rest: {plan}")
+
+
+EVENTS: Mapping[str, Callable[[World], object]] = {
+    "the operator looks": World.operate,
+    "the operator dies at once": lambda world: world.operate(writes=0),
+    "the operator dies after a write": lambda world: world.operate(writes=1),
+    "the operator dies after three writes": lambda world: world.operate(writes=3),
+    "KubeRay works": World.kuberay,
+    "a pod gets on": World.kubelet,
+    "Kueue admits": World.kueue,
+    "Kueue preempts": lambda world: world.kueue(admits=False),
+    "the head is lost": lambda world: world.lose_pods("head"),
+    "the trainers are lost": lambda world: world.lose_pods("trainer"),
+    "containers restart": World.restart_containers,
+    "images vanish": lambda world: world.trouble_pods(TROUBLE),
+    "images are back": lambda world: world.trouble_pods(None),
+    "the RayCluster is deleted": lambda world: world.lose_child("RayCluster"),
+    "the Service is deleted": lambda world: world.lose_child("Service"),
+    "children are edited": World.edit_children,
+    "its owner suspends it": lambda world: world.suspend(asked=True),
+    "its owner resumes it": lambda world: world.suspend(asked=False),
+    "a client comes": World.use,
+    "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
+    "the head hears again": lambda world: world.set_deaf(is_deaf=False),
+    "the BaseModel goes": lambda world: world.change(base_model=None),
+    "the BaseModel is back": lambda world: world.change(base_model=world.offered),
+    "KubeRay is removed": lambda world: world.change(has_kuberay=False),
+    "KubeRay is installed": lambda world: world.change(has_kuberay=True),
+    "children are refused": lambda world: world.set_refusing(refuses=True),
+    "children are welcome": lambda world: world.set_refusing(refuses=False),
+    "a minute passes": lambda world: world.pass_time(60),
+    "half an hour passes": lambda world: world.pass_time(1800),
+    "a day passes": lambda world: world.pass_time(86400),
+    "it settles": World.settle,
+    "it is deleted": World.delete,
+}
+GROWTH = ("the operator looks", "KubeRay works", "a pod gets on", "Kueue admits")
+HEADS = ("the head goes deaf", "the head hears again", "a pod gets on", "containers restart")
+
+offers = st.sampled_from(sorted(OFFERS))
+histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=25)
+thorough = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def merged(live: Any, wanted: Any) -> Any:
+    """Return an object after a server-side apply: our fields as wanted, others as they were."""
+    if isinstance(wanted, Mapping):
+        before = live if isinstance(live, Mapping) else {}
+        return {**before, **{key: merged(before.get(key), value) for key, value in wanted.items()}}
+    return copy.deepcopy(wanted)
+
+
+def any_apply(plan: Plan) -> bool:
+    return any(isinstance(action, Apply) for action in plan.actions)
+
+
+def wanted_pods(cluster: Json) -> list[str]:
+    groups = cluster["spec"].get("workerGroupSpecs", [])
+    workers = [f"{group['groupName']}-{n}" for group in groups for n in range(group["replicas"])]
+    return ["head-0", *workers]
+
+
+def reached(status: TrainingSessionStatus) -> list[bool]:
+    """Return which of the steps to Ready are reached."""
+    found = [find(status.conditions, step) for step in SESSION_STEPS]
+    return [condition is not None and condition.status == "True" for condition in found]
+
+
+def is_true(status: TrainingSessionStatus, kind: ConditionType) -> bool:
+    condition = find(status.conditions, kind)
+    return condition is not None and condition.status == "True"
+
+
+def check_conditions(before: TrainingSessionStatus, after: TrainingSessionStatus) -> None:
+    """Check what holds of every status that is ever written, and of every change of one."""
+    steps = reached(after)
+    assert steps == sorted(steps, reverse=True), "what is True comes first"
+    assert is_true(after, ConditionType.READY) == all(steps)
+    assert not (is_true(after, ConditionType.READY) and is_true(after, ConditionType.STALLED))
+    assert (after.endpoint is not None) == all(steps)
+    for condition in after.conditions:
+        earlier = find(before.conditions, ConditionType(condition.type))
+        if earlier is not None:
+            has_moved = condition.last_transition_time != earlier.last_transition_time
+            assert condition.status != earlier.status or not has_moved
+
+
+def a_world(offer: str = "workers", *events: str) -> World:
+    world = World(OFFERS[offer])
+    world.happen(*events)
+    return world
+
+
+@thorough
+@given(offers, histories)
+def test_it_comes_to_rest_whatever_happened(offer: str, history: Sequence[str]) -> None:
+    world = a_world(offer, *history)
+
+    world.settle()
+
+    again = Plan() if world.is_gone else reconcile(world.observe(), SETTINGS)
+    assert again.actions == ()
+    assert again.status is None
+
+
+@thorough
+@given(offers, histories)
+def test_at_rest_nothing_is_to_be_done_before_the_time_it_names_and_something_then(
+    offer: str, history: Sequence[str]
+) -> None:
+    world = a_world(offer, *history)
+    named = world.settle().look_again_seconds
+
+    world.pass_time(max(0, named - 1) if named is not None else 10 * 365 * 86400)
+
+    assert world.is_gone or reconcile(world.observe(), SETTINGS).actions == ()
+    assert world.is_gone or reconcile(world.observe(), SETTINGS).status is None
+    world.pass_time(1)
+    then = reconcile(world.observe(), SETTINGS)
+    assert world.is_gone or named is None or then.actions or then.status
+
+
+@thorough
+@given(offers, histories)
+def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequence[str]) -> None:
+    world = a_world(offer, *history, "the BaseModel is back")
+
+    world.settle()
+
+    cluster = world.children.get(RAY_CLUSTER)
+    wanted = wanted_pods(cluster) if cluster is not None else []
+    is_at_rest = world.status.phase in {"Suspended", "Finished"}
+    assert world.is_gone or sorted(world.pods) == sorted(wanted)
+    assert world.is_gone or (cluster is None) == is_at_rest
+    assert world.is_gone or world.status.phase in {"Ready", "Suspended", "Finished"}
+
+
+@thorough
+@given(offers, histories)
+def test_at_rest_a_suspended_session_has_no_pods_even_without_its_base_model(
+    offer: str, history: Sequence[str]
+) -> None:
+    world = a_world(offer, *history, "its owner suspends it")
+
+    world.settle()
+
+    assert world.is_gone or RAY_CLUSTER not in world.children
+    assert world.is_gone or world.pods == {}
+
+
+@thorough
+@given(offers, st.lists(st.sampled_from(GROWTH), max_size=60))
+def test_conditions_only_rise_while_nothing_fails(offer: str, history: Sequence[str]) -> None:
+    world = a_world(offer)
+
+    heights = [0]
+    for event in history:
+        world.happen(event)
+        heights.append(sum(reached(world.status)))
+
+    assert heights == sorted(heights)
+
+
+@thorough
+@given(offers, histories, st.lists(st.sampled_from(HEADS), min_size=20, max_size=20))
+def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
+    offer: str, history: Sequence[str], head: Sequence[str]
+) -> None:
+    world = a_world(offer, *history, "it is deleted")
+
+    events = iter(head)
+    patience = SETTINGS.last_checkpoint_seconds + 6
+    end = (world.session.deleted or NOON) + timedelta(seconds=patience)
+    while not world.is_gone:
+        assert world.session.now <= end
+        plan = world.operate()
+        world.happen(next(events))
+        world.pass_time(min(plan.look_again_seconds or 0, 4))
+
+
+LIVES: Mapping[str, Sequence[str]] = {
+    "create": (),
+    "ready": ("it settles", "containers restart"),
+    "suspend": ("it settles", "its owner suspends it"),
+    "resume": ("it settles", "its owner suspends it", "it settles", "its owner resumes it"),
+    "delete": ("it settles", "it is deleted"),
+    "cull": ("it settles", "half an hour passes"),
+}
+
+
+@pytest.mark.parametrize("writes", range(10))
+@pytest.mark.parametrize("life", LIVES)
+def test_an_operator_that_dies_after_any_write_is_taken_over_from(life: str, writes: int) -> None:
+    undisturbed, disturbed = a_world("workers", *LIVES[life]), a_world("workers", *LIVES[life])
+
+    undisturbed.settle()
+    disturbed.operate(writes)
+    disturbed.settle()
+
+    assert disturbed.is_gone == undisturbed.is_gone
+    assert disturbed.children == undisturbed.children
+    assert disturbed.pods.keys() == undisturbed.pods.keys()
+    assert disturbed.status.phase == undisturbed.status.phase
+
+
+def test_a_resumed_session_gets_its_pods_back() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it", "it settles")
+    assert world.pods == {}
+
+    world.happen("its owner resumes it", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert len(world.pods) == 4
+    assert world.status.restarts == 0
+
+
+def test_a_session_suspended_for_idleness_comes_back_when_it_is_used() -> None:
+    world = a_world("workers", "it settles", "half an hour passes", "it settles")
+    assert world.pods == {}
+
+    world.happen("a client comes", "it settles")
+
+    assert world.status.phase == "Ready"
+
+
+def test_a_session_that_waits_while_its_base_model_is_away_is_not_started_by_its_return() -> None:
+    world = a_world("workers", "it settles", "half an hour passes", "it settles")
+
+    world.happen("the BaseModel goes", "it settles", "the BaseModel is back", "it settles")
+
+    assert world.status.phase == "Suspended"
+    assert world.pods == {}
+
+
+def test_what_runs_goes_on_without_its_base_model() -> None:
+    world = a_world("workers", "it settles", "the BaseModel goes", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert len(world.pods) == 4
+
+
+def test_an_ended_session_is_deleted_in_time_even_without_its_base_model() -> None:
+    world = a_world("short life", "it settles", "a day passes", "it settles")
+    assert world.status.phase == "Finished"
+
+    world.happen("the BaseModel goes", "a day passes", "it settles")
+
+    assert world.is_gone
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ("KubeRay is removed", Reason.KUBERAY_MISSING),
+        ("children are refused", Reason.APPLY_FAILED),
+    ],
+)
+@pytest.mark.parametrize("offer", ["workers", "queue"])
+def test_what_keeps_pods_from_being_made_is_told_before_the_queue(
+    offer: str, event: str, reason: Reason
+) -> None:
+    world = a_world(offer, event, "the operator looks", "the operator looks")
+
+    ready = find(world.status.conditions, ConditionType.READY)
+    assert ready is not None
+    assert ready.reason == reason
+    assert is_true(world.status, ConditionType.STALLED)
+
+
+def test_a_message_of_any_length_fits_the_status() -> None:
+    world = a_world("workers", "it settles")
+    world.trouble_pods(Trouble(Reason.CRASH_LOOP, "x" * 5000))
+
+    world.operate()
+
+    assert len(world.status.message or "") == 1024
+
+
+def test_a_head_that_ended_unasked_is_counted_once() -> None:
+    world = a_world("workers", "it settles", "containers restart", "it settles")
+
+    assert world.status.restarts == 1
+
+
+def test_the_finalizer_is_held_before_there_is_anything_to_save() -> None:
+    plan = reconcile(observed(), SETTINGS)
+
+    kinds = [type(action) for action in plan.actions]
+    assert kinds[0] is HoldFinalizer
+    assert kinds.index(CreateSecret) < kinds.index(Apply)
+    assert [a.manifest["kind"] for a in plan.actions if isinstance(a, Apply)][-1] == "RayCluster"
+
+
+def test_a_sampler_holds_no_finalizer_because_it_has_nothing_to_save() -> None:
+    plan = reconcile(observed(spec=a_session(role="Sampler", lora=None)), SETTINGS)
+
+    assert not any(isinstance(action, HoldFinalizer) for action in plan.actions)
+    assert any(isinstance(action, Apply) for action in plan.actions)
+
+
+def test_the_same_news_is_announced_once() -> None:
+    refused = observed(base_model=None)
+    told = reconcile(refused, SETTINGS)
+    assert isinstance(told.actions[-1], Announce)
+    assert told.actions[-1].is_warning
+
+    again = reconcile(replace(refused, status=told.status or a_status()), SETTINGS)
+
+    assert again == Plan()
