@@ -1,0 +1,310 @@
+"""Pods of sessions: restricted, without credentials, where the BaseModel wants them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_testing.sessions import (
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+    a_session,
+)
+
+PLACEMENT = {
+    "nodeSelector": {"pool": "gpu"},
+    "nodeAffinity": [{"key": "zone", "operator": "In", "values": ["a", "b"]}],
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "priorityClassName": "training",
+    "queueName": "research",
+    "runtimeClassName": "nvidia",
+}
+VOLUME = {"volume": {"claimName": "models", "path": "qwen/3-8b"}}
+WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
+COLOCATED = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": True})
+
+BUILDS = {
+    "head alone": a_build(),
+    "workers": a_build(WORKERS),
+    "colocated": a_build(COLOCATED),
+    "samplers alone": a_build(WORKERS, a_session(role="Sampler", lora=None)),
+    "volume": a_build(a_base_model(source=VOLUME, trainer=TRAINERS), checkpoint_claim="kept"),
+    "uri": a_build(a_base_model(source={"uri": "s3://models/qwen", "secretName": "store"})),
+    "placed": a_build(a_base_model(trainer=TRAINERS, placement=PLACEMENT)),
+    "no user of its own": a_build(WORKERS, run_as_user=None),
+}
+HARMLESS_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+every_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+
+
+def groups(build: Build) -> dict[str, Json]:
+    """Return the groups of a session's RayCluster by component."""
+    spec = ray_cluster(build)["spec"]
+    workers = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    return {"head": spec["headGroupSpec"], **workers}
+
+
+def pod_specs(build: Build) -> dict[str, Json]:
+    return {name: group["template"]["spec"] for name, group in groups(build).items()}
+
+
+def containers(pod: Json) -> list[Json]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def breaches(pod: Json) -> Iterator[str]:
+    """Yield what breaks the restricted profile of Pod Security."""
+    yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name))
+    yield from (
+        f"volume {volume['name']}"
+        for volume in pod["volumes"]
+        if not volume.keys() - {"name"} <= HARMLESS_VOLUMES
+    )
+    of_pod = pod["securityContext"]
+    if of_pod.get("sysctls"):
+        yield "sysctls"
+    for container in containers(pod):
+        yield from (
+            f"{container['name']}: {breach}"
+            for breach in container_breaches(of_pod | container["securityContext"])
+        )
+        yield from (
+            f"{container['name']}: host port"
+            for port in container.get("ports", [])
+            if "hostPort" in port
+        )
+
+
+def container_breaches(security: Json) -> Iterator[str]:
+    wanted = {
+        "allowPrivilegeEscalation": security.get("allowPrivilegeEscalation") is False,
+        "capabilities": security.get("capabilities") == {"drop": ["ALL"]},
+        "privileged": not security.get("privileged", False),
+        "procMount": "procMount" not in security,
+        "runAsNonRoot": security.get("runAsNonRoot") is True,
+        "runAsUser": security.get("runAsUser", 1) != 0,
+        "seccompProfile": security.get("seccompProfile") == {"type": "RuntimeDefault"},
+    }
+    yield from (name for name, holds in wanted.items() if not holds)
+
+
+@every_build
+def test_every_container_keeps_to_restricted_pod_security(build: Build) -> None:
+    found = {name: list(breaches(pod)) for name, pod in pod_specs(build).items()}
+
+    assert found == {name: [] for name in groups(build)}
+
+
+def test_a_privileged_container_would_be_noticed() -> None:
+    pod = pod_specs(a_build())["head"]
+    pod["containers"][0]["securityContext"] = {"privileged": True}
+    pod["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
+
+    assert set(breaches(pod)) == {
+        "volume host",
+        "head: allowPrivilegeEscalation",
+        "head: capabilities",
+        "head: privileged",
+    }
+
+
+@every_build
+def test_no_container_can_write_its_own_root(build: Build) -> None:
+    all_containers = [item for pod in pod_specs(build).values() for item in containers(pod)]
+
+    assert all(item["securityContext"]["readOnlyRootFilesystem"] for item in all_containers)
+
+
+@every_build
+def test_no_pod_has_a_service_account_token_or_the_addresses_of_services(build: Build) -> None:
+    pods = pod_specs(build).values()
+
+    assert not any(pod["automountServiceAccountToken"] for pod in pods)
+    assert not any(pod["enableServiceLinks"] for pod in pods)
+
+
+@every_build
+def test_every_mount_has_its_volume(build: Build) -> None:
+    mounted = {
+        name: {mount["name"] for item in containers(pod) for mount in item["volumeMounts"]}
+        for name, pod in pod_specs(build).items()
+    }
+    volumes = {
+        name: {volume["name"] for volume in pod["volumes"]}
+        for name, pod in pod_specs(build).items()
+    }
+
+    assert mounted == volumes
+
+
+@every_build
+def test_pods_are_labelled_so_that_services_and_policies_find_them(build: Build) -> None:
+    found = {name: group["template"]["metadata"]["labels"] for name, group in groups(build).items()}
+
+    assert found == {
+        name: {
+            labels.SESSION_LABEL: "one",
+            labels.COMPONENT_LABEL: name,
+            labels.MANAGED_BY_LABEL: "tinkercloud",
+        }
+        for name in groups(build)
+    }
+
+
+@every_build
+def test_a_head_has_time_to_save_its_state_before_it_is_killed(build: Build) -> None:
+    graces = {pod["terminationGracePeriodSeconds"] for pod in pod_specs(build).values()}
+
+    assert min(graces) > build.settings.drain_seconds + build.settings.suspend_seconds
+
+
+@pytest.mark.parametrize(
+    ("build", "gpus"),
+    [
+        ("head alone", {"head": None}),
+        ("workers", {"head": None, "trainer": "4", "sampler": "2"}),
+        ("colocated", {"head": None, "trainer": "4", "sampler": None}),
+        ("samplers alone", {"head": None, "sampler": "2"}),
+    ],
+)
+def test_workers_ask_for_gpus_and_the_head_does_not(
+    build: str, gpus: dict[str, str | None]
+) -> None:
+    asked = {
+        name: pod["containers"][0]["resources"] for name, pod in pod_specs(BUILDS[build]).items()
+    }
+
+    limits = {name: resources["limits"].get("nvidia.com/gpu") for name, resources in asked.items()}
+    requests = {name: item["requests"].get("nvidia.com/gpu") for name, item in asked.items()}
+    assert limits == requests == gpus
+
+
+def test_memory_is_requested_and_limited_alike_and_cores_are_requested_only() -> None:
+    head = {"image": "worker:1", "resources": {"cpu": "2", "memory": "8Gi"}}
+
+    [container] = pod_specs(a_build(a_base_model(head=head)))["head"]["containers"]
+
+    assert container["resources"] == {
+        "requests": {"cpu": "2", "memory": "8Gi"},
+        "limits": {"memory": "8Gi"},
+    }
+
+
+def test_pods_go_where_the_base_model_says() -> None:
+    pods = pod_specs(BUILDS["placed"])
+
+    wanted = {
+        "nodeSelector": {"pool": "gpu"},
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [
+                        {
+                            "matchExpressions": [
+                                {"key": "zone", "operator": "In", "values": ["a", "b"]}
+                            ]
+                        }
+                    ]
+                }
+            }
+        },
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "priorityClassName": "training",
+        "runtimeClassName": "nvidia",
+    }
+    assert {name: {key: pod[key] for key in wanted} for name, pod in pods.items()} == {
+        "head": wanted,
+        "trainer": wanted,
+    }
+
+
+def test_without_a_placement_pods_go_anywhere() -> None:
+    head = pod_specs(a_build())["head"]
+
+    assert not head.keys() & {"nodeSelector", "affinity", "tolerations", "priorityClassName"}
+
+
+def volumes_of(build: Build) -> dict[str, Json]:
+    volumes = pod_specs(build)["head"]["volumes"]
+    return {volume["name"]: volume for volume in volumes}
+
+
+def test_a_model_on_a_volume_is_mounted_read_only_and_not_downloaded() -> None:
+    build = BUILDS["volume"]
+
+    head = pod_specs(build)["head"]
+
+    claim = {"claimName": "models", "readOnly": True}
+    assert volumes_of(build)["model"] == {"name": "model", "persistentVolumeClaim": claim}
+    assert "initContainers" not in head
+    assert surroundings.head_config(build).model.path == "/models/qwen/3-8b"
+
+
+@pytest.mark.parametrize(
+    ("source", "where"),
+    [
+        ({"hub": "Qwen/Qwen3-8B", "secretName": "store"}, "hub:Qwen/Qwen3-8B"),
+        ({"uri": "s3://models/qwen", "secretName": "store"}, "s3://models/qwen"),
+    ],
+)
+def test_a_model_from_elsewhere_is_downloaded_first_with_its_credentials(
+    source: Json, where: str
+) -> None:
+    build = a_build(a_base_model(source=source))
+
+    head = pod_specs(build)["head"]
+
+    [fetching] = head["initContainers"]
+    folder = surroundings.head_config(build).model.path
+    assert fetching["command"] == ["python", "-m", "tinkercloud_worker.fetch_model", where, folder]
+    assert fetching["envFrom"] == [{"secretRef": {"name": "store"}}]
+    assert folder.startswith("/scratch/")
+    assert {"name": "scratch", "mountPath": "/scratch"} in fetching["volumeMounts"]
+
+
+def test_checkpoints_on_a_volume_are_mounted_where_the_head_writes_them() -> None:
+    build = a_build(checkpoint_claim="kept", checkpoint_root="file:///checkpoints")
+
+    [container] = pod_specs(build)["head"]["containers"]
+
+    claim = {"claimName": "kept"}
+    assert volumes_of(build)["checkpoints"]["persistentVolumeClaim"] == claim
+    assert {"name": "checkpoints", "mountPath": "/checkpoints"} in container["volumeMounts"]
+
+
+def test_credentials_of_the_checkpoint_store_come_from_a_secret() -> None:
+    build = a_build(checkpoint_secret="store-credentials")
+
+    [container] = pod_specs(build)["head"]["containers"]
+
+    assert container["envFrom"] == [{"secretRef": {"name": "store-credentials"}}]
+    assert all("valueFrom" not in item for item in container["env"])
+
+
+def test_images_are_pulled_with_the_given_secrets() -> None:
+    pods = pod_specs(a_build(WORKERS, image_pull_secrets=["registry"]))
+
+    assert [pod["imagePullSecrets"] for pod in pods.values()] == [[{"name": "registry"}]] * 3
+
+
+def test_workers_run_their_own_image_or_the_heads() -> None:
+    build = a_build(a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "image": "sampler:2"}))
+
+    images = {name: pod["containers"][0]["image"] for name, pod in pod_specs(build).items()}
+
+    assert images == {"head": "worker:1", "trainer": "worker:1", "sampler": "sampler:2"}

@@ -1,0 +1,257 @@
+"""Children of a session: what KubeRay, Services, policies and heads are told."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.training_session import MAX_NAME_LENGTH
+from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_operator.reconcile import children, key_of
+from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_testing.sessions import (
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+    a_session,
+)
+
+MAX_RAY_CLUSTER_NAME = 53
+LONGEST = "s" * MAX_NAME_LENGTH
+WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
+QUEUED = a_base_model(trainer=TRAINERS, placement={"queueName": "research"})
+
+names = st.from_regex(r"[a-z]([-a-z0-9]{0,12}[a-z0-9])?", fullmatch=True)
+endings = st.sampled_from(["-head", "-config", "-token", "-head-svc", "-headless", "-head-head"])
+
+
+def own_names(session: str) -> set[tuple[str, str]]:
+    """Return kind and name of all that a session has, and of what KubeRay derives from it."""
+    build = a_build(WORKERS, name=session)
+    made = [*children(build), surroundings.token_secret(build)]
+    derived = {("Service", f"{session}-head-svc"), ("Service", f"{session}-headless")}
+    return {(manifest["kind"], manifest["metadata"]["name"]) for manifest in made} | derived
+
+
+@given(names, endings)
+def test_children_of_two_sessions_never_share_a_name(name: str, ending: str) -> None:
+    assert own_names(name).isdisjoint(own_names(name + ending))
+
+
+@given(names, names)
+def test_children_of_any_two_sessions_differ(one: str, other: str) -> None:
+    assert one == other or own_names(one).isdisjoint(own_names(other))
+
+
+def test_each_child_of_a_session_has_a_key_of_its_own() -> None:
+    build = a_build(WORKERS)
+
+    kinds = [key_of(manifest).kind for manifest in children(build)]
+
+    assert kinds == ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "RayCluster"]
+
+
+def test_without_network_policies_there_is_none() -> None:
+    build = a_build(network_policies=False)
+
+    assert "NetworkPolicy" not in {key_of(manifest).kind for manifest in children(build)}
+
+
+@pytest.mark.parametrize(
+    ("build", "counts"),
+    [
+        (a_build(), {}),
+        (a_build(WORKERS), {"trainer": 2, "sampler": 1}),
+        (a_build(WORKERS, a_session(trainer={"replicas": 1})), {"trainer": 1, "sampler": 1}),
+        (a_build(WORKERS, a_session(role="Sampler", lora=None)), {"sampler": 1}),
+    ],
+    ids=["head alone", "workers", "fewer trainers", "samplers alone"],
+)
+def test_groups_have_a_fixed_number_of_pods_as_kuberay_wants_it_written(
+    build: Build, counts: dict[str, int]
+) -> None:
+    groups = ray_cluster(build)["spec"]["workerGroupSpecs"]
+
+    sizes = {
+        group["groupName"]: (group["replicas"], group["minReplicas"], group["maxReplicas"])
+        for group in groups
+    }
+    assert sizes == {name: (count, count, count) for name, count in counts.items()}
+
+
+def test_each_group_has_one_container_which_is_rays() -> None:
+    spec = ray_cluster(a_build(WORKERS))["spec"]
+
+    templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+    names_found = [[item["name"] for item in pod["spec"]["containers"]] for pod in templates]
+    assert names_found == [["head"], ["worker"], ["worker"]]
+    assert "command" not in templates[1]["spec"]["containers"][0]
+
+
+def test_the_head_is_started_beside_ray_in_the_container_that_kuberay_makes() -> None:
+    template = ray_cluster(a_build())["spec"]["headGroupSpec"]["template"]
+
+    command = template["spec"]["containers"][0]["command"]
+
+    assert template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    assert command[-1].startswith('eval "$KUBERAY_GEN_RAY_START_CMD" &')
+    assert "exec python -m tinkercloud_worker /etc/tinkercloud/head.json" in command[-1]
+
+
+def test_no_ray_task_runs_on_the_head() -> None:
+    params = ray_cluster(a_build())["spec"]["headGroupSpec"]["rayStartParams"]
+
+    assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
+    assert all(isinstance(value, str) for value in params.values())
+
+
+def test_the_longest_name_of_a_session_is_short_enough_for_kuberay() -> None:
+    build = a_build(WORKERS, name=LONGEST)
+
+    lengths = [len(manifest["metadata"]["name"]) for manifest in children(build)]
+
+    assert len(ray_cluster(build)["metadata"]["name"]) <= MAX_RAY_CLUSTER_NAME
+    assert max(lengths) <= MAX_RAY_CLUSTER_NAME
+
+
+@pytest.mark.parametrize(
+    ("build", "wanted"),
+    [
+        (a_build(WORKERS), {}),
+        (a_build(QUEUED), {labels.QUEUE_LABEL: "research"}),
+        (
+            a_build(
+                a_base_model(trainer=TRAINERS, sessions={"queueNames": ["urgent"]}),
+                a_session(queueName="urgent"),
+            ),
+            {labels.QUEUE_LABEL: "urgent"},
+        ),
+    ],
+    ids=["none", "of the BaseModel", "chosen"],
+)
+def test_a_queue_is_a_label_and_suspension_is_left_to_it(
+    build: Build, wanted: dict[str, str]
+) -> None:
+    cluster = ray_cluster(build)
+
+    assert cluster["metadata"]["labels"] == wanted
+    assert "suspend" not in cluster["spec"]
+
+
+@pytest.mark.parametrize(
+    ("build", "pods"),
+    [(a_build(), 1), (a_build(WORKERS), 4), (a_build(QUEUED), 3)],
+    ids=["head alone", "workers", "trainers"],
+)
+def test_no_pod_of_a_session_may_be_evicted_for_convenience(build: Build, pods: int) -> None:
+    assert surroundings.disruption_budget(build)["spec"] == {
+        "minAvailable": pods,
+        "selector": {"matchLabels": {"tinkercloud.dev/session": "one"}},
+    }
+
+
+def test_the_service_leads_to_the_head_of_its_session_alone() -> None:
+    service = surroundings.head_service(a_build())
+
+    assert service["metadata"]["name"] == "one-head"
+    assert service["spec"]["selector"] == {
+        "tinkercloud.dev/session": "one",
+        "tinkercloud.dev/component": "head",
+    }
+    assert service["spec"]["ports"] == [
+        {"name": "http", "port": 8000, "targetPort": 8000, "protocol": "TCP"}
+    ]
+    assert "publishNotReadyAddresses" not in service["spec"]
+
+
+def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
+    clients = [{"app": "api-server"}, {"app": "operator"}]
+
+    policy = surroundings.network_policy(a_build(client_labels=clients))
+
+    own = {"podSelector": {"matchLabels": {"tinkercloud.dev/session": "one"}}}
+    dns = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
+    assert policy["spec"] == {
+        **own,
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [
+            {"from": [own]},
+            {
+                "from": [
+                    {"podSelector": {"matchLabels": {"app": "api-server"}}},
+                    {"podSelector": {"matchLabels": {"app": "operator"}}},
+                ],
+                "ports": [{"protocol": "TCP", "port": 8000}],
+            },
+        ],
+        "egress": [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}],
+    }
+
+
+def what_the_head_reads(build: Build) -> Json:
+    text: str = surroundings.config_map(build)["data"]["head.json"]
+    read: Json = json.loads(text)
+    return read
+
+
+@pytest.mark.parametrize(
+    "build",
+    [a_build(), a_build(WORKERS), a_build(WORKERS, a_session(role="Sampler", lora=None))],
+    ids=["head alone", "workers", "samplers alone"],
+)
+def test_the_head_reads_what_was_written_for_it(build: Build) -> None:
+    text = surroundings.config_map(build)["data"]["head.json"]
+
+    assert HeadConfig.model_validate_json(text) == surroundings.head_config(build)
+
+
+def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
+    offered = a_base_model(
+        trainer={"dtype": "float32", "maxBatchTokens": 4096},
+        limits={"maxLoraRank": 64},
+        maxContextLength=2048,
+    )
+    asked = a_session(trainer={"maxBatchTokens": 1024})
+
+    config = surroundings.head_config(a_build(offered, asked, suspend_seconds=90))
+
+    assert config.head == "one"
+    assert config.model.name == "Qwen/Qwen3-8B"
+    assert (config.trainer.dtype, config.trainer.max_batch_tokens) == ("float32", 1024)
+    assert (config.limits.max_lora_rank, config.limits.max_context_length) == (64, 2048)
+    assert config.timings.suspend_seconds == 90
+    assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's
+
+
+def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None:
+    build = a_build(
+        a_base_model(source={"hub": "a/b", "secretName": "hub-token"}),
+        checkpoint_secret="store-credentials",
+    )
+
+    read = what_the_head_reads(build)
+
+    assert read["token_file"] == "/etc/tinkercloud-token/token"
+    assert "hub-token" not in json.dumps(read)
+    assert "store-credentials" not in json.dumps(read)
+    assert "data" not in surroundings.token_secret(build)
+
+
+def test_pods_mount_the_secret_that_the_operator_makes() -> None:
+    build = a_build()
+    secret = surroundings.token_secret(build)["metadata"]["name"]
+
+    cluster = ray_cluster(build)
+
+    volumes = cluster["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+    [mounted] = [volume["secret"] for volume in volumes if "secret" in volume]
+    assert mounted == {"secretName": secret, "defaultMode": 0o440}
+    assert cluster["spec"]["authOptions"] == {"mode": "token", "secretName": secret}
+    assert set(surroundings.SECRET_KEYS) == {"token", "auth_token"}
