@@ -26,6 +26,23 @@ _PORTS = (
     ("metrics", 8080),
 )
 """Of the head's container; all but the first are Ray's."""
+_RAY_PARAMS = {
+    # Ray gives a node 30 seconds to come up. With agents on ports that are known beforehand it does
+    # not wait for them, which on busy cores take longer than that.
+    "dashboard-agent-grpc-port": "52366",
+    "runtime-env-agent-port": "52367",
+}
+"""Of every `ray start`."""
+_RAY_HEAD_PARAMS = {
+    # No Ray task runs on the head: its cores are the sequencer's, or the CPU engine's.
+    "num-cpus": "0",
+    "num-gpus": "0",
+    # No object lies there either, in bytes. Ray's own choice, 30% of the memory, outgrows /dev/shm.
+    "object-store-memory": "104857600",
+    "include-dashboard": "false",
+    # KubeRay leaves out what is "false", and this is on unless it is told otherwise.
+    "include-log-monitor": "0",
+}
 _STARTUP_SECONDS = 1800
 """How long a container may take to serve; loading the model comes after that."""
 
@@ -63,8 +80,10 @@ def _head(build: Build) -> Json:
     }
     template = pod_template(build, "head", body, head.resources)
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
-    # No Ray task runs on the head: its cores are the sequencer's, or the CPU engine's.
-    return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": template}
+    # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
+    # only after seconds of imports, and must bury what Ray's processes leave. Here it is not first.
+    template["spec"]["shareProcessNamespace"] = True
+    return {"rayStartParams": _RAY_PARAMS | _RAY_HEAD_PARAMS, "template": template}
 
 
 def _trainers(build: Build) -> Json | None:
@@ -90,7 +109,7 @@ def _group(build: Build, component: str, worker: TrainerShape | SamplerShape, gp
         "replicas": worker.replicas,
         "minReplicas": worker.replicas,
         "maxReplicas": worker.replicas,
-        "rayStartParams": {},
+        "rayStartParams": dict(_RAY_PARAMS),
         "template": pod_template(build, component, body, worker.resources),
     }
 
