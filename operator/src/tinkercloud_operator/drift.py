@@ -15,8 +15,10 @@ def is_as_wanted(wanted: Manifest, live: Manifest | None) -> bool:
 
 def _holds(wanted: object, live: object) -> bool:
     if isinstance(wanted, Mapping):
-        fields = live if isinstance(live, Mapping) else {}
-        return all(_holds(value, fields.get(key)) for key, value in wanted.items())
+        fields = {} if live is None else live
+        return isinstance(fields, Mapping) and all(
+            _holds(value, fields.get(key)) for key, value in wanted.items()
+        )
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
         return _same_items(wanted, live if live is not None else [])
     return wanted == live
@@ -25,6 +27,7 @@ def _holds(wanted: object, live: object) -> bool:
 def _same_items(wanted: Sequence[object], live: object) -> bool:
     return (
         isinstance(live, Sequence)
+        and not isinstance(live, str)
         and len(live) == len(wanted)
         and all(_holds(mine, theirs) for mine, theirs in zip(wanted, live, strict=True))
     )

@@ -1,6 +1,10 @@
 """Kubernetes quantities as numbers."""
 
+import re
+
 _FACTORS = {
+    "n": 1e-9,
+    "u": 1e-6,
     "m": 1e-3,
     "k": 1e3,
     "M": 1e6,
@@ -17,14 +21,17 @@ _FACTORS = {
 }
 
 
+_QUANTITY = re.compile(rf"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)({'|'.join(_FACTORS)})?")
+
+
 def parse_quantity(text: str | int | float) -> float:
     """Return a quantity's value: cores, bytes, or a count.
 
     Raises:
         ValueError: it is not a quantity.
     """
-    text = str(text)
-    suffix = text.lstrip("0123456789.+-eE") if text[-1:].isalpha() else ""
-    if suffix == "" and text.endswith("E"):
-        suffix = "E"
-    return float(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1.0)
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity; write a number such as 2, 500m or 4Gi")
+    number, suffix = match.groups()
+    return float(number) * (_FACTORS[suffix] if suffix is not None else 1.0)

@@ -135,7 +135,7 @@ def _stop(
     began = _since(observed, Reason.SUSPENDING)
     ask = _question(observed, what, began, settings.stop_seconds)
     if ask is not None:
-        return _plan(observed, [ask], seen, _RETRY_SECONDS)
+        return _plan(observed, [ask], seen, min(ask.timeout_seconds, _RETRY_SECONDS))
     is_going = "deletionTimestamp" in observed.ray_cluster["metadata"]
     end = [] if is_going else [Delete(ChildKey("RayCluster", observed.name))]
     return _plan(observed, end, seen, again)
@@ -149,7 +149,7 @@ def _let_go(observed: Observed, settings: Settings) -> Plan:
     seen = status(observed, shape, None)
     ask = _question(observed, "checkpoint", observed.deleted, settings.last_checkpoint_seconds)
     if ask is not None:
-        return _plan(observed, [ask], seen, _RETRY_SECONDS)
+        return _plan(observed, [ask], seen, min(ask.timeout_seconds, _RETRY_SECONDS))
     return Plan((HoldFinalizer(held=False),))
 
 

@@ -191,9 +191,15 @@ def _set(store: dict[K, Manifest], key: K, manifest: Manifest, *, is_gone: bool)
 
 
 def _session_of(kind: str, metadata: Metadata) -> str:
-    """Return the session that an object is, or belongs to."""
+    """Return the session that an object is, or belongs to.
+
+    Owners count, which are not edited as easily as labels; pods are owned by their RayCluster.
+    """
     if kind == "TrainingSession":
         return str(metadata["name"])
+    for owner in metadata.get("ownerReferences", []):
+        if owner["kind"] == "TrainingSession":
+            return str(owner["name"])
     return str(metadata.get("labels", {}).get(labels.SESSION_LABEL, ""))
 
 

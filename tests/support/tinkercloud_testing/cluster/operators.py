@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
+import yaml
+
+from tinkercloud_testing.charts import CHART, helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT, Program
 from tinkercloud_testing.servers import free_port
@@ -82,3 +85,17 @@ def _answers(port: int) -> bool:
     with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/livez", timeout=2):
         return True
     return False
+
+
+def operator_account(cluster: Cluster, namespace: str, folder: Path) -> Path:
+    """Give a namespace the operator's account with the chart's rights; return its kubeconfig."""
+    rendered = helm("template", "tinkercloud", str(CHART), f"--namespace={namespace}")
+    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    rights = [item for item in yaml.safe_load_all(rendered) if item and item["kind"] in kinds]
+    cluster.apply(*rights)
+    [account] = [
+        item["metadata"]["name"]
+        for item in rights
+        if item["kind"] == "ServiceAccount" and item["metadata"]["name"].endswith("operator")
+    ]
+    return cluster.kubeconfig_of(account, namespace, folder)

@@ -1,0 +1,388 @@
+"""The operator on a real control plane, with KubeRay; pods run on nodes that are played."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
+from tinkercloud_testing.cluster.operators import (
+    RunningOperator,
+    an_operator,
+    install_definitions,
+    operator_account,
+)
+from tinkercloud_testing.cluster.programs import wait_until
+
+MODEL = "Qwen/Qwen3-8B"
+SOON_SECONDS = 60
+"""Far more than anything here takes; a busy machine takes longer."""
+
+
+@pytest.fixture(scope="module")
+def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
+    install_definitions(cluster)
+    kwok.add("operator-0", gpus=8)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def namespace(definitions: Cluster) -> Iterator[str]:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    with definitions.a_namespace("operator", **labels) as name:
+        definitions.apply(a_base_model(name), *a_volume(name))
+        yield name
+
+
+@pytest.fixture(scope="module")
+def operator(
+    definitions: Cluster, namespace: str, cluster_folder: Path
+) -> Iterator[RunningOperator]:
+    kubeconfig = operator_account(definitions, namespace, cluster_folder)
+    # Played pods have no head that would answer: the operator is not to wait for one.
+    patience = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
+    with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
+        yield running
+
+
+@pytest.fixture
+def sessions(
+    request: pytest.FixtureRequest, cluster: Cluster, namespace: str, operator: RunningOperator
+) -> Iterator["Sessions"]:
+    made = Sessions(cluster, namespace)
+    yield made
+    made.delete_all()
+    sys.stdout.write(operator.program.last_words())
+
+
+class Sessions:
+    """Makes and looks at TrainingSessions of one namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        self._names: list[str] = []
+
+    def make(self, name: str, **spec: object) -> str:
+        """Apply a session, or change one."""
+        self._names.append(name)
+        self.cluster.apply(a_session(self.namespace, name, **spec))
+        return name
+
+    def delete_all(self) -> None:
+        for name in self._names:
+            self.cluster.delete("trainingsession", name, self.namespace)
+            self.wait_for(name, "delete")
+
+    def status(self, name: str) -> dict[str, Any]:
+        found = self.cluster.get("trainingsession", name, self.namespace)
+        status: dict[str, Any] = found.get("status", {})
+        return status
+
+    def reason(self, name: str) -> str:
+        """Return the reason of its Ready condition."""
+        conditions = self.status(name).get("conditions", [])
+        return str(next((c["reason"] for c in conditions if c["type"] == "Ready"), ""))
+
+    def wait_for(self, name: str, condition: str) -> None:
+        what = f"trainingsession/{name}"
+        self.cluster.wait_for(what, condition, self.namespace, SOON_SECONDS)
+
+    def make_ready(self, name: str, **spec: object) -> str:
+        self.make(name, **spec)
+        self.wait_for(name, "condition=Ready")
+        return name
+
+    def has(self, kind: str, name: str) -> bool:
+        names = [item["metadata"]["name"] for item in self.cluster.objects(kind, self.namespace)]
+        return name in names
+
+
+def a_session(namespace: str, name: str, **spec: object) -> dict[str, Any]:
+    wanted = {"baseModel": MODEL, "owner": "ada", "lora": {"rank": 8}} | spec
+    return {
+        "apiVersion": "tinkercloud.dev/v1alpha1",
+        "kind": "TrainingSession",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": wanted,
+    }
+
+
+def a_base_model(namespace: str, **spec: object) -> dict[str, Any]:
+    wanted: dict[str, Any] = {
+        "modelName": MODEL,
+        "source": {"volume": {"claimName": "models", "path": "qwen3-8b"}},
+        "maxContextLength": 4096,
+        "head": {"image": "tinkercloud-worker"},
+        "trainer": {"backend": "megatron", "replicas": 2, "gpusPerReplica": 1},
+        "sampler": {"backend": "sglang", "replicas": 1, "gpusPerReplica": 1},
+        "placement": PLACEMENT,
+    }
+    return {
+        "apiVersion": "tinkercloud.dev/v1alpha1",
+        "kind": "BaseModel",
+        "metadata": {"name": "qwen3-8b", "namespace": namespace},
+        "spec": wanted | spec,
+    }
+
+
+def a_volume(namespace: str) -> list[dict[str, Any]]:
+    common = {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "played",
+    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": f"models-{namespace}"},
+            "spec": {
+                **common,
+                "capacity": {"storage": "1Gi"},
+                "hostPath": {"path": "/nowhere"},
+                "claimRef": {"namespace": namespace, "name": "models"},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "models", "namespace": namespace},
+            "spec": {
+                **common,
+                "volumeName": f"models-{namespace}",
+                "resources": {"requests": {"storage": "1Gi"}},
+            },
+        },
+    ]
+
+
+def test_a_session_becomes_a_raycluster_and_ready(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+
+    status = sessions.status("one")
+    assert status["phase"] == "Ready"
+    assert (status["workers"]["trainers"], status["workers"]["samplers"]) == ("2/2", "1/1")
+    assert status["gpus"] == 3
+    assert status["endpoint"] == f"http://one-head.{sessions.namespace}.svc:8000"
+
+
+def test_kubectl_shows_what_a_platform_engineer_wants_to_know(sessions: Sessions) -> None:
+    sessions.make_ready("shown")
+
+    table = sessions.cluster.kubectl("get", "tsess", "shown", "-n", sessions.namespace)
+
+    header, row = table.splitlines()
+    assert header.split() == [
+        "NAME",
+        "PHASE",
+        "READY",
+        "MODEL",
+        "TRAINERS",
+        "SAMPLERS",
+        "GPUS",
+        "AGE",
+    ]
+    assert row.split()[:7] == ["shown", "Ready", "True", MODEL, "2/2", "1/1", "3"]
+
+
+def test_a_deleted_session_leaves_nothing_behind(sessions: Sessions) -> None:
+    sessions.make_ready("gone")
+
+    sessions.cluster.delete("trainingsession", "gone", sessions.namespace)
+    sessions.wait_for("gone", "delete")
+
+    selector = "tinkercloud.dev/session=gone"
+    kinds = "rayclusters,pods,services,secrets,configmaps,networkpolicies,poddisruptionbudgets"
+    wait_until(
+        lambda: not sessions.cluster.objects(kinds, sessions.namespace, selector),
+        "no child of a deleted session",
+        SOON_SECONDS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("raycluster", "one"),
+        ("service", "one-head"),
+        ("configmap", "one-config"),
+        ("networkpolicy", "one"),
+        ("poddisruptionbudget", "one"),
+    ],
+)
+def test_a_deleted_child_is_made_again(sessions: Sessions, kind: str, name: str) -> None:
+    sessions.make_ready("one")
+    uid = sessions.cluster.get(kind, name, sessions.namespace)["metadata"]["uid"]
+
+    sessions.cluster.kubectl("delete", kind, name, "-n", sessions.namespace, "--wait=true")
+
+    sessions.cluster.wait_for(f"{kind}/{name}", "create", sessions.namespace, SOON_SECONDS)
+    assert sessions.cluster.get(kind, name, sessions.namespace)["metadata"]["uid"] != uid
+    sessions.wait_for("one", "condition=Ready")
+
+
+@pytest.mark.parametrize(
+    ("child", "patch", "path", "value"),
+    [
+        (
+            "service/one-head",
+            '{"spec":{"ports":[{"name":"http","port":8000,"targetPort":1}]}}',
+            "{.spec.ports[0].targetPort}",
+            "8000",
+        ),
+        ("configmap/one-config", '{"data":{"head.json":"{}"}}', "{.data}", "one"),
+        (
+            "networkpolicy/one",
+            '{"spec":{"ingress":[{}]}}',
+            "{.spec.ingress[1].ports[0].port}",
+            "8000",
+        ),
+        ("poddisruptionbudget/one", '{"spec":{"minAvailable":0}}', "{.spec.minAvailable}", "4"),
+        ("raycluster/one", '{"spec":{"rayVersion":"1"}}', "{.spec.rayVersion}", "2."),
+        (
+            "raycluster/one",
+            '{"metadata":{"labels":{"tinkercloud.dev/session":"other"}}}',
+            "{.metadata.labels.tinkercloud\\.dev/session}",
+            "one",
+        ),
+    ],
+)
+def test_an_edited_child_is_put_right(
+    sessions: Sessions, child: str, patch: str, path: str, value: str
+) -> None:
+    sessions.make_ready("one")
+    where = ("-n", sessions.namespace)
+
+    sessions.cluster.kubectl("patch", child, *where, "--type=merge", "-p", patch)
+
+    def current() -> str:
+        return sessions.cluster.kubectl("get", child, *where, "-o", f"jsonpath={path}")
+
+    wait_until(lambda: value in current(), f"{child} {path} is {value} again", SOON_SECONDS)
+
+
+def test_a_lost_pod_is_replaced(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+    selector = "tinkercloud.dev/session=one,tinkercloud.dev/component=head"
+    [head] = sessions.cluster.objects("pods", sessions.namespace, selector)
+
+    sessions.cluster.delete("pod", head["metadata"]["name"], sessions.namespace)
+
+    def is_replaced() -> bool:
+        status = sessions.status("one")
+        return status["phase"] == "Ready" and head["metadata"]["uid"] not in status["incarnation"]
+
+    wait_until(is_replaced, "another head serves", SOON_SECONDS)
+    assert sessions.status("one")["restarts"] == 1
+
+
+def test_a_removed_finalizer_is_put_back(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+    where = ("trainingsession", "one", "-n", sessions.namespace)
+
+    sessions.cluster.kubectl(
+        "patch", *where, "--type=merge", "-p", '{"metadata":{"finalizers":null}}'
+    )
+
+    def finalizers() -> str:
+        return sessions.cluster.kubectl("get", *where, "-o", "jsonpath={.metadata.finalizers}")
+
+    wait_until(lambda: "last-checkpoint" in finalizers(), "the finalizer", SOON_SECONDS)
+
+
+def test_a_suspended_session_gives_its_pods_back_and_resumes(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+
+    sessions.make("one", suspend=True)
+    sessions.wait_for("one", "condition=Suspended")
+
+    assert sessions.status("one")["phase"] == "Suspended"
+    assert not sessions.has("raycluster", "one")
+    sessions.make("one", suspend=False)
+    sessions.wait_for("one", "condition=Ready")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"baseModel": "Unknown/Model"}, "BaseModelNotFound"),
+        ({"lora": {"rank": 1024}}, "NotAllowed"),
+        ({"queueName": "other"}, "NotAllowed"),
+    ],
+)
+def test_what_can_never_be_served_is_stalled_with_its_reason(
+    sessions: Sessions, spec: dict[str, object], reason: str
+) -> None:
+    sessions.make("refused", **spec)
+
+    sessions.wait_for("refused", "condition=Stalled")
+
+    assert sessions.reason("refused") == reason
+    assert not sessions.has("raycluster", "refused")
+
+
+def test_a_pod_no_node_could_hold_never_fits(sessions: Sessions, kwok: KwokNodes) -> None:
+    huge = {"replicas": 1, "gpusPerReplica": 16, "backend": "megatron"}
+    manifest = a_base_model(sessions.namespace, modelName="Huge/Model", trainer=huge)
+    manifest["metadata"]["name"] = "huge"
+    sessions.cluster.apply(manifest)
+
+    sessions.make("huge", baseModel="Huge/Model")
+    sessions.wait_for("huge", "condition=Stalled")
+
+    assert sessions.reason("huge") == "NeverFits"
+
+
+def test_a_session_that_waits_for_gpus_is_busy_and_not_stalled(
+    sessions: Sessions, kwok: KwokNodes
+) -> None:
+    big = {"replicas": 2, "gpusPerReplica": 4, "backend": "megatron"}
+    manifest = a_base_model(sessions.namespace, modelName="Big/Model", trainer=big)
+    manifest["metadata"]["name"] = "big"
+    sessions.cluster.apply(manifest)
+    sessions.make_ready("first")
+
+    sessions.make("second", baseModel="Big/Model")
+    wait_until(lambda: sessions.reason("second") == "Unschedulable", "busy", SOON_SECONDS)
+
+    stalled = [c for c in sessions.status("second")["conditions"] if c["type"] == "Stalled"]
+    assert stalled[0]["status"] == "False"
+    kwok.add("operator-1", gpus=8)
+    sessions.wait_for("second", "condition=Ready")
+    kwok.remove("operator-1")
+
+
+def test_a_restarted_operator_changes_nothing(
+    sessions: Sessions, operator: RunningOperator
+) -> None:
+    sessions.make_ready("one")
+    before = sessions.cluster.get("trainingsession", "one", sessions.namespace)
+
+    operator.program.restart()
+    wait_until(lambda: "leading" in operator.get("/readyz"), "it leads again", SOON_SECONDS)
+    sessions.make_ready("another")
+
+    after = sessions.cluster.get("trainingsession", "one", sessions.namespace)
+    assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+
+
+def test_a_settled_session_costs_no_writes(sessions: Sessions, operator: RunningOperator) -> None:
+    sessions.make_ready("one")
+    before = writes(operator)
+
+    sessions.cluster.kubectl("label", "pods", "-n", sessions.namespace, "--all", "touched=yes")
+    sessions.make_ready("two")
+    sessions.make_ready("one")
+
+    assert writes(operator) - before <= 20, "the second session's own"
+
+
+def writes(operator: RunningOperator) -> int:
+    """Return how many writes the operator has made."""
+    lines = operator.get("/metrics").splitlines()
+    counted = [line for line in lines if line.startswith("tinkercloud_api_requests_total{")]
+    return sum(int(float(line.split()[-1])) for line in counted if 'verb="GET"' not in line)
