@@ -21,7 +21,8 @@ _FACTORS = {
 }
 
 
-_QUANTITY = re.compile(rf"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)({'|'.join(_FACTORS)})?")
+_NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_QUANTITY = re.compile(rf"({_NUMBER})({'|'.join(_FACTORS)})?")
 
 
 def parse_quantity(text: str | int | float) -> float:

@@ -1,0 +1,176 @@
+"""When a session is suspended, ends or is deleted by itself: to the second."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.conditions import Condition, ConditionType, Reason, timestamp
+from tinkercloud_crds.shapes import Idle
+from tinkercloud_operator.lifetime import Decision, Wanted, decide, last_use, parse_time
+from tinkercloud_operator.observed import Observed
+from tinkercloud_testing.sessions import NOON, a_session, a_status, observed
+
+HOUR = Idle(timeout_seconds=3600)
+DELETED_AFTER_AN_HOUR = Idle(timeout_seconds=3600, action="Delete")
+
+
+def at(seconds: float, **fields: Any) -> Observed:
+    """Return a session, made at noon, as it is seen this long after noon."""
+    return observed(now=NOON + timedelta(seconds=seconds), **fields)
+
+
+def since(kind: ConditionType, status: Any, seconds: float, reason: str = "Any") -> Condition:
+    moment = timestamp(NOON + timedelta(seconds=seconds))
+    return Condition(type=kind, status=status, reason=reason, last_transition_time=moment)
+
+
+def ended(seconds: float) -> Any:
+    return a_status(finished_time=timestamp(NOON + timedelta(seconds=seconds)))
+
+
+def after(seconds: float) -> Any:
+    return NOON + timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "idle", "wanted"),
+    [
+        (3599.999, HOUR, Wanted.RUNNING),
+        (3600, HOUR, Wanted.SUSPENDED),
+        (3599.999, DELETED_AFTER_AN_HOUR, Wanted.RUNNING),
+        (3600, DELETED_AFTER_AN_HOUR, Wanted.DELETED),
+    ],
+)
+def test_a_session_is_idle_once_its_timeout_is_over_and_not_before(
+    seconds: float, idle: Idle, wanted: Wanted
+) -> None:
+    decision = decide(at(seconds), idle, None)
+
+    assert decision.wanted is wanted
+
+
+def test_a_running_session_names_the_moment_it_will_be_idle() -> None:
+    assert decide(at(10), HOUR, None) == Decision(
+        Wanted.RUNNING, Reason.RUNNING, "", changes_at=after(3600)
+    )
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(599.999, Wanted.RUNNING), (600, Wanted.FINISHED)])
+def test_a_session_ends_once_it_existed_for_its_lifetime_and_not_before(
+    seconds: float, wanted: Wanted
+) -> None:
+    assert decide(at(seconds), HOUR, 600).wanted is wanted
+
+
+def test_the_earlier_of_idleness_and_the_end_is_looked_forward_to() -> None:
+    assert decide(at(0), HOUR, 600).changes_at == after(600)
+    assert decide(at(0), HOUR, 7200).changes_at == after(3600)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(1899.999, Wanted.FINISHED), (1900, Wanted.DELETED)]
+)
+def test_an_ended_session_is_kept_for_its_ttl_and_no_longer(seconds: float, wanted: Wanted) -> None:
+    kept = a_session(ttlSecondsAfterFinished=900)
+
+    assert decide(at(seconds, spec=kept, status=ended(1000)), HOUR, None).wanted is wanted
+
+
+def test_an_ended_session_with_a_ttl_of_zero_goes_at_once() -> None:
+    kept = a_session(ttlSecondsAfterFinished=0)
+
+    decision = decide(at(1000, spec=kept, status=ended(1000)), HOUR, None)
+
+    assert decision.wanted is Wanted.DELETED
+
+
+def test_what_has_ended_does_not_begin_again_when_it_is_used() -> None:
+    session = at(2000, status=ended(1000), last_activity=after(1999))
+
+    assert decide(session, HOUR, None).wanted is Wanted.FINISHED
+
+
+def test_a_suspended_session_ends_too() -> None:
+    suspended = a_session(suspend=True)
+
+    assert decide(at(599, spec=suspended), HOUR, 600).changes_at == after(600)
+    assert decide(at(600, spec=suspended), HOUR, 600).wanted is Wanted.FINISHED
+
+
+def test_an_owners_word_suspends_what_is_in_use() -> None:
+    session = at(10, spec=a_session(suspend=True), last_activity=after(10))
+
+    decision = decide(session, HOUR, None)
+
+    assert (decision.wanted, decision.reason) == (Wanted.SUSPENDED, Reason.SUSPENDED)
+
+
+def test_taking_the_word_back_resumes_what_nobody_used_meanwhile() -> None:
+    suspended = since(ConditionType.SUSPENDED, "True", 100, Reason.SUSPENDED)
+
+    decision = decide(at(86400, status=a_status([suspended])), HOUR, None)
+
+    assert decision.wanted is Wanted.RUNNING
+
+
+def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
+    idle = a_status([since(ConditionType.SUSPENDED, "True", 3600, Reason.IDLE)])
+
+    untouched = decide(at(86400, status=idle), HOUR, None)
+    used = decide(at(86400, status=idle, last_activity=after(86399)), HOUR, None)
+
+    assert (untouched.wanted, untouched.reason) == (Wanted.SUSPENDED, Reason.IDLE)
+    assert used.wanted is Wanted.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("conditions", "activity", "seconds"),
+    [
+        ([], None, 0),
+        ([], 50, 50),
+        ([], -50, 0),
+        ([since(ConditionType.READY, "True", 70)], 50, 70),
+        ([since(ConditionType.READY, "False", 70)], 50, 50),
+        ([since(ConditionType.SUSPENDED, "False", 80)], 50, 80),
+        ([since(ConditionType.SUSPENDED, "True", 80)], 50, 50),
+    ],
+    ids=[
+        "being made",
+        "a request",
+        "a request before it was made",
+        "becoming ready",
+        "not ceasing to be",
+        "being resumed",
+        "not being suspended",
+    ],
+)
+def test_the_last_use_is_the_latest_of(
+    conditions: list[Condition], activity: float | None, seconds: float
+) -> None:
+    session = observed(
+        status=a_status(conditions),
+        last_activity=after(activity) if activity is not None else None,
+    )
+
+    assert last_use(session) == after(seconds)
+
+
+@pytest.mark.parametrize(
+    ("suspended", "wanted"), [("False", Wanted.RUNNING), ("True", Wanted.SUSPENDED)]
+)
+def test_without_a_word_on_idleness_a_session_stays_as_it_is(
+    suspended: str, wanted: Wanted
+) -> None:
+    status = a_status([since(ConditionType.SUSPENDED, suspended, 0, Reason.IDLE)])
+
+    assert decide(at(10**9, status=status), None, None).wanted is wanted
+
+
+@pytest.mark.parametrize("text", [None, "", "soon", "2026-01-01", "2026-01-01T12:00:00"])
+def test_what_is_no_moment_is_none(text: str | None) -> None:
+    assert parse_time(text) is None
+
+
+def test_a_moment_that_kubernetes_wrote_is_read() -> None:
+    assert parse_time("2026-01-01T12:00:00Z") == NOON

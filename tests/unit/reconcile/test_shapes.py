@@ -1,0 +1,187 @@
+"""What a session gets of its BaseModel, and how a refusal tells what was asked and allowed."""
+
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
+from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.shape import Refusal, Shape, idle_policy, longest_lifetime, resolve
+from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_session, observed
+
+OFFERED = a_base_model(
+    trainer={**TRAINERS, "replicas": 4, "parallelism": {"tensor": 8}, "maxBatchTokens": 8192},
+    sampler={**SAMPLERS, "replicas": 2},
+    placement={"queueName": "research", "priorityClassName": "normal"},
+    limits={"maxLoraRank": 64, "maxSessionsPerOwner": 3},
+    sessions={
+        "queueNames": ["urgent"],
+        "priorityClassNames": ["high"],
+        "maxIdleTimeoutSeconds": 7200,
+        "maxLifetimeSeconds": 86400,
+    },
+)
+
+
+def refusal(
+    spec: TrainingSessionSpec, base_model: BaseModelSpec | None = OFFERED, sessions: int = 0
+) -> Refusal:
+    found = resolve(spec, base_model, sessions)
+    assert isinstance(found, Refusal)
+    return found
+
+
+def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Shape:
+    found = resolve(spec, base_model, 0)
+    assert isinstance(found, Shape)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("field", "asked", "limit", "spec"),
+    [
+        ("lora.rank", "65", "64", {"lora": {"rank": 65}}),
+        ("trainer.replicas", "5", "4", {"trainer": {"replicas": 5}}),
+        ("trainer.maxBatchTokens", "8193", "8192", {"trainer": {"maxBatchTokens": 8193}}),
+        ("sampler.replicas", "3", "2", {"sampler": {"replicas": 3}}),
+        ("idle.timeoutSeconds", "7201", "7200", {"idle": {"timeoutSeconds": 7201}}),
+        ("maxLifetimeSeconds", "86401", "86400", {"maxLifetimeSeconds": 86401}),
+        ("queueName", "'mine'", "research, urgent", {"queueName": "mine"}),
+        ("priorityClassName", "'top'", "high, normal", {"priorityClassName": "top"}),
+        ("trainer.replicas", "3 pods have 12 GPUs", "of 8 GPUs", {"trainer": {"replicas": 3}}),
+    ],
+)
+def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(
+    field: str, asked: str, limit: str, spec: Json
+) -> None:
+    refused = refusal(a_session(**spec))
+
+    assert refused.reason is Reason.NOT_ALLOWED
+    assert refused.message.startswith(f"spec.{field}: ")
+    assert asked in refused.message
+    assert limit in refused.message
+
+
+def test_a_missing_base_model_is_named() -> None:
+    refused = refusal(a_session(baseModel="Qwen/Qwen4"), None)
+
+    assert refused.reason is Reason.BASE_MODEL_NOT_FOUND
+    assert "spec.baseModel" in refused.message
+    assert "'Qwen/Qwen4'" in refused.message
+
+
+def test_one_session_too_many_of_an_owner_is_refused_with_both_numbers() -> None:
+    refused = refusal(a_session(), sessions=3)
+
+    assert refused.message.startswith("spec.owner: has 3 live sessions")
+    assert "may have 3" in refused.message
+    assert isinstance(resolve(a_session(), OFFERED, 2), Shape)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    refused = refusal(a_session(lora={"rank": 65}, queueName="mine"))
+
+    assert "spec.lora.rank" in refused.message
+    assert "spec.queueName" in refused.message
+
+
+def test_where_nothing_is_offered_nothing_may_be_chosen() -> None:
+    refused = refusal(a_session(queueName="mine"), a_base_model())
+
+    assert refused.message.endswith("allows: none")
+
+
+def test_a_refusal_of_any_length_fits_the_status() -> None:
+    many = [f"queue-{number}-{'q' * 50}" for number in range(64)]
+    base_model = a_base_model(sessions={"queueNames": many})
+
+    plan = reconcile(observed(spec=a_session(queueName="q"), base_model=base_model), Settings())
+
+    assert plan.status is not None
+    assert len(plan.status.message or "") == MAX_MESSAGE_LENGTH
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"lora": {"rank": 64}},
+        {"trainer": {"replicas": 4, "maxBatchTokens": 8192}},
+        {"sampler": {"replicas": 2}},
+        {"idle": {"timeoutSeconds": 7200}, "maxLifetimeSeconds": 86400},
+        {"queueName": "urgent", "priorityClassName": "high"},
+        {"queueName": "research", "priorityClassName": "normal"},
+    ],
+    ids=str,
+)
+def test_what_is_at_its_limit_is_granted(spec: Json) -> None:
+    assert isinstance(resolve(a_session(**spec), OFFERED, 0), Shape)
+
+
+def test_a_session_that_chooses_nothing_gets_what_is_offered() -> None:
+    got = shape(a_session())
+
+    assert got.trainer == OFFERED.trainer
+    assert got.sampler == OFFERED.sampler
+    assert got.placement == OFFERED.placement
+    assert got.gpus == 4 * 4 + 2 * 2
+
+
+def test_a_session_gets_what_it_chooses_and_the_rest_as_offered() -> None:
+    spec = a_session(trainer={"replicas": 2}, sampler={"replicas": 1}, queueName="urgent")
+
+    got = shape(spec)
+
+    assert got.trainer == OFFERED.trainer.model_copy(update={"replicas": 2})
+    assert got.sampler == OFFERED.sampler.model_copy(update={"replicas": 1})
+    assert got.placement == OFFERED.placement.model_copy(update={"queue_name": "urgent"})
+    assert [(kind.component, kind.count) for kind in got.pods] == [
+        ("head", 1),
+        ("trainer", 2),
+        ("sampler", 1),
+    ]
+
+
+def test_a_sampler_has_no_trainer() -> None:
+    got = shape(a_session(role="Sampler", lora=None))
+
+    assert got.trainer is None
+    assert got.gpus == 4
+
+
+def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
+    base_model = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": True})
+
+    assert shape(a_session(), base_model).gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed", "granted"),
+    [(None, None, None), (60, None, 60), (None, 600, 600), (60, 600, 60), (600, 600, 600)],
+)
+def test_the_shorter_lifetime_counts(
+    asked: int | None, allowed: int | None, granted: int | None
+) -> None:
+    base_model = a_base_model(sessions={"maxLifetimeSeconds": allowed})
+
+    assert longest_lifetime(a_session(maxLifetimeSeconds=asked), base_model) == granted
+
+
+@pytest.mark.parametrize(
+    ("own", "offered", "policy"),
+    [
+        ({"timeoutSeconds": 60}, {"idle": {"timeoutSeconds": 600}}, Idle(timeout_seconds=60)),
+        (None, {"idle": {"timeoutSeconds": 600}}, Idle(timeout_seconds=600)),
+        (None, {}, Idle()),
+    ],
+)
+def test_a_session_s_own_idle_policy_comes_first(own: Any, offered: Json, policy: Idle) -> None:
+    assert idle_policy(a_session(idle=own), a_base_model(sessions=offered)) == policy
+
+
+def test_only_a_missing_base_model_leaves_the_idle_policy_open() -> None:
+    assert idle_policy(a_session(), None) is None
+    assert idle_policy(a_session(idle={"timeoutSeconds": 60}), None) == Idle(timeout_seconds=60)

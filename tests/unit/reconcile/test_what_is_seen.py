@@ -1,0 +1,287 @@
+"""From objects of Kubernetes to what is decided by: pods, nodes, quantities, and what fits."""
+
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator import seen
+from tinkercloud_operator.fits import never_fits
+from tinkercloud_operator.observed import ChildKey, Node, Pod, Trouble
+from tinkercloud_operator.quantities import parse_quantity
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.sessions import (
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_base_model_manifest,
+    a_build,
+    a_pod,
+    observed,
+)
+
+TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2", 2),
+        (2, 2),
+        ("1.5", 1.5),
+        ("500m", 0.5),
+        ("250u", 0.00025),
+        ("100n", 1e-7),
+        ("1k", 1e3),
+        ("1e3", 1e3),
+        ("1E3", 1e3),
+        ("2M", 2e6),
+        ("1E", 1e18),
+        ("1Ki", 1024),
+        ("1.5Gi", 1.5 * 2**30),
+        ("3Ti", 3 * 2**40),
+        ("1Ei", 2.0**60),
+    ],
+)
+def test_quantities_are_read_as_kubernetes_writes_them(text: str | int, value: float) -> None:
+    assert parse_quantity(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1GiB", "1x", "1.2.3", "much"])
+def test_what_is_no_quantity_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a quantity"):
+        parse_quantity(text)
+
+
+def a_pod_manifest(*containers: Json, **status: Any) -> Json:
+    return {
+        "metadata": {"name": "p", "uid": "u", "labels": {"tinkercloud.dev/component": "head"}},
+        "status": {"containerStatuses": list(containers), **status},
+    }
+
+
+def a_condition(kind: str, status: str, **others: str) -> Json:
+    return {"type": kind, "status": status, **others}
+
+
+def waiting(reason: str, message: str = "", **others: Any) -> Json:
+    return {"name": "head", "state": {"waiting": {"reason": reason, "message": message}}, **others}
+
+
+def test_a_pod_that_runs_is_seen_as_it_is() -> None:
+    running = {"name": "head", "started": True, "ready": True, "restartCount": 2, "state": {}}
+    conditions = [a_condition("PodScheduled", "True"), a_condition("Ready", "True")]
+
+    pod = seen.pod(a_pod_manifest(running, conditions=conditions))
+
+    assert pod == Pod("p", "u", "head", True, True, True, False, 2, None)
+    assert pod.incarnation == "u-2"
+
+
+def test_a_pod_nothing_is_known_of_is_not_there_yet() -> None:
+    pod = seen.pod({"metadata": {"name": "p", "uid": "u"}})
+
+    assert pod == Pod("p", "u", "", False, False, False, False, 0, None)
+
+
+OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+
+
+@pytest.mark.parametrize(
+    ("container", "reason", "message"),
+    [
+        (waiting("ImagePullBackOff", "no such image"), "ImagePullBackOff", "no such image"),
+        (waiting("ErrImagePull", "denied"), "ImagePullBackOff", "denied"),
+        (waiting("InvalidImageName"), "ImagePullBackOff", "container head"),
+        (waiting("CreateContainerConfigError", "secret x"), "ConfigurationError", "secret x"),
+        (waiting("CreateContainerError", "no such file"), "ConfigurationError", "no such file"),
+        (
+            waiting("CrashLoopBackOff", "back-off", lastState={"terminated": {"exitCode": 3}}),
+            "CrashLoopBackOff",
+            "exit code 3",
+        ),
+        (waiting("CrashLoopBackOff", lastState=OUT_OF_MEMORY), "OOMKilled", "more memory"),
+        ({"name": "head", "state": OUT_OF_MEMORY}, "OOMKilled", "container head"),
+    ],
+)
+def test_trouble_of_a_container_is_told_by_its_cause(
+    container: Json, reason: str, message: str
+) -> None:
+    trouble = seen.pod(a_pod_manifest(container)).trouble
+
+    assert trouble is not None
+    assert trouble.reason == reason
+    assert message in trouble.message
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        waiting("ContainerCreating"),
+        waiting("PodInitializing"),
+        {"name": "head", "state": {"running": {}}, "lastState": OUT_OF_MEMORY},
+        {"name": "head", "state": {"terminated": {"reason": "Completed", "exitCode": 0}}},
+    ],
+)
+def test_what_gets_on_is_in_no_trouble(container: Json) -> None:
+    assert seen.pod(a_pod_manifest(container)).trouble is None
+
+
+def test_a_download_that_fails_is_trouble_of_its_pod() -> None:
+    fetching = waiting("CrashLoopBackOff", "fetch-model ended") | {"name": "fetch-model"}
+
+    trouble = seen.pod(a_pod_manifest(initContainerStatuses=[fetching])).trouble
+
+    assert trouble is not None
+    assert trouble.reason is Reason.CRASH_LOOP
+    assert "container fetch-model" in trouble.message
+
+
+def test_a_pod_without_room_is_unschedulable() -> None:
+    why = a_condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes")
+
+    pod = seen.pod(a_pod_manifest(conditions=[why]))
+
+    assert pod.trouble == Trouble(Reason.UNSCHEDULABLE, "0/3 nodes")
+    assert not pod.is_scheduled
+
+
+def test_a_base_model_of_another_version_is_none() -> None:
+    manifest = a_base_model_manifest()
+    assert seen.base_model(manifest) == a_base_model()
+
+    del manifest["spec"]["head"]
+
+    assert seen.base_model(manifest) is None
+
+
+def a_node(gpus: int = 8, cpu: float = 64, **fields: Any) -> Node:
+    values: Json = {"labels": {"pool": "gpu"}, "taints": (), "memory": 512 * 2.0**30}
+    return Node(cpu=cpu, gpus=gpus, **values | fields)
+
+
+def test_a_node_is_seen_by_what_it_can_hold() -> None:
+    manifest = {
+        "metadata": {"labels": {"pool": "gpu"}},
+        "spec": {"taints": [TAINT]},
+        "status": {"allocatable": {"cpu": "7910m", "memory": "16Gi", "nvidia.com/gpu": "4"}},
+    }
+
+    assert seen.node(manifest) == Node({"pool": "gpu"}, (TAINT,), 7.91, 16 * 2.0**30, 4)
+
+
+def why_never(node: Node, **placement: Any) -> str | None:
+    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).shape
+    return never_fits(shape, [node])
+
+
+REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
+
+
+@pytest.mark.parametrize(
+    ("node", "placement"),
+    [
+        (a_node(), {}),
+        (a_node(gpus=4), {"nodeSelector": {"pool": "gpu"}}),
+        (a_node(), {"nodeAffinity": [{**REQUIREMENT, "operator": "In"}]}),
+        (a_node(), {"nodeAffinity": [{"key": "spot", "operator": "DoesNotExist"}]}),
+        (a_node(), {"nodeAffinity": [{"key": "pool", "operator": "Exists"}]}),
+        (a_node(), {"nodeAffinity": [{"key": "pool", "operator": "NotIn", "values": ["x"]}]}),
+        (a_node(taints=(TAINT,)), {"tolerations": [{"operator": "Exists"}]}),
+        (
+            a_node(taints=(TAINT,)),
+            {"tolerations": [{"key": "nvidia.com/gpu", "value": "present"}]},
+        ),
+        (a_node(taints=({**TAINT, "effect": "PreferNoSchedule"},)), {}),
+    ],
+)
+def test_a_pod_fits_where_a_node_could_hold_it(node: Node, placement: Json) -> None:
+    assert why_never(node, **placement) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "placement"),
+    [
+        (a_node(gpus=3), {}),
+        (a_node(cpu=0.5), {}),
+        (a_node(memory=2.0**30), {}),
+        (a_node(), {"nodeSelector": {"pool": "cpu"}}),
+        (a_node(), {"nodeAffinity": [{**REQUIREMENT, "operator": "NotIn"}]}),
+        (a_node(), {"nodeAffinity": [{"key": "pool", "operator": "DoesNotExist"}]}),
+        (a_node(), {"nodeAffinity": [{"key": "zone", "operator": "Exists"}]}),
+        (a_node(taints=(TAINT,)), {}),
+        (a_node(taints=(TAINT,)), {"tolerations": [{"key": "nvidia.com/gpu", "value": "x"}]}),
+        (
+            a_node(taints=(TAINT,)),
+            {"tolerations": [{"operator": "Exists", "effect": "NoExecute"}]},
+        ),
+    ],
+)
+def test_a_pod_that_no_node_could_hold_never_fits(node: Node, placement: Json) -> None:
+    reason = why_never(node, **placement)
+
+    assert reason is not None
+    assert "no node could ever hold" in reason
+
+
+CLUSTER = ChildKey("RayCluster", "one")
+
+
+def ready_reason(**fields: Any) -> str:
+    cluster: Json = {"metadata": {"name": "one"}, "spec": {}, "status": fields.pop("cluster", {})}
+    base_model = a_base_model(trainer=TRAINERS)
+    session = observed(base_model=base_model, children={CLUSTER: cluster}, **fields)
+    status = reconcile(session, Settings()).status
+    ready = find(status.conditions, ConditionType.READY) if status is not None else None
+    assert ready is not None
+    return ready.reason
+
+
+WITHOUT_ROOM = a_pod(
+    "trainer", is_scheduled=False, trouble=Trouble(Reason.UNSCHEDULABLE, "0/1 nodes")
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (None, Reason.UNSCHEDULABLE),
+        ((a_node(),), Reason.UNSCHEDULABLE),
+        ((a_node(gpus=0),), Reason.NEVER_FITS),
+        ((), Reason.NEVER_FITS),
+    ],
+    ids=["nodes unknown", "taken", "none large enough", "none at all"],
+)
+def test_waiting_for_room_differs_from_never_fitting(
+    nodes: tuple[Node, ...] | None, reason: Reason
+) -> None:
+    assert ready_reason(pods=(WITHOUT_ROOM,), nodes=nodes) == reason
+
+
+def failure(message: str) -> Json:
+    return {"conditions": [a_condition("ReplicaFailure", "True", message=message)]}
+
+
+QUOTA = "exceeded quota: q, requested: {0}, used: {1}, limited: requests.nvidia.com/gpu=8"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            QUOTA.format("requests.nvidia.com/gpu=4", "requests.nvidia.com/gpu=8"),
+            Reason.QUOTA_EXCEEDED,
+        ),
+        (
+            QUOTA.format("requests.nvidia.com/gpu=16", "requests.nvidia.com/gpu=0"),
+            Reason.QUOTA_TOO_SMALL,
+        ),
+        ("exceeded quota: of an unknown form", Reason.QUOTA_EXCEEDED),
+        ("admission webhook denied the request", Reason.APPLY_FAILED),
+    ],
+)
+def test_a_quota_that_is_used_up_differs_from_one_that_is_too_small(
+    message: str, reason: Reason
+) -> None:
+    assert ready_reason(cluster=failure(message)) == reason
