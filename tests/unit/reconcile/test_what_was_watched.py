@@ -1,0 +1,196 @@
+"""What was seen of the cluster: the newest version counts, whichever way it came."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import timestamp
+from tinkercloud_operator.observed import ChildKey, Observed
+from tinkercloud_operator.watched import Surroundings, Watched
+from tinkercloud_testing.sessions import (
+    NOON,
+    Json,
+    a_base_model,
+    a_base_model_manifest,
+    a_session_manifest,
+)
+
+SERVICE = ChildKey("Service", "one-head")
+
+
+def stored(manifest: Json, version: int = 1, uid: str = "", age: float = 0, **meta: Any) -> Json:
+    """Return a manifest as the API server would, with what it adds."""
+    metadata = {
+        **manifest["metadata"],
+        "uid": uid or f"uid-of-{manifest['metadata']['name']}",
+        "resourceVersion": str(version),
+        "creationTimestamp": timestamp(NOON - timedelta(seconds=age)),
+        **meta,
+    }
+    return {**manifest, "metadata": metadata}
+
+
+def session(name: str = "one", version: int = 1, **others: Any) -> Json:
+    return stored(a_session_manifest(name), version, **others)
+
+
+def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any) -> Json:
+    metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: session}}
+    return stored({"metadata": metadata, "spec": spec}, version, uid)
+
+
+def look(watched: Watched, name: str = "one") -> Observed | None:
+    surroundings = Surroundings(
+        has_secret=True,
+        has_kuberay=True,
+        nodes=None,
+        apply_error=None,
+        answers=frozenset(),
+        now=NOON,
+    )
+    return watched.observed(name, surroundings)
+
+
+def children(watched: Watched) -> dict[ChildKey, Any]:
+    found = look(watched)
+    assert found is not None
+    return dict(found.children)
+
+
+@pytest.fixture
+def watched() -> Watched:
+    """What was watched of a session, seen a moment ago."""
+    made = Watched()
+    made.note("TrainingSession", session())
+    return made
+
+
+def test_a_child_concerns_its_session(watched: Watched) -> None:
+    assert watched.note("Service", service()) == {"one"}
+    assert watched.note("Service", service(session="unknown", uid="x")) == set()
+    assert children(watched).keys() == {SERVICE}
+
+
+def test_a_late_event_does_not_hide_what_came_after_it(watched: Watched) -> None:
+    watched.note("Service", service(7, port=2))
+
+    concerned = watched.note("Service", service(6, port=1))
+
+    assert concerned == set()
+    assert children(watched)[SERVICE]["spec"] == {"port": 2}
+
+
+def test_the_echo_of_our_own_write_concerns_nobody(watched: Watched) -> None:
+    watched.note("Service", service(7))
+
+    assert watched.note("Service", service(7)) == set()
+
+
+def test_a_late_event_does_not_bring_back_what_was_deleted(watched: Watched) -> None:
+    watched.note("Service", service(7))
+    watched.note("Service", service(8), is_gone=True)
+
+    watched.note("Service", service(7))
+
+    assert children(watched) == {}
+
+
+def test_the_end_of_an_object_does_not_hide_its_successor_of_the_same_name(
+    watched: Watched,
+) -> None:
+    watched.note("Service", service(7, uid="first"))
+    watched.note("Service", service(9, uid="second"))
+
+    watched.note("Service", service(8, uid="first"), is_gone=True)
+
+    assert children(watched)[SERVICE]["metadata"]["uid"] == "second"
+
+
+def test_what_is_missing_from_a_full_list_is_gone(watched: Watched) -> None:
+    watched.note("Service", service(7))
+
+    concerned = watched.replace("Service", [])
+
+    assert concerned == {"one"}
+    assert children(watched) == {}
+
+
+def test_a_full_list_of_one_kind_says_nothing_of_others(watched: Watched) -> None:
+    watched.note("Service", service(7))
+
+    watched.replace("ConfigMap", [])
+
+    assert children(watched).keys() == {SERVICE}
+
+
+def test_a_base_model_concerns_the_sessions_that_ask_for_it(watched: Watched) -> None:
+    watched.note("TrainingSession", stored(a_session_manifest("two", baseModel="other")))
+
+    concerned = watched.note("BaseModel", stored(a_base_model_manifest()))
+
+    found = look(watched)
+    assert concerned == {"one"}
+    assert found is not None
+    assert found.base_model == a_base_model()
+
+
+def test_of_two_base_models_of_one_name_the_older_counts(watched: Watched) -> None:
+    for name, age, context in (("b", 60, 16), ("a", 0, 32)):
+        offered = a_base_model_manifest(name, maxContextLength=context)
+        watched.note("BaseModel", stored(offered, age=age))
+
+    found = look(watched)
+
+    assert found is not None
+    assert found.base_model is not None
+    assert found.base_model.max_context_length == 16
+
+
+def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Watched) -> None:
+    limited = a_base_model_manifest(limits={"maxSessionsPerOwner": 5})
+    watched.note("BaseModel", stored(limited))
+    others = {
+        "older": session("older", age=60),
+        "finished": session("finished", age=60) | {"status": {"finishedTime": "2026"}},
+        "younger": session("younger", age=-60),
+        "another owners": stored(a_session_manifest("other", owner="bob"), age=60),
+        "another model": stored(a_session_manifest("model", baseModel="x"), age=60),
+    }
+    for other in others.values():
+        watched.note("TrainingSession", other)
+
+    found = look(watched)
+
+    assert found is not None
+    assert found.sessions_of_owner == 1
+
+
+def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Watched) -> None:
+    metadata: Json = {
+        "deletionTimestamp": "2026-01-01T12:00:00Z",
+        "finalizers": [labels.FINALIZER, "another"],
+        "annotations": {labels.LAST_ACTIVITY: "2026-01-01T12:00:00Z"},
+        "generation": 4,
+    }
+    watched.note("TrainingSession", session(version=2, **metadata))
+
+    found = look(watched)
+
+    assert found is not None
+    assert (found.deleted, found.last_activity) == (NOON, NOON)
+    assert (found.has_finalizer, found.generation) == (True, 4)
+
+
+def test_an_unknown_session_or_one_that_can_not_be_read_is_none(watched: Watched) -> None:
+    watched.note("TrainingSession", session("broken") | {"spec": {"owner": 7}})
+
+    assert look(watched, "broken") is None
+    assert look(watched, "unknown") is None
+
+
+def test_managed_fields_are_not_kept(watched: Watched) -> None:
+    watched.note("TrainingSession", session(version=2, managedFields=[{"manager": "x"}]))
+
+    assert "managedFields" not in watched.sessions["one"]["metadata"]
