@@ -523,9 +523,8 @@ def test_training_goes_on_while_kubernetes_is_away(
 
 
 async def test_a_watch_from_too_long_ago_is_told_so(
-    world: World, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control_plane.api_server.restart()
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
     api = await ClusterApi.connect(world.namespace)
 

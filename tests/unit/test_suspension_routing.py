@@ -55,7 +55,7 @@ class OneHead:
     def models(self) -> list[ServedModel]:
         return [ServedModel("tiny", 512)]
 
-    def admit(self, placement: Placement) -> ModelSpec:
+    async def admit(self, placement: Placement) -> ModelSpec:
         assert placement.model is not None
         return placement.model
 

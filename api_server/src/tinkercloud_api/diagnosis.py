@@ -13,8 +13,10 @@ from tinkercloud_api.catalog.database import open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
 from tinkercloud_api.server import running_server
 from tinkercloud_api.settings import Settings
+from tinkercloud_crds.labels import BASE_MODELS
 
 _LOW_DISK_BYTES = 5 << 30
 
@@ -35,7 +37,9 @@ class Finding:
 
 async def examine(settings: Settings) -> list[Finding]:
     """Run all checks; none of them changes anything but a temporary file."""
-    findings = [_state_dir(settings), _disk(settings), _worker()]
+    on_cluster = settings.provider == "kubernetes"
+    findings = [_state_dir(settings), _disk(settings)]
+    findings.append(await _cluster(settings) if on_cluster else _worker())
     findings.append(await _catalog(settings))
     findings.append(await _checkpoints(settings))
     findings += [_model(name, where) for name, where in settings.models.items()]
@@ -73,6 +77,19 @@ def _worker() -> Finding:
     if missing:
         return Finding("session head", is_good=False, detail=f"not installed: {', '.join(missing)}")
     return Finding("session head", is_good=True, detail="installed")
+
+
+async def _cluster(settings: Settings) -> Finding:
+    try:
+        api = await ClusterApi.connect(settings.namespace)
+        try:
+            offered = await api.list_all(BASE_MODELS)
+        finally:
+            await api.close()
+    except (ClusterRefused, ClusterUnreachable) as error:
+        return Finding("cluster", is_good=False, detail=str(error))
+    detail = f"{len(offered.items)} BaseModels in namespace {settings.namespace}"
+    return Finding("cluster", is_good=True, detail=detail)
 
 
 async def _catalog(settings: Settings) -> Finding:

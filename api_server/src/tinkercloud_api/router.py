@@ -212,19 +212,16 @@ class Router:
         return route
 
     async def head_of_sample(self, sampler_id: str) -> HeadRoute:
-        """Return the head that may hold the result of a sample.
+        """Return the head that may hold the result of a sample, or that can draw it again.
 
         Raises:
-            StateLost: there is none, and sending the sample again will find or start one.
             SamplerLost: there is none, and never will be.
         """
         sampler = await self._sampler(sampler_id)
         if sampler is None or sampler.run_id is not None:
             return await self.head_of_sampler(sampler_id)
-        route = self._provider.find(sampler.placement)
-        if route is None:
-            raise StateLost("the session head that drew this sample has stopped; sample again")
-        return route
+        found = self._provider.find(sampler.placement)
+        return found if found is not None else await self._provider.acquire(sampler.placement)
 
     async def can_sample_again(self, sampler_id: str) -> bool:
         """Whether a sample whose result is gone can simply be drawn again."""

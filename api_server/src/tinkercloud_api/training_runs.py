@@ -84,7 +84,7 @@ class TrainingRuns:
             session.tags, session.user_metadata, user_metadata
         )
         wanted = Placement(str(model_id), principal.owner, base_model, spec, Choices.read(metadata))
-        admitted = self.provider.admit(wanted)
+        admitted = await self.provider.admit(wanted)
         if admitted.restore_from not in {None, spec.restore_from}:
             path = CheckpointPath.parse(admitted.restore_from)
             await self.checkpoints.manifest(path, principal)

@@ -19,7 +19,8 @@ class ServedModel:
     local_path: str | None = None
     """Its folder, if it lies on this machine."""
     tokenizer: str | None = None
-    """Under which name clients find its tokenizer, if not its own."""
+    """Under which name clients, wherever they are, find its tokenizer; None if `name` or, on this
+    machine, `local_path` will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,13 @@ class SessionProvider(Protocol):
     def models(self) -> list[ServedModel]:
         """Return the base models on offer."""
 
-    def admit(self, placement: Placement) -> ModelSpec:
+    async def admit(self, placement: Placement) -> ModelSpec:
         """Return the model that a run is going to be: as it was asked for, unless chosen otherwise.
 
         Raises:
             NotFound: what it chose does not exist for its owner.
             InvalidRequest: it may not choose what it does.
+            Unavailable: that can't be told at the moment.
         """
 
     def find(self, placement: Placement) -> HeadRoute | None:

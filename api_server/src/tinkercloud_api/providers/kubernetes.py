@@ -62,8 +62,8 @@ class KubernetesProvider:
         """See `SessionProvider.start`. Returns once everything has been listed."""
         self._api = await ClusterApi.connect(self._namespace)
         self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        self._sessions = Cache(self._api, TRAINING_SESSIONS, read_session)
-        self._base_models = Cache(self._api, BASE_MODELS, read_base_model)
+        self._sessions = Cache(self._api, TRAINING_SESSIONS, read_session, self._forget)
+        self._base_models = Cache(self._api, BASE_MODELS, read_base_model, _ignore)
         self._routes = HeadRoutes(self._api, self._client)
         self._stamps = Stamps(self._api)
         for cache in (self._sessions, self._base_models):
@@ -105,15 +105,14 @@ class KubernetesProvider:
             name=spec.model_name,
             max_context_length=spec.max_context_length,
             local_path=str(folder) if folder is not None and folder.is_dir() else None,
-            tokenizer=spec.tokenizer,
+            tokenizer=spec.tokenizer or spec.model_name,
         )
 
-    def admit(self, placement: Placement) -> ModelSpec:
+    async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
         if placement.choices.session is not None:
-            attached = self._sessions.get(placement.choices.session)
-            return session_spec.attached_model(placement, attached)
+            return session_spec.attached_model(placement, await self._confirmed(placement))
         base_model = self._base_model(placement.base_model)
         if base_model is None:
             raise InvalidRequest(f"base_model {placement.base_model!r} is not served here")
@@ -265,8 +264,15 @@ class KubernetesProvider:
         except (ClusterUnreachable, ClusterRefused) as error:
             raise Unavailable(str(error)) from None
         self._sessions.forget(session.name)
-        self._routes.forget(session.name)
-        self._stamps.forget(session.name)
+
+    def _forget(self, name: str) -> None:
+        self._routes.forget(name)
+        self._stamps.forget(name)
+        self._troubles.pop(name, None)
+
+
+def _ignore(_name: str) -> None:
+    """Nothing is kept of a BaseModel besides the copy."""
 
 
 def _name(placement: Placement) -> str:

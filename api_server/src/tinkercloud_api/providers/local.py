@@ -304,7 +304,7 @@ class LocalProvider:
         """See `SessionProvider.models`."""
         return list(self._models.values())
 
-    def admit(self, placement: Placement) -> ModelSpec:
+    async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`. There are no pods here to choose anything about."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
         if chosen := placement.choices.named():

@@ -52,17 +52,25 @@ def pause_seconds(failures: int) -> float:
 class Cache(Generic[ObjectT]):
     """The objects of one custom resource. Belongs to one event loop."""
 
-    def __init__(self, api: ClusterApi, plural: str, read: Callable[[Manifest], ObjectT]) -> None:
+    def __init__(
+        self,
+        api: ClusterApi,
+        plural: str,
+        read: Callable[[Manifest], ObjectT],
+        gone: Callable[[str], None],
+    ) -> None:
         """Make an empty copy; `run` fills it.
 
         Args:
             api: the cluster.
             plural: the resource.
             read: makes of an object what is kept of it.
+            gone: told the names of objects that are no more.
         """
         self._api = api
         self._plural = plural
         self._read = read
+        self._gone = gone
         self._objects: dict[str, ObjectT] = {}
         self._position: str | None = None
         """Resource version up to which everything has been seen; None before the first list."""
@@ -81,6 +89,7 @@ class Cache(Generic[ObjectT]):
     def forget(self, name: str) -> None:
         """Drop an object that is gone, or that has just been deleted."""
         if self._objects.pop(name, None) is not None:
+            self._gone(name)
             self._wake(name)
 
     async def changed(self, name: str, since: ObjectT | None) -> None:

@@ -32,7 +32,7 @@ from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.proxy import StaleRoute
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
-from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable, WireError
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
@@ -219,8 +219,9 @@ async def cancel_future(call: Call) -> None:
     target = str(request_id.target)
     await call.server.router.authorize_sampler(target, call.principal)
     try:
-        route = await call.server.router.head_of_sample(target)
-    except WireError:
+        async with asyncio.timeout(_RETRY_SECONDS):
+            route = await call.server.router.head_of_sample(target)
+    except (WireError, TimeoutError):
         await answer(call.send, b"{}")
         return
     await call.forward(route, target, body)
@@ -263,9 +264,6 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
         route = await _in_a_poll(call, router.head_of_sample(target))
     except TimeoutError:
         await _answer_pending(call, request_id, router.why_sampler_waits(target))
-        return
-    except StateLost:
-        await answer(call.send, _GONE[1], status=_GONE[0])
         return
     except WireError as error:
         await answer(call.send, futures.failed_with(error).body)

@@ -91,10 +91,12 @@ def tokenizer_id(name: str, served: ServedModel | None, client_host: str) -> str
     A client on this machine can read the model's folder, with or without the mirror under /hf. Any
     other has to ask by name: the mirror, if its HF_ENDPOINT points there, or the public hub.
     """
+    if served is not None and served.tokenizer is not None:
+        return served.tokenizer
     path = served.local_path if served else None
     if path is not None and _is_this_machine(client_host) and Path(path).is_dir():
         return path
-    return (served.tokenizer if served else None) or name
+    return name
 
 
 def _is_this_machine(host: str) -> bool:
