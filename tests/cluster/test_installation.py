@@ -1,0 +1,300 @@
+"""From `helm install` to `helm uninstall`, with the SDK between them: a real model in real pods.
+
+The tests are a story in the order they stand in: each goes on where the one before it ended.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from base64 import b64decode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+import yaml
+from tinker import types
+
+from tinkercloud_testing.charts import CHART, CRD_CHART
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.dns import dns_image, install_dns
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.programs import binary, wait_until
+from tinkercloud_testing.cluster.volumes import a_volume
+from tinkercloud_testing.models import smollm2
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+RELEASE = "tinkercloud"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+START_SECONDS = 600
+"""For pods on a busy machine."""
+ALL_KINDS = (
+    "trainingsessions,basemodels,rayclusters,pods,services,secrets,configmaps,networkpolicies,"
+    "poddisruptionbudgets,deployments,roles,rolebindings,jobs,leases"
+)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A release in a namespace of its own."""
+
+    cluster: Cluster
+    namespace: str
+    values: Path
+
+    def helm(self, *arguments: str) -> str:
+        """Run Helm on the release's namespace and return what it printed."""
+        command = (str(binary("helm")), *arguments, f"--namespace={self.namespace}")
+        return run(*command, KUBECONFIG=str(self.cluster.kubeconfig))
+
+    def kubectl(self, *arguments: str) -> str:
+        return self.cluster.kubectl(*arguments, f"--namespace={self.namespace}")
+
+    @property
+    def url(self) -> str:
+        """Where the API server is reached: its Service."""
+        service = self.cluster.get("service", f"{RELEASE}-api", self.namespace)
+        return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
+
+    @property
+    def key(self) -> str:
+        """The key that the chart made."""
+        secret = self.cluster.get("secret", f"{RELEASE}-bootstrap-key", self.namespace)
+        return b64decode(secret["data"]["key"]).decode()
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        return list(self.cluster.objects("trainingsessions", self.namespace))
+
+
+def run(*command: str, **environment: str) -> str:
+    """Run a command and return what it printed; fail with what it wrote."""
+    result = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of the node: the model, the checkpoints, the catalog."""
+    source = smollm2()
+    folder = tmp_path_factory.mktemp("installation")
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    model = folder / "models" / source.name
+    shutil.copytree(source, model)
+    for path in model.iterdir():
+        path.chmod(0o644)
+    for name in ("checkpoints", "catalog"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o777)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installation(
+    cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path
+) -> Iterator[Installation]:
+    """Install what a user would, in the order that docs/installation.md gives."""
+    real_node.load(dns_image(), *map(program_image, ("api-server", "operator", "worker")))
+    install_dns(cluster)
+    with cluster.a_namespace("tinkercloud", **RESTRICTED) as namespace:
+        for name in ("models", "checkpoints", "catalog"):
+            cluster.apply(*a_volume(name, namespace, volumes / name))
+        path = volumes / "values.yaml"
+        path.write_text(yaml.safe_dump(values()))
+        release = Installation(cluster, namespace, path)
+        release.helm("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART))
+        release.helm("install", RELEASE, str(CHART), f"--values={path}")
+        for deployment in ("api", "operator"):
+            available = f"deployment/{RELEASE}-{deployment}"
+            cluster.wait_for(available, "condition=Available", namespace, START_SECONDS)
+        yield release
+
+
+def values(**changes: object) -> dict[str, Any]:
+    """Return the values of a cluster of one node with images that no registry has."""
+
+    def image(name: str) -> dict[str, str]:
+        repository, tag = program_image(name).name.rsplit(":", 1)
+        return {"repository": repository, "tag": tag}
+
+    return {
+        "apiServer": {
+            "image": image("api-server"),
+            "modelClaims": ["models"],
+            "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+        },
+        "operator": {
+            "image": image("operator"),
+            "replicas": 1,
+            "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        },
+        "database": {"volume": {"existingClaim": "catalog"}},
+        "checkpoints": {"volume": {"existingClaim": "checkpoints"}},
+        "baseModels": [
+            {
+                "name": "smollm2-135m",
+                "spec": {
+                    "modelName": MODEL,
+                    "source": {"volume": {"claimName": "models", "path": Path(MODEL).name}},
+                    "maxContextLength": 2048,
+                    "head": {
+                        "image": program_image("worker").name,
+                        "resources": {"cpu": "500m", "memory": "6Gi"},
+                    },
+                    "trainer": {"dtype": "float32"},
+                },
+            }
+        ],
+    } | changes
+
+
+@dataclass
+class Story:
+    """What later tests go on with."""
+
+    training: tinker.TrainingClient | None = None
+    path: str = ""
+    loss: float = float("nan")
+
+
+@pytest.fixture(scope="module")
+def story() -> Story:
+    return Story()
+
+
+def pairs(tokenizer: Any) -> list[types.Datum]:
+    texts = ["The capital of France is Paris.", "Water is made of hydrogen and oxygen."]
+    encoded = [tokenizer.encode(text) for text in texts]
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+        )
+        for tokens in encoded
+    ]
+
+
+def loss_of(training: tinker.TrainingClient, data: list[types.Datum]) -> float:
+    output = training.forward(data, "cross_entropy").result()
+    return float(output.metrics["loss:sum"])
+
+
+def test_the_sdk_trains_a_real_model_through_the_service(
+    installation: Installation, story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"{installation.url}/hf")
+    client = installation.client()
+
+    story.training = client.create_lora_training_client(MODEL, rank=8, seed=1).result()
+    data = pairs(story.training.get_tokenizer())
+    before = loss_of(story.training, data)
+    for _ in range(3):
+        story.training.forward_backward(data, "cross_entropy").result()
+        story.training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    story.loss = loss_of(story.training, data)
+
+    assert story.loss < before
+
+
+def test_kubectl_shows_the_session(installation: Installation) -> None:
+    [row] = installation.kubectl("get", "tsess", "--no-headers").splitlines()
+
+    assert row.split()[1:6] == ["Ready", "True", MODEL, "1/1", "1/1"]
+
+
+def test_what_it_has_learnt_is_sampled_and_saved(installation: Installation, story: Story) -> None:
+    assert story.training is not None
+    sampler = story.training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+
+    drawn = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1)).result()
+    story.path = story.training.save_state("learnt").result().path
+
+    assert len(drawn.sequences[0].tokens) == 4
+    assert story.path.endswith("/weights/learnt")
+
+
+def test_an_upgrade_does_not_disturb_a_training_session(
+    installation: Installation, story: Story
+) -> None:
+    assert story.training is not None
+    selector = "--selector=tinkercloud.dev/session"
+    pods = installation.kubectl("get", "pods", selector, "--output=name")
+    changed = values()
+    changed["apiServer"]["podAnnotations"] = {"upgraded": "yes"}
+    changed["operator"]["podAnnotations"] = {"upgraded": "yes"}
+    changed["baseModels"][0]["spec"]["head"]["resources"]["cpu"] = "400m"
+    installation.values.write_text(yaml.safe_dump(changed))
+
+    pending = story.training.forward(pairs_again(story), "cross_entropy")
+    installation.helm("upgrade", RELEASE, str(CHART), f"--values={installation.values}")
+    for deployment in ("api", "operator"):
+        rolled = f"deployment/{RELEASE}-{deployment}"
+        installation.kubectl("rollout", "status", rolled, f"--timeout={START_SECONDS}s")
+
+    assert float(pending.result().metrics["loss:sum"]) == story.loss
+    assert loss_of(story.training, pairs_again(story)) == story.loss
+    assert installation.kubectl("get", "pods", selector, "--output=name") == pods
+
+
+def pairs_again(story: Story) -> list[types.Datum]:
+    assert story.training is not None
+    return pairs(story.training.get_tokenizer())
+
+
+def test_a_deleted_session_leaves_its_checkpoint_and_nothing_else(
+    installation: Installation,
+) -> None:
+    [session] = installation.sessions()
+    name = session["metadata"]["name"]
+
+    installation.kubectl("delete", "trainingsession", name, f"--timeout={START_SECONDS}s")
+
+    left = f"--selector=tinkercloud.dev/session={name}"
+
+    def is_gone() -> bool:
+        return not installation.kubectl("get", ALL_KINDS, left, "--output=name").strip()
+
+    wait_until(is_gone, "no child of the deleted session", START_SECONDS)
+
+
+def test_a_new_session_resumes_from_the_checkpoint(
+    installation: Installation, story: Story
+) -> None:
+    client = installation.client()
+
+    training = client.create_training_client_from_state(story.path).result()
+
+    assert loss_of(training, pairs(training.get_tokenizer())) == story.loss
+
+
+def test_uninstalling_leaves_no_finalizer_and_no_orphan(installation: Installation) -> None:
+    installation.helm("uninstall", RELEASE, "--wait", f"--timeout={START_SECONDS}s")
+
+    def left() -> list[str]:
+        found = installation.kubectl("get", ALL_KINDS, "--output=json")
+        return [
+            f"{item['kind']}/{item['metadata']['name']}"
+            for item in json.loads(found)["items"]
+            if item["metadata"]["name"] != "kube-root-ca.crt" and not is_kept(item)
+        ]
+
+    wait_until(lambda: not left(), f"nothing left: {left()}", START_SECONDS)
+
+
+def is_kept(item: dict[str, Any]) -> bool:
+    """Whether an object is one that Helm itself keeps: the record of the other release."""
+    return str(item["metadata"]["name"]).startswith("sh.helm.release.v1.tinkercloud-crds")
