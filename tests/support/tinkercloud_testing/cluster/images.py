@@ -8,13 +8,17 @@ import hashlib
 import io
 import json
 import tarfile
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from tinkercloud_testing.cluster.programs import locked
+
 USER = 65532
 """Who programs run as: not root, and nobody the host knows."""
+_KEPT_SECONDS = 7 * 24 * 3600
 _OCI = "application/vnd.oci.image"
 
 
@@ -85,13 +89,24 @@ class LayerCache:
         """
         name = hashlib.sha256(key.encode()).hexdigest()[:24]
         path, record = self._folder / f"{name}.tar", self._folder / f"{name}.digest"
-        if not record.exists():
-            scratch = path.with_suffix(".partial")
-            with tarfile.open(scratch, "w", format=tarfile.GNU_FORMAT) as tar:
-                fill(tar)
-            scratch.replace(path)
-            record.write_text(_digest_of(path))
+        with locked(self._folder / f"{name}.lock"):
+            if not record.exists():
+                self._forget_unused()
+                scratch = path.with_suffix(".partial")
+                with tarfile.open(scratch, "w", format=tarfile.GNU_FORMAT) as tar:
+                    fill(tar)
+                scratch.replace(path)
+                record.write_text(_digest_of(path))
+            record.touch()
         return Layer(path, record.read_text())
+
+    def _forget_unused(self) -> None:
+        """Remove layers that nobody has asked for in a while: they can be gigabytes each."""
+        oldest = time.time() - _KEPT_SECONDS
+        for record in self._folder.glob("*.digest"):
+            if record.stat().st_mtime < oldest:
+                record.unlink(missing_ok=True)
+                record.with_suffix(".tar").unlink(missing_ok=True)
 
 
 def add_bytes(tar: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644) -> None:

@@ -8,7 +8,6 @@ the internet.
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -27,6 +26,7 @@ from tinkercloud_testing.cluster.programs import (
     Program,
     binary,
     build_folder,
+    locked,
     system_tool,
     wait_until,
 )
@@ -35,6 +35,7 @@ NAME = "real"
 HOST_ADDRESS = "10.243.0.1"
 NODE_ADDRESS = "10.243.0.2"
 _VETH = "tinkercloud0"
+_ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
 # Paths that containerd, the CNI plugins and the kubelet insist on; the box has its own.
@@ -95,7 +96,7 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
         raise PermissionError("a real node needs root; docs/cluster-tests.md tells what else works")
     subprocess.run([str(ROOT / "tools" / "cluster" / "install_node.sh")], check=True)
     folder.mkdir()
-    with _only_one(), _cgroup(), _box(folder) as box:
+    with locked(_ONLY_ONE), _cgroup(), _box(folder) as box:
         inside = _inside(box)
         _join_networks(box, inside)
         node = _assemble(plane, folder, box, inside)
@@ -109,13 +110,6 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
         yield node
         # Pods end in order while their kubelet lives; what is left ends with the box.
         node.kubelet.stop()
-
-
-@contextlib.contextmanager
-def _only_one() -> Iterator[None]:
-    with Path(tempfile.gettempdir(), "tinkercloud-node.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -43,9 +44,11 @@ _LIGHT = ("tinkercloud-api", "tinkercloud-operator")
 _VENV = "/opt/venv"
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"{_VENV}/lib/{_PYTHON}/site-packages"
-_RECIPE = "1"
+_RECIPE = "2"
 """Part of every key: a change of how layers are filled changes it."""
-_NOT_NEEDED = ("site-packages", "dist-packages", "test", "idlelib", "tkinter", "ensurepip")
+_NOT_NEEDED = frozenset(
+    {"site-packages", "dist-packages", "test", "idlelib", "tkinter", "ensurepip"}
+)
 _GPU_LIBRARIES = "nvidia"
 _GPU_COMPILERS = frozenset({"triton"})
 _BASE_CLUTTER = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man")
@@ -65,7 +68,7 @@ def program_image(name: str) -> Image:
     layers += [_libraries(further)] if further else []
     return Image(
         f"tinkercloud.test/{name}:test",
-        [*layers, _sources()],
+        [*layers, _commands(needed), _sources()],
         [f"{_VENV}/bin/python", "-m", package],
         {"PATH": f"{_VENV}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp"},  # noqa: S108 - in a container
     )
@@ -106,9 +109,12 @@ def _interpreter() -> Layer:
     def fill(tar: tarfile.TarFile) -> None:
         _add_parents(tar, executable)
         add_tree(tar, executable, str(executable))
-        add_tree(
-            tar, library, str(library), without=("site-packages", "dist-packages", *_NOT_NEEDED)
-        )
+        # Where C programs that embed Python find their half of it.
+        unneeded = _NOT_NEEDED | {path.name for path in library.glob("config-*")}
+        add_tree(tar, library, str(library), without=unneeded)
+        modules = (path.relative_to(library) for path in library.rglob("*.py"))
+        needed = [library / path for path in modules if not unneeded & set(path.parts)]
+        _add_compiled(tar, {path: str(path) for path in needed})
         for path in _shared_libraries([executable, *library.glob("lib-dynload/*.so")]):
             add_bytes(tar, str(path.parent.resolve() / path.name), path.read_bytes(), 0o755)
         add_link(tar, f"{_VENV}/bin/python", str(executable))
@@ -116,11 +122,6 @@ def _interpreter() -> Layer:
         add_bytes(tar, f"{_VENV}/pyvenv.cfg", settings.encode())
 
     return _cache().layer(f"python {_RECIPE} {prefix} {sys.version}", fill)
-
-
-def _build_files(library: Path) -> list[str]:
-    """Return the folders with which C programs embed Python."""
-    return [path.name for path in library.glob("config-*")]
 
 
 def _add_parents(tar: tarfile.TarFile, path: Path) -> None:
@@ -143,15 +144,59 @@ def _libraries(distributions: Mapping[str, Distribution]) -> Layer:
     names = [f"{name}=={found.version}" for name, found in sorted(distributions.items())]
 
     def fill(tar: tarfile.TarFile) -> None:
-        loaded = _loaded_without_gpu()
-        for found in distributions.values():
-            for file in found.files or ():
-                path = Path(str(file.locate()))
-                idle = file.parts[0] == _GPU_LIBRARIES and str(path) not in loaded
-                if not idle and ".." not in file.parts:
-                    add_tree(tar, path, f"{_SITE}/{file}")
+        files = _files(distributions.values())
+        for path, target in files.items():
+            add_tree(tar, path, target)
+        _add_compiled(tar, {path: files[path] for path in files if path.suffix == ".py"})
 
     return _cache().layer(f"libraries {_RECIPE} {_PYTHON} {' '.join(names)}", fill)
+
+
+def _commands(distributions: Mapping[str, Distribution]) -> Layer:
+    """Return the layer of the commands that distributions bring along, such as `ray`."""
+    scripts = {
+        point.name: f"#!{_VENV}/bin/python\nimport sys\nfrom {point.module} import {point.attr}\n"
+        f"sys.exit({point.attr}())\n"
+        for found in distributions.values()
+        for point in found.entry_points.select(group="console_scripts")
+    }
+
+    def fill(tar: tarfile.TarFile) -> None:
+        for name, script in sorted(scripts.items()):
+            add_bytes(tar, f"{_VENV}/bin/{name}", script.encode(), 0o755)
+
+    return _cache().layer(f"commands {_RECIPE} {sorted(scripts.items())}", fill)
+
+
+def _files(distributions: Iterable[Distribution]) -> dict[Path, str]:
+    """Return the files of distributions, and where each lies in an image."""
+    loaded = _loaded_without_gpu()
+    files = {}
+    for file in (file for found in distributions for file in found.files or ()):
+        path = Path(str(file.locate()))
+        idle = file.parts[0] == _GPU_LIBRARIES and str(path) not in loaded
+        if not idle and not {"..", "__pycache__"} & set(file.parts):
+            files[path] = f"{_SITE}/{file}"
+    return files
+
+
+def _add_compiled(tar: tarfile.TarFile, modules: Mapping[Path, str]) -> None:
+    """Add the bytecode of modules: a pod that may not write would compile them at every start.
+
+    Args:
+        tar: Where to.
+        modules: Each module, and where it lies in the image.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        for path, target in modules.items():
+            copy = Path(scratch + target)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        command = [sys.executable, "-m", "compileall", "-qq", "-j0", "-s", scratch, "-p", "/"]
+        # Templates that are no modules, which some distributions carry, do not compile.
+        subprocess.run([*command, "--invalidation-mode=unchecked-hash", scratch], check=False)
+        for compiled in Path(scratch).rglob("*.pyc"):
+            add_bytes(tar, str(compiled.relative_to(scratch)), compiled.read_bytes())
 
 
 def _loaded_without_gpu() -> frozenset[str]:

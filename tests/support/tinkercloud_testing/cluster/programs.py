@@ -71,6 +71,14 @@ def wait_until(ready: Callable[[], bool], what: str, seconds: float = 60) -> Non
         time.sleep(0.1)
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; another process waits. The kernel drops it when its holder dies."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @dataclass
 class Program:
     """One program. `start`, `stop` and `kill` may alternate and may be repeated.
@@ -164,13 +172,12 @@ class Program:
 def state_folder() -> Iterator[Path]:
     """Make a folder for the length of a block, and remove those of runs that were killed.
 
-    A folder's owner holds a lock in it, which the kernel drops when the owner dies.
+    A folder's owner holds a lock in it.
     """
     for abandoned in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         _remove_if_abandoned(abandoned)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-    with (folder / "owner.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / "owner.lock"):
         try:
             yield folder
         finally:
