@@ -27,8 +27,8 @@ async def run(settings: Settings) -> None:
     """Operate until a stop signal."""
     await _load_credentials()
     async with client.ApiClient() as api, aiohttp.ClientSession() as http:
-        cluster = Cluster(api, settings.namespace)
         leadership = Leadership(api, settings)
+        cluster = Cluster(api, settings.namespace, leadership.may_act)
         probes = Probes(leadership, settings)
         server = await probes.serve()
 

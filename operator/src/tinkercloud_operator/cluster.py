@@ -2,13 +2,14 @@
 
 ClusterError
   Unreachable        no answer, or one that says try again (429, 5xx)
+  NotLeading         nothing was asked: another replica may hold the Lease
   Conflict           409: it changed meanwhile, look again
   NotThere           404
   Refused            every other 4xx: trying the same again won't help
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,6 +52,10 @@ class Unreachable(ClusterError):
     """No answer, or one that says to try again later."""
 
 
+class NotLeading(ClusterError):
+    """Another replica may hold the Lease by now, so nothing was asked."""
+
+
 class Conflict(ClusterError):
     """The object changed meanwhile, or exists already."""
 
@@ -72,11 +77,18 @@ class ObjectRef:
 
 
 class Cluster:
-    """A connection to the Kubernetes API. Belongs to one event loop."""
+    """A connection to the Kubernetes API. Belongs to one event loop.
 
-    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+    Args:
+        api: what sends the requests.
+        namespace: where all objects are.
+        may_act: asked before every request whether this replica still leads.
+    """
+
+    def __init__(self, api: client.ApiClient, namespace: str, may_act: Callable[[], bool]) -> None:
         self._api = api
         self._namespace = namespace
+        self._may_act = may_act
 
     async def objects(self, kind: str, label_selector: str = "") -> list[Json]:
         """Return all objects of a kind.
@@ -167,6 +179,8 @@ class Cluster:
         query: list[tuple[str, str]] | None = None,
         content_type: str = "application/json",
     ) -> Json:
+        if not self._may_act():
+            raise NotLeading(f"{verb} {path}: the Lease is not held")
         headers = {"Accept": "application/json", "Content-Type": content_type}
         try:
             request = await self._api.param_serialize(

@@ -3,6 +3,10 @@
 The election is the Kubernetes client's. What is added: an API server that can't be reached is a
 failed try, not the end of the process; a lost Lease ends the term, waits for its end, and competes
 again; and a leader that stops hands its Lease over at once.
+
+A process can be frozen for longer than its Lease lasts and then go on where it was. So every
+request to the API server asks `may_act` first, which knows the time: until the Lease has been
+renewed, or lost, a leader of before does nothing.
 """
 
 import asyncio
@@ -30,13 +34,21 @@ class _Lock(LeaseLock):
     """A Lease; what can't be reached is not held."""
 
     renewed_at = float("-inf")
-    """When it was last written (`time.monotonic`)."""
+    """When the last write of it that succeeded was begun (`time.monotonic`)."""
+
+    def __init__(self, api: client.ApiClient, settings: Settings) -> None:
+        super().__init__(settings.lease_name, settings.namespace, settings.identity, api)
+        self._patience_seconds = settings.lease_renew_seconds
 
     async def get(self, name: str, namespace: str) -> _Found:
         try:
-            return await super().get(name, namespace)
+            async with asyncio.timeout(self._patience_seconds):
+                found = await super().get(name, namespace)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return False, ApiException(status=0, reason=f"{type(error).__name__}: {error}")
+        if isinstance(found[1], LeaderElectionRecord) and found[1].holder_identity != self.identity:
+            self.renewed_at = float("-inf")
+        return found
 
     async def create(
         self, name: str, namespace: str, election_record: LeaderElectionRecord
@@ -44,20 +56,25 @@ class _Lock(LeaseLock):
         # The client's own passes an argument that its API refuses (37.0.2).
         metadata = client.V1ObjectMeta(name=name)
         body = client.V1Lease(metadata=metadata, spec=self.update_lease(election_record))
+        begun = monotonic()
         try:
-            await self.api_instance.create_namespaced_lease(namespace, body)
+            async with asyncio.timeout(self._patience_seconds):
+                await self.api_instance.create_namespaced_lease(namespace, body)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
             log.info("the Lease could not be made", error=str(error))
             return False
+        self.renewed_at = begun
         return True
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        begun = monotonic()
         try:
-            is_written = await super().update(name, namespace, updated_record)
+            async with asyncio.timeout(self._patience_seconds):
+                is_written = await super().update(name, namespace, updated_record)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
         if is_written:
-            self.renewed_at = monotonic()
+            self.renewed_at = begun
         return is_written
 
 
@@ -66,7 +83,7 @@ class Leadership:
 
     def __init__(self, api: client.ApiClient, settings: Settings) -> None:
         self._settings = settings
-        self._lock = _Lock(settings.lease_name, settings.namespace, settings.identity, api)
+        self._lock = _Lock(api, settings)
         self._term: asyncio.Task[None] | None = None
 
     @property
@@ -78,6 +95,10 @@ class Leadership:
     def seconds_since_renewal(self) -> float:
         """How long ago the Lease was last written; infinite if never."""
         return monotonic() - self._lock.renewed_at
+
+    def may_act(self) -> bool:
+        """Whether the Lease is held now, and will be for as long as a request may be under way."""
+        return self.seconds_since_renewal < self._settings.lease_renew_seconds
 
     async def run(self, term: Callable[[], Awaitable[None]]) -> None:
         """Compete for ever; run a term whenever the Lease is held, cancel it when it is lost.
@@ -133,10 +154,11 @@ class Leadership:
         name, namespace = self._settings.lease_name, self._settings.namespace
         api = self._lock.api_instance
         try:
-            lease = await api.read_namespaced_lease(name, namespace)
-            if lease.spec is None or lease.spec.holder_identity != self._settings.identity:
-                return
-            lease.spec.holder_identity = None
-            await api.replace_namespaced_lease(name, namespace, lease)
+            async with asyncio.timeout(self._settings.lease_renew_seconds):
+                lease = await api.read_namespaced_lease(name, namespace)
+                if lease.spec is None or lease.spec.holder_identity != self._settings.identity:
+                    return
+                lease.spec.holder_identity = None
+                await api.replace_namespaced_lease(name, namespace, lease)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
             log.info("the Lease could not be handed over", error=str(error))
