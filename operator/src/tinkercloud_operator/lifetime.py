@@ -13,6 +13,9 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_operator.observed import Observed
 
+_WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
+"""What a session waits for before it can be used."""
+
 
 class Wanted(StrEnum):
     """What a session is to be."""
@@ -59,7 +62,7 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
     if _owner_suspended_it(observed):
         return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
-    if idle is None:
+    if idle is None or _is_queued(observed):
         return _as_it_is(observed, expiry)
     return _by_use(observed, idle, expiry)
 
@@ -85,14 +88,34 @@ def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision
 
 
 def last_use(observed: Observed) -> datetime:
-    """Return when a session was last used; becoming ready, or being resumed, counts as use."""
+    """Return when a session was last used, or could not be: the end of a wait counts as use.
+
+    It waits until it is accepted, admitted and ready, and, once suspended, to be resumed.
+    """
     moments = [observed.created, observed.last_activity]
-    for kind in (ConditionType.READY, ConditionType.SUSPENDED):
-        condition = find(observed.status.conditions, kind)
-        ended_a_wait = {ConditionType.READY: "True", ConditionType.SUSPENDED: "False"}[kind]
-        if condition is not None and condition.status == ended_a_wait:
-            moments.append(parse_time(condition.last_transition_time))
+    conditions = observed.status.conditions
+    suspended = find(conditions, ConditionType.SUSPENDED)
+    if suspended is None or suspended.status == "False":
+        moments += [_reached(observed, kind) for kind in _WAITS]
+        accepted = find(conditions, ConditionType.ACCEPTED)
+        if accepted is None or accepted.status == "False":
+            moments.append(observed.now)
+    if suspended is not None and suspended.status == "False":
+        moments.append(parse_time(suspended.last_transition_time))
     return max(moment for moment in moments if moment is not None)
+
+
+def _reached(observed: Observed, kind: ConditionType) -> datetime | None:
+    condition = find(observed.status.conditions, kind)
+    if condition is None or condition.status != "True":
+        return None
+    return parse_time(condition.last_transition_time)
+
+
+def _is_queued(observed: Observed) -> bool:
+    """Whether, by the last status, Kueue has not let it in: it holds nothing and can't be used."""
+    condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
+    return condition is not None and condition.reason == Reason.QUEUED
 
 
 def parse_time(text: str | None) -> datetime | None:

@@ -425,7 +425,7 @@ def test_conditions_only_rise_while_nothing_fails(offer: str, history: Sequence[
 def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
     offer: str, history: Sequence[str], head: Sequence[str]
 ) -> None:
-    world = a_world(offer, *history, "it is deleted")
+    world = a_world(offer, "it settles", *history, "the head goes deaf", "it is deleted")
 
     events = iter(head)
     patience = SETTINGS.last_checkpoint_seconds + 6
@@ -435,6 +435,22 @@ def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
         plan = world.operate()
         world.happen(next(events))
         world.pass_time(min(plan.look_again_seconds or 0, 4))
+
+
+@pytest.mark.parametrize("history", [["it is deleted"], ["its owner suspends it"]], ids=str)
+def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: list[str]) -> None:
+    world = a_world("workers", "it settles", "the head goes deaf", *history)
+    began = world.session.now
+
+    plans = [world.operate()]
+    while any(isinstance(action, AskHead) for action in plans[-1].actions):
+        world.pass_time(plans[-1].look_again_seconds or 0)
+        plans.append(world.operate())
+
+    patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds)
+    assert len(plans) > 2
+    assert (world.session.now - began).total_seconds() <= patience
+    assert world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]
 
 
 LIVES: Mapping[str, Sequence[str]] = {
@@ -489,6 +505,24 @@ def test_a_session_that_waits_while_its_base_model_is_away_is_not_started_by_its
 
     assert world.status.phase == "Suspended"
     assert world.pods == {}
+
+
+def test_a_session_that_was_refused_for_long_starts_once_it_is_allowed() -> None:
+    world = a_world("workers", "the BaseModel goes", "it settles", "a day passes", "it settles")
+
+    world.happen("the BaseModel is back", "it settles")
+
+    assert world.status.phase == "Ready"
+
+
+def test_a_session_that_was_queued_for_long_starts_once_it_is_admitted() -> None:
+    looks = ["the operator looks", "a day passes"] * 3
+    world = a_world("queue", *looks)
+    assert world.status.phase == "Queued"
+
+    world.settle()
+
+    assert world.observe().has_pods
 
 
 def test_what_runs_goes_on_without_its_base_model() -> None:

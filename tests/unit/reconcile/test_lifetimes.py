@@ -16,8 +16,9 @@ DELETED_AFTER_AN_HOUR = Idle(timeout_seconds=3600, action="Delete")
 
 
 def at(seconds: float, **fields: Any) -> Observed:
-    """Return a session, made at noon, as it is seen this long after noon."""
-    return observed(now=NOON + timedelta(seconds=seconds), **fields)
+    """Return a session, made and accepted at noon, as it is seen this long after noon."""
+    values: dict[str, Any] = {"status": a_status([since(ConditionType.ACCEPTED, "True", 0)])}
+    return observed(**values | fields, now=NOON + timedelta(seconds=seconds))
 
 
 def since(kind: ConditionType, status: Any, seconds: float, reason: str = "Any") -> Condition:
@@ -124,6 +125,10 @@ def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
     assert used.wanted is Wanted.RUNNING
 
 
+QUEUED = a_status([since(ConditionType.QUOTA_RESERVED, "False", 0, Reason.QUEUED)])
+ADMITTED = since(ConditionType.QUOTA_RESERVED, "True", 90)
+
+
 @pytest.mark.parametrize(
     ("conditions", "activity", "seconds"),
     [
@@ -134,6 +139,9 @@ def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
         ([since(ConditionType.READY, "False", 70)], 50, 50),
         ([since(ConditionType.SUSPENDED, "False", 80)], 50, 80),
         ([since(ConditionType.SUSPENDED, "True", 80)], 50, 50),
+        ([ADMITTED], 50, 90),
+        ([ADMITTED, since(ConditionType.SUSPENDED, "True", 80)], 50, 50),
+        ([since(ConditionType.ACCEPTED, "False", 10)], 50, 1000),
     ],
     ids=[
         "being made",
@@ -143,17 +151,32 @@ def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
         "not ceasing to be",
         "being resumed",
         "not being suspended",
+        "being admitted by a queue",
+        "not an admission before it was suspended",
+        "now, while it is refused",
     ],
 )
 def test_the_last_use_is_the_latest_of(
     conditions: list[Condition], activity: float | None, seconds: float
 ) -> None:
-    session = observed(
-        status=a_status(conditions),
-        last_activity=after(activity) if activity is not None else None,
-    )
+    told = {condition.type for condition in conditions}
+    accepted = [] if ConditionType.ACCEPTED in told else [since(ConditionType.ACCEPTED, "True", 0)]
+    used = after(activity) if activity is not None else None
+
+    session = at(1000, status=a_status([*accepted, *conditions]), last_activity=used)
 
     assert last_use(session) == after(seconds)
+
+
+def test_a_session_that_waits_in_a_queue_is_not_idle_however_long() -> None:
+    decision = decide(at(10**6, status=QUEUED), HOUR, None)
+
+    assert decision == Decision(Wanted.RUNNING, Reason.RUNNING, "", changes_at=None)
+
+
+def test_a_session_that_waits_in_a_queue_ends_in_time() -> None:
+    assert decide(at(599, status=QUEUED), HOUR, 600).changes_at == after(600)
+    assert decide(at(600, status=QUEUED), HOUR, 600).wanted is Wanted.FINISHED
 
 
 @pytest.mark.parametrize(
