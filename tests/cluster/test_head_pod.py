@@ -1,0 +1,282 @@
+"""The head in a real pod, as the operator writes it and KubeRay makes it."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.children import raycluster, surroundings
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
+from tinkercloud_protocol.launch import HeadStatus, ModelSpec
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.sessions import a_base_model, a_build, a_session
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+NOBODY = 40001
+"""A user that no image has an entry for, as OpenShift chooses them."""
+START_SECONDS = 300
+RUN = "s:train:0"
+SPEC = ModelSpec(owner="ada", lora=LoraConfig(rank=4, seed=1))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A RayCluster that is nothing but a head, and what it was made with."""
+
+    cluster: Cluster
+    namespace: str
+    token: str
+    checkpoints: Path
+
+    @property
+    def url(self) -> str:
+        service = self.cluster.get("service", "one-head", self.namespace)
+        return f"http://{service['spec']['clusterIP']}:{labels.HEAD_PORT}"
+
+    @property
+    def pod(self) -> dict[str, Any]:
+        [pod] = self.cluster.objects("pods", self.namespace, f"{labels.COMPONENT_LABEL}=head")
+        return pod
+
+    def wait_until_ready(self) -> None:
+        """Wait for what the operator waits for: KubeRay's word that the head pod is ready."""
+        ready = "condition=HeadPodReady"
+        self.cluster.wait_for("raycluster/one", ready, self.namespace, START_SECONDS)
+
+    def call(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, bytes]:
+        """Send a request with the head's token, unless another one is given."""
+        fields = {routes.HEAD_TOKEN_HEADER: self.token, routes.TARGET_HEADER: RUN} | headers
+        request = Request(self.url + path, data=body, headers=fields, method=method)
+        try:
+            with urlopen(request, timeout=60) as response:
+                return response.status, response.read()
+        except HTTPError as error:
+            return error.code, error.read()
+
+    def status(self) -> HeadStatus:
+        return HeadStatus.model_validate_json(self.call("GET", routes.HEAD_STATUS)[1])
+
+    def create_run(self, spec: ModelSpec = SPEC) -> None:
+        path, body = f"{routes.HEAD_MODELS}/{RUN}", spec.model_dump_json().encode()
+        assert self.call("PUT", path, body)[0] == 200
+        self.result(0)
+
+    def train_a_step(self, seq_id: int) -> float:
+        """Send data and a step; return the loss."""
+        self.call("POST", routes.FORWARD_BACKWARD, some_data(seq_id))
+        step = {"model_id": RUN, "seq_id": seq_id + 1, "adam_params": {"learning_rate": 0.01}}
+        self.call("POST", routes.OPTIM_STEP, json.dumps(step).encode())
+        self.result(seq_id + 1)
+        return pb.ForwardBackwardOutput.FromString(self.result(seq_id)).metrics["loss:sum"]
+
+    def result(self, seq_id: int) -> bytes:
+        asked = json.dumps({"request_id": f"{RUN}:{seq_id}"}).encode()
+        status, body = self.call("POST", routes.RETRIEVE_FUTURE, asked)
+        assert status == 200, body
+        return body
+
+    def is_generation_after(self, generation: str) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return self.status().generation != generation
+        return False
+
+    def head_process(self) -> int:
+        """Return the head's process on this machine."""
+        uid = self.pod["metadata"]["uid"]
+        [found] = [
+            int(process.name)
+            for process in Path("/proc").glob("[0-9]*")
+            if is_head(process) and uid in (process / "cgroup").read_text()
+        ]
+        return found
+
+
+def is_head(process: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return b"python\0-m\0tinkercloud_worker\0" in (process / "cmdline").read_bytes()
+    return False
+
+
+def some_data(seq_id: int) -> bytes:
+    message = pb.ForwardBackwardRequest(model_id=RUN, seq_id=seq_id, loss_fn="cross_entropy")
+    datum = message.data.add()
+    tokens = np.array([5, 6, 7], dtype="<i4").tobytes()
+    datum.model_input.add().encoded_text.tokens = tokens
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dense = np.array([6, 7, 8], dtype="<i8").tobytes()
+    targets.dtype = pb.DTYPE_INT64
+    return message.SerializeToString()
+
+
+def a_volume(name: str, namespace: str, folder: Path) -> list[Mapping[str, Any]]:
+    """Return a claim in a namespace, and the volume it gets: a folder of the node."""
+    size, modes = {"storage": "1Gi"}, ["ReadWriteMany", "ReadOnlyMany"]
+    volume = {
+        "capacity": size,
+        "accessModes": modes,
+        "storageClassName": "",
+        "hostPath": {"path": str(folder)},
+        "claimRef": {"name": name, "namespace": namespace},
+    }
+    claim = {
+        "accessModes": modes,
+        "storageClassName": "",
+        "volumeName": f"{namespace}-{name}",
+        "resources": {"requests": size},
+    }
+    metadata = {"name": name, "namespace": namespace}
+    whole = {"name": f"{namespace}-{name}"}
+    return [
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": whole, "spec": volume},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": claim},
+    ]
+
+
+def children(image: str, token: str, namespace: str) -> list[Mapping[str, Any]]:
+    """Return what the operator makes for a session, with a token it would draw itself."""
+    base_model = a_base_model(
+        modelName="tiny/llama",
+        source={"volume": {"claimName": "models", "path": "tiny"}},
+        maxContextLength=512,
+        head={"image": image, "resources": {"cpu": "500m", "memory": "4Gi"}},
+        trainer={"dtype": "float32"},
+    )
+    session = a_session(baseModel="tiny/llama", lora={"rank": 4})
+    build = a_build(base_model, session, checkpoint_claim="checkpoints", run_as_user=NOBODY)
+    secret = surroundings.token_secret(build)
+    secret["stringData"] = dict.fromkeys(surroundings.SECRET_KEYS, token)
+    made = [
+        secret,
+        surroundings.config_map(build),
+        surroundings.head_service(build),
+        surroundings.network_policy(build),
+        surroundings.disruption_budget(build),
+        raycluster.ray_cluster(build),
+    ]
+    return [child | {"metadata": child["metadata"] | {"namespace": namespace}} for child in made]
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of the node that outlive every pod: models, and checkpoints."""
+    folder = tmp_path_factory.mktemp("volumes")
+    # The folders above it are this user's alone.
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    model = save(tiny_llama(), folder / "models" / "tiny")
+    (model / "model.safetensors").chmod(0o644)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints").chmod(0o777)
+    return folder
+
+
+@contextlib.contextmanager
+def running_session(cluster: Cluster, volumes: Path, image: str) -> Iterator[Session]:
+    token = secrets.token_hex()
+    with cluster.a_namespace("head", **RESTRICTED) as namespace:
+        cluster.apply(
+            *a_volume("models", namespace, volumes / "models"),
+            *a_volume("checkpoints", namespace, volumes / "checkpoints"),
+            *children(image, token, namespace),
+        )
+        session = Session(cluster, namespace, token, volumes / "checkpoints")
+        session.wait_until_ready()
+        yield session
+
+
+@pytest.fixture(scope="module")
+def image(real_node: RealNode) -> str:
+    """The worker's image, on the node."""
+    image = program_image("worker")
+    real_node.load(image)
+    return image.name
+
+
+@pytest.fixture(scope="module")
+def session(cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str) -> Iterator[Session]:
+    with running_session(cluster, volumes, image) as session:
+        yield session
+
+
+def test_a_head_pod_runs_ray_beside_the_head_and_neither_as_root(session: Session) -> None:
+    pod = session.pod
+    name, where = pod["metadata"]["name"], f"--namespace={session.namespace}"
+
+    said = session.cluster.kubectl("exec", name, where, "--", "bash", "-c", "id -u; ray status")
+
+    assert said.startswith(f"{NOBODY}\n")
+    assert "Active:" in said
+    with socket.create_connection((pod["status"]["podIP"], 6379), timeout=10):
+        pass
+
+
+def test_a_head_pod_answers_its_own_api_server_and_nobody_else(session: Session) -> None:
+    assert session.status().ready
+    assert session.call("GET", routes.HEAD_READY)[0] == 200
+    guessed = {routes.HEAD_TOKEN_HEADER: "guessed"}
+    assert session.call("GET", routes.HEAD_STATUS, **guessed)[0] == 401
+    assert session.call("PUT", f"{routes.HEAD_MODELS}/{RUN}", b"{}", **guessed)[0] == 401
+
+
+def test_a_head_pod_trains(session: Session) -> None:
+    session.create_run()
+
+    losses = [session.train_a_step(seq_id) for seq_id in (1, 3, 5)]
+
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_a_killed_head_comes_back_as_another_generation(session: Session) -> None:
+    before = session.status().generation
+
+    os.kill(session.head_process(), signal.SIGKILL)
+
+    wait_until(lambda: session.is_generation_after(before), "the next head", START_SECONDS)
+    session.wait_until_ready()
+    assert session.pod["status"]["containerStatuses"][0]["restartCount"] == 1
+    assert session.status().models == []
+    meant = {routes.GENERATION_HEADER: before}
+    assert session.call("GET", routes.HEAD_STATUS, **meant)[0] == routes.WRONG_GENERATION_STATUS
+
+
+def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
+    cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
+) -> None:
+    with running_session(cluster, volumes, image) as first:
+        first.create_run()
+        first.train_a_step(1)
+        generation, name = first.status().generation, first.pod["metadata"]["name"]
+        cluster.delete("raycluster", "one", first.namespace)
+        cluster.wait_for(f"pod/{name}", "delete", first.namespace, START_SECONDS)
+    left = (volumes / "checkpoints" / suspended_key(RUN)).read_bytes()
+    assert SuspendedManifest.model_validate_json(left).generation == generation
+
+    with running_session(cluster, volumes, image) as second:
+        second.create_run(SPEC.model_copy(update={"resume_generation": generation}))
+
+        loss = pb.ForwardBackwardOutput.FromString(second.result(1)).metrics["loss:sum"]
+        assert second.train_a_step(3) < loss
