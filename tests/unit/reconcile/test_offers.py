@@ -1,0 +1,74 @@
+"""What the status of a BaseModel says: whether it counts, and what its sessions use."""
+
+from datetime import timedelta
+from typing import Any
+
+from tinkercloud_crds.base_model import BaseModelStatus
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator.offers import offer_status
+from tinkercloud_testing.sessions import NOON, Json, a_base_model_manifest, a_session_manifest
+
+
+def offered(name: str = "model", **others: Any) -> Json:
+    manifest = a_base_model_manifest(name)
+    metadata = {**manifest["metadata"], "uid": f"uid-of-{name}", "generation": 3}
+    return {**manifest, "metadata": metadata, **others}
+
+
+def session(phase: str, gpus: int = 0) -> Json:
+    return a_session_manifest() | {"status": {"phase": phase, "gpus": gpus}}
+
+
+def reasons(status: BaseModelStatus) -> dict[str, tuple[str, str]]:
+    return {item.type: (item.status, item.reason) for item in status.conditions}
+
+
+def test_a_base_model_that_counts_is_ready() -> None:
+    status = offer_status(offered(), offered(), [], NOON)
+
+    assert reasons(status) == {
+        "Ready": ("True", Reason.ACCEPTED),
+        "Reconciling": ("False", Reason.STABLE),
+        "Stalled": ("False", Reason.ACCEPTED),
+    }
+    assert status.observed_generation == 3
+
+
+def test_live_sessions_and_their_gpus_are_summed_up() -> None:
+    sessions = [
+        session("Ready", 3),
+        session("Queued", 0),
+        session("Suspended"),
+        session("Loading", 5),
+    ]
+
+    status = offer_status(offered(), offered(), sessions, NOON)
+
+    assert (status.live_sessions, status.gpus) == (3, 8)
+
+
+def test_a_base_model_whose_name_an_older_one_has_stands_back_and_says_for_which() -> None:
+    status = offer_status(offered("younger"), offered("older"), [session("Ready", 3)], NOON)
+
+    ready = find(status.conditions, ConditionType.READY)
+    assert ready is not None
+    assert (ready.status, ready.reason) == ("False", Reason.DUPLICATE)
+    assert "'older'" in ready.message
+    assert (status.live_sessions, status.gpus) == (0, 0)
+
+
+def test_a_base_model_that_can_not_be_read_is_stalled() -> None:
+    status = offer_status(offered(spec={"modelName": "x"}), None, [], NOON)
+
+    assert reasons(status)["Ready"][0] == "False"
+    assert reasons(status)["Stalled"][0] == "True"
+
+
+def test_looking_again_changes_nothing() -> None:
+    first = offer_status(offered(), offered(), [session("Ready", 3)], NOON)
+    written = first.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    later = NOON + timedelta(hours=1)
+    again = offer_status(offered(status=written), offered(), [session("Ready", 3)], later)
+
+    assert again == first
