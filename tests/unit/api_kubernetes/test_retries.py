@@ -15,5 +15,5 @@ def test_pauses_differ_so_that_replicas_do_not_try_together() -> None:
     assert len({pause_seconds(5) for _ in range(20)}) > 10
 
 
-def test_pauses_grow() -> None:
+def test_pauses_grow_with_every_failure() -> None:
     assert pause_seconds(1) < pause_seconds(3) < pause_seconds(5)
