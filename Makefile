@@ -51,10 +51,13 @@ docs: .venv/.installed ## write the generated pages of docs/
 
 generate: docs ## write everything that is generated: pages of docs/, definitions of custom resources
 	@$(BIN)/python -m tinkercloud_crds.generate
+	@$(BIN)/python tools/charts.py
+	@$(BIN)/python tools/render_deploy.py
 
 check: lint type ## lint, types, and that everything generated is fresh
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
+	@$(BIN)/python tools/charts.py --check
 
 bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import tinker
 import yaml
 from tinker import types
+from transformers import AutoTokenizer
 
 from tinkercloud_testing.charts import CHART, CRD_CHART
 from tinkercloud_testing.cluster.client import Cluster
@@ -142,6 +144,7 @@ def values(**changes: object) -> dict[str, Any]:
             "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
         },
         "database": {"volume": {"existingClaim": "catalog"}},
+        "sessions": {"lastCheckpointSeconds": 120},
         "checkpoints": {"volume": {"existingClaim": "checkpoints"}},
         "baseModels": [
             {
@@ -175,7 +178,8 @@ def story() -> Story:
     return Story()
 
 
-def pairs(tokenizer: Any) -> list[types.Datum]:
+def pairs() -> list[types.Datum]:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
     texts = ["The capital of France is Paris.", "Water is made of hydrogen and oxygen."]
     encoded = [tokenizer.encode(text) for text in texts]
     return [
@@ -193,13 +197,12 @@ def loss_of(training: tinker.TrainingClient, data: list[types.Datum]) -> float:
 
 
 def test_the_sdk_trains_a_real_model_through_the_service(
-    installation: Installation, story: Story, monkeypatch: pytest.MonkeyPatch
+    installation: Installation, story: Story
 ) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", f"{installation.url}/hf")
     client = installation.client()
 
     story.training = client.create_lora_training_client(MODEL, rank=8, seed=1).result()
-    data = pairs(story.training.get_tokenizer())
+    data = pairs()
     before = loss_of(story.training, data)
     for _ in range(3):
         story.training.forward_backward(data, "cross_entropy").result()
@@ -207,6 +210,15 @@ def test_the_sdk_trains_a_real_model_through_the_service(
     story.loss = loss_of(story.training, data)
 
     assert story.loss < before
+
+
+def test_clients_find_the_tokenizer_at_the_service(installation: Installation) -> None:
+    url = f"{installation.url}/hf/{MODEL}/resolve/main/tokenizer.json"
+
+    with urlopen(url, timeout=60) as response:
+        served = response.read()
+
+    assert served == (smollm2() / "tokenizer.json").read_bytes()
 
 
 def test_kubectl_shows_the_session(installation: Installation) -> None:
@@ -239,20 +251,15 @@ def test_an_upgrade_does_not_disturb_a_training_session(
     changed["baseModels"][0]["spec"]["head"]["resources"]["cpu"] = "400m"
     installation.values.write_text(yaml.safe_dump(changed))
 
-    pending = story.training.forward(pairs_again(story), "cross_entropy")
+    pending = story.training.forward(pairs(), "cross_entropy")
     installation.helm("upgrade", RELEASE, str(CHART), f"--values={installation.values}")
     for deployment in ("api", "operator"):
         rolled = f"deployment/{RELEASE}-{deployment}"
         installation.kubectl("rollout", "status", rolled, f"--timeout={START_SECONDS}s")
 
     assert float(pending.result().metrics["loss:sum"]) == story.loss
-    assert loss_of(story.training, pairs_again(story)) == story.loss
+    assert loss_of(story.training, pairs()) == story.loss
     assert installation.kubectl("get", "pods", selector, "--output=name") == pods
-
-
-def pairs_again(story: Story) -> list[types.Datum]:
-    assert story.training is not None
-    return pairs(story.training.get_tokenizer())
 
 
 def test_a_deleted_session_leaves_its_checkpoint_and_nothing_else(
@@ -278,7 +285,7 @@ def test_a_new_session_resumes_from_the_checkpoint(
 
     training = client.create_training_client_from_state(story.path).result()
 
-    assert loss_of(training, pairs(training.get_tokenizer())) == story.loss
+    assert loss_of(training, pairs()) == story.loss
 
 
 def test_uninstalling_leaves_no_finalizer_and_no_orphan(installation: Installation) -> None:

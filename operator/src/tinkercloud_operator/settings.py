@@ -19,6 +19,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
+        env_parse_none_str="null",
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,

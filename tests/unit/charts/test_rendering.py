@@ -119,16 +119,7 @@ def test_the_api_server_knows_every_setting_it_gets(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            id=case.stem,
-            marks=pytest.mark.xfail(reason="the operator can't be told that there is no user")
-            if case.stem == "openshift"
-            else (),
-        )
-        for case in CASES
-    ],
+    [pytest.param(case, id=case.stem) for case in CASES],
 )
 def test_the_operator_knows_every_setting_it_gets(
     case: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,9 +9,9 @@ from tinkercloud_testing.charts import CASES, CHART, NAMESPACE, objects, of_kind
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
-KUEUE = ("--set", "kueue.enabled=true")
 READ = {"get", "list", "watch"}
 OWN = READ | {"create", "patch", "delete"}
+MADE = READ | {"create", "patch"}
 
 
 def rights(role: dict[str, Any]) -> dict[str, set[str]]:
@@ -35,24 +35,21 @@ def test_the_api_server_has_these_rights_and_no_others() -> None:
 
 
 def test_the_operator_has_these_rights_and_no_others() -> None:
-    assert rights(one("Role", OPERATOR, *KUEUE)) == {
+    assert rights(one("Role", OPERATOR)) == {
         "tinkercloud.dev/basemodels": READ,
         "tinkercloud.dev/basemodels/status": {"get", "patch"},
         "tinkercloud.dev/trainingsessions": READ | {"patch", "delete"},
         "tinkercloud.dev/trainingsessions/status": {"get", "patch"},
         "ray.io/rayclusters": OWN,
         "pods": READ,
-        "services": OWN,
-        "configmaps": OWN,
-        "secrets": {"get", "create", "patch", "delete"},
-        "networking.k8s.io/networkpolicies": OWN,
-        "policy/poddisruptionbudgets": OWN,
-        "resourcequotas": READ,
-        "events": {"create", "patch"},
-        "events.k8s.io/events": {"create", "patch"},
+        "services": MADE,
+        "configmaps": MADE,
+        "secrets": {"get", "create"},
+        "networking.k8s.io/networkpolicies": MADE,
+        "policy/poddisruptionbudgets": MADE,
+        "events": {"create"},
         "coordination.k8s.io/leases": {"create"},
         f"coordination.k8s.io/leases/{OPERATOR}": READ | {"update", "patch"},
-        "kueue.x-k8s.io/workloads": READ,
     }
 
 
@@ -62,10 +59,6 @@ def test_outside_its_namespace_the_operator_only_reads_nodes_and_only_if_allowed
     assert rights(role) == {"nodes": READ}
     assert of_kind("ClusterRole", "--set", "operator.readNodes=false") == []
     assert of_kind("ClusterRoleBinding", "--set", "operator.readNodes=false") == []
-
-
-def test_kueue_is_read_only_where_it_is_used() -> None:
-    assert "kueue.x-k8s.io/workloads" not in rights(one("Role", OPERATOR))
 
 
 @every_case
