@@ -37,6 +37,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 NOBODY = 40001
 """A user that no image has an entry for, as OpenShift chooses them."""
 START_SECONDS = 300
+GRACE = "terminationGracePeriodSeconds"
 RUN = "s:train:0"
 SPEC = ModelSpec(owner="ada", lora=LoraConfig(rank=4, seed=1))
 
@@ -156,26 +157,33 @@ def a_volume(name: str, namespace: str, folder: Path) -> list[Mapping[str, Any]]
     ]
 
 
-def children(image: str, token: str, namespace: str) -> list[Mapping[str, Any]]:
+def children(
+    image: str, token: str, namespace: str, trainer: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
     """Return what the operator makes for a session, with a token it would draw itself."""
     base_model = a_base_model(
         modelName="tiny/llama",
         source={"volume": {"claimName": "models", "path": "tiny"}},
         maxContextLength=512,
         head={"image": image, "resources": {"cpu": "500m", "memory": "4Gi"}},
-        trainer={"dtype": "float32"},
+        trainer={"dtype": "float32", **trainer},
     )
     session = a_session(baseModel="tiny/llama", lora={"rank": 4})
     build = a_build(base_model, session, checkpoint_claim="checkpoints", run_as_user=NOBODY)
     secret = surroundings.token_secret(build)
     secret["stringData"] = dict.fromkeys(surroundings.SECRET_KEYS, token)
+    cluster = raycluster.ray_cluster(build)
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        # The node has no GPUs.
+        [container] = group["template"]["spec"]["containers"]
+        container["resources"] = {"requests": {"cpu": "100m"}, "limits": {"memory": "2Gi"}}
     made = [
         secret,
         surroundings.config_map(build),
         surroundings.head_service(build),
         surroundings.network_policy(build),
         surroundings.disruption_budget(build),
-        raycluster.ray_cluster(build),
+        cluster,
     ]
     return [child | {"metadata": child["metadata"] | {"namespace": namespace}} for child in made]
 
@@ -195,15 +203,22 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def running_session(cluster: Cluster, volumes: Path, image: str) -> Iterator[Session]:
+def starting_session(
+    cluster: Cluster, volumes: Path, image: str, **trainer: Any
+) -> Iterator[Session]:
     token = secrets.token_hex()
     with cluster.a_namespace("head", **RESTRICTED) as namespace:
         cluster.apply(
             *a_volume("models", namespace, volumes / "models"),
             *a_volume("checkpoints", namespace, volumes / "checkpoints"),
-            *children(image, token, namespace),
+            *children(image, token, namespace, trainer),
         )
-        session = Session(cluster, namespace, token, volumes / "checkpoints")
+        yield Session(cluster, namespace, token, volumes / "checkpoints")
+
+
+@contextlib.contextmanager
+def running_session(cluster: Cluster, volumes: Path, image: str) -> Iterator[Session]:
+    with starting_session(cluster, volumes, image) as session:
         session.wait_until_ready()
         yield session
 
@@ -280,3 +295,33 @@ def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
 
         loss = pb.ForwardBackwardOutput.FromString(second.result(1)).metrics["loss:sum"]
         assert second.train_a_step(3) < loss
+
+
+def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
+    cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
+) -> None:
+    with starting_session(cluster, volumes, image) as session:
+        namespace = session.namespace
+        started = "jsonpath={.status.containerStatuses[0].state.running}"
+        selector = f"--selector={labels.COMPONENT_LABEL}=head"
+        where = (f"--namespace={namespace}", "--timeout=60s", selector)
+        cluster.wait_for("raycluster/one", "jsonpath={.status.head.podName}", namespace)
+        cluster.kubectl("wait", "pods", f"--for={started}", *where)
+        name, grace = session.pod["metadata"]["name"], session.pod["spec"][GRACE]
+
+        cluster.delete("raycluster", "one", namespace)
+
+        cluster.wait_for(f"pod/{name}", "delete", namespace, grace // 2)
+
+
+def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
+    cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
+) -> None:
+    workers = {"replicas": 1, "gpusPerReplica": 1}
+    with starting_session(cluster, volumes, image, **workers) as session:
+        ready = "jsonpath={.status.readyWorkerReplicas}=1"
+        cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
+
+        name, where = session.pod["metadata"]["name"], f"--namespace={session.namespace}"
+        said = cluster.kubectl("exec", name, where, "--", "ray", "status")
+        assert "1 trainer" in said

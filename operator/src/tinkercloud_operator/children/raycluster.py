@@ -6,8 +6,6 @@ Kueue owns `spec.suspend` wherever a queue is named, so it is never set here: a 
 suspended by deleting its RayCluster.
 """
 
-from typing import Any
-
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import SamplerShape, TrainerShape
 from tinkercloud_operator.children.pods import CONFIG_FOLDER, Build, Json, container, pod_template
@@ -33,6 +31,7 @@ _RAY_PARAMS = {
     "runtime-env-agent-port": "52367",
 }
 """Of every `ray start`."""
+_RAYLET_PORT = 52368
 _RAY_HEAD_PARAMS = {
     # No Ray task runs on the head: its cores are the sequencer's, or the CPU engine's.
     "num-cpus": "0",
@@ -45,6 +44,8 @@ _RAY_HEAD_PARAMS = {
 }
 _STARTUP_SECONDS = 1800
 """How long a container may take to serve; loading the model comes after that."""
+_WORKER_START_SECONDS = 120
+"""How long a worker may take to start its raylet before it is asked whether it lives."""
 
 
 def ray_cluster(build: Build) -> Json:
@@ -74,9 +75,9 @@ def _head(build: Build) -> Json:
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS
         ],
-        "startupProbe": _probe("/healthz", period=2, failures=_STARTUP_SECONDS // 2),
-        "readinessProbe": _probe("/readyz", period=5, failures=2),
-        "livenessProbe": _probe("/healthz", period=10, failures=6),
+        "startupProbe": _probe(_get("/healthz"), period=2, failures=_STARTUP_SECONDS // 2),
+        "readinessProbe": _probe(_get("/readyz"), period=5, failures=2),
+        "livenessProbe": _probe(_get("/healthz"), period=10, failures=6),
     }
     template = pod_template(build, "head", body, head.resources)
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
@@ -102,21 +103,29 @@ def _samplers(build: Build) -> Json | None:
 
 def _group(build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int) -> Json:
     image = worker.image or build.shape.base_model.head.image
-    # KubeRay names the container's command and probes: a worker is up when it has joined Ray.
-    body = container(build, "worker", image, worker.resources, gpus)
+    # KubeRay names the container's command. Its probes would ask Ray's dashboard agent, which
+    # serves nothing unless Ray's dashboard is installed; a worker lives as its raylet does.
+    alive = _probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)
+    body = container(build, "worker", image, worker.resources, gpus) | {
+        "readinessProbe": alive,
+        "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
+    }
     return {
         "groupName": component,
         "replicas": worker.replicas,
         "minReplicas": worker.replicas,
         "maxReplicas": worker.replicas,
-        "rayStartParams": dict(_RAY_PARAMS),
+        "rayStartParams": _RAY_PARAMS | {"node-manager-port": str(_RAYLET_PORT)},
         "template": pod_template(build, component, body, worker.resources),
     }
 
 
-def _probe(path: str, *, period: int, failures: int) -> dict[str, Any]:
-    return {
-        "httpGet": {"path": path, "port": labels.HEAD_PORT},
+def _get(path: str) -> Json:
+    return {"httpGet": {"path": path, "port": labels.HEAD_PORT}}
+
+
+def _probe(question: Json, *, period: int, failures: int) -> Json:
+    return question | {
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
