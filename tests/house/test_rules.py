@@ -63,8 +63,8 @@ def test_every_link_in_the_documentation_leads_somewhere() -> None:
 
 def test_the_make_targets_of_the_readme_exist() -> None:
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    mentioned = set(re.findall(r"`make ([a-z][a-z-]*)", readme))
-    defined = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    mentioned = set(re.findall(r"`make ([a-z][a-z0-9-]*)", readme))
+    defined = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
 
     assert mentioned
     assert mentioned <= defined
