@@ -14,7 +14,7 @@ MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: .venv/.installed ## install everything but CUDA libraries a CPU wheel makes unnecessary
 

@@ -48,7 +48,6 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
         "networking.k8s.io/networkpolicies": MADE,
         "policy/poddisruptionbudgets": MADE,
         "events": {"create"},
-        "coordination.k8s.io/leases": {"create"},
         f"coordination.k8s.io/leases/{OPERATOR}": READ | {"update", "patch"},
     }
 

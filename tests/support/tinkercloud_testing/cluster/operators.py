@@ -88,9 +88,9 @@ def _answers(port: int) -> bool:
 
 
 def operator_account(cluster: Cluster, namespace: str, folder: Path) -> Path:
-    """Give a namespace the operator's account with the chart's rights; return its kubeconfig."""
+    """Give a namespace the operator's account with the chart's rights and Lease; return its kubeconfig."""
     rendered = helm("template", "tinkercloud", str(CHART), f"--namespace={namespace}")
-    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease"}
     rights = [item for item in yaml.safe_load_all(rendered) if item and item["kind"] in kinds]
     cluster.apply(*rights)
     [account] = [
