@@ -58,6 +58,8 @@ class Settings(BaseSettings):
     """Labels of the pods that may reach heads, one selector each: API server and operator."""
     network_policies: bool = True
     """Whether each session gets a NetworkPolicy."""
+    outgoing_ports: list[Annotated[int, Field(gt=0, lt=65536)]] = [443]
+    """Ports at which heads reach the checkpoint store and the model hub, wherever those are."""
     ray_version: str = "2.60.0"
     """Ray in the session images."""
     drain_seconds: Annotated[int, Field(ge=1)] = 20

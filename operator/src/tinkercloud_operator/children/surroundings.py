@@ -96,12 +96,13 @@ def head_service(build: Build) -> Json:
 
 
 def network_policy(build: Build) -> Json:
-    """Return the NetworkPolicy: among themselves; heads from API server and operator; DNS; HTTPS.
+    """Return the NetworkPolicy: among themselves; heads from API server and operator; DNS; stores.
 
-    Outgoing 443 is for object stores and the model hub, whose addresses no policy can name.
+    Object stores and the model hub are reached at some ports; no policy can name their addresses.
     """
     own = {"podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}}}
     clients = [{"podSelector": {"matchLabels": wanted}} for wanted in build.settings.client_labels]
+    ports = build.settings.outgoing_ports
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -116,7 +117,7 @@ def network_policy(build: Build) -> Json:
             "egress": [
                 {"to": [own]},
                 {"ports": _DNS_PORTS},
-                {"ports": [{"protocol": "TCP", "port": 443}]},
+                {"ports": [{"protocol": "TCP", "port": port} for port in ports]},
             ],
         },
     }
