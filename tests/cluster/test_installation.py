@@ -117,7 +117,9 @@ def installation(
         path = volumes / "values.yaml"
         path.write_text(yaml.safe_dump(values()))
         release = Installation(cluster, namespace, path)
-        release.helm("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART))
+        # Other tests of the run may have applied the definitions before.
+        taken = ("--take-ownership", "--force-conflicts")
+        release.helm("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART), *taken)
         release.helm("install", RELEASE, str(CHART), f"--values={path}")
         for deployment in ("api", "operator"):
             available = f"deployment/{RELEASE}-{deployment}"

@@ -69,6 +69,15 @@ class Refused(ClusterError):
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """All objects of a kind at one moment."""
+
+    items: list[Json]
+    version: int
+    """Resource version of the moment."""
+
+
+@dataclass(frozen=True, slots=True)
 class ObjectRef:
     """Names one object of the operator's namespace."""
 
@@ -90,7 +99,7 @@ class Cluster:
         self._namespace = namespace
         self._may_act = may_act
 
-    async def objects(self, kind: str, label_selector: str = "") -> list[Json]:
+    async def objects(self, kind: str, label_selector: str = "") -> Listed:
         """Return all objects of a kind.
 
         Raises:
@@ -98,8 +107,7 @@ class Cluster:
         """
         query = [("labelSelector", label_selector)] if label_selector else []
         answer = await self._call("GET", self._path(kind), query=query)
-        items: list[Json] = answer["items"]
-        return items
+        return Listed(answer["items"], int(answer["metadata"]["resourceVersion"]))
 
     async def get(self, ref: ObjectRef) -> Json:
         """Return one object.

@@ -100,7 +100,8 @@ class Controller:
         for kind in kinds:
             is_own = kind in {"BaseModel", "TrainingSession"}
             selector = "" if is_own else labels.SESSION_LABEL
-            self.watched.replace(kind, await self._cluster.objects(kind, selector))
+            listed = await self._cluster.objects(kind, selector)
+            self.watched.replace(kind, listed.items, listed.version)
         for name in self.watched.sessions:
             self.queue.add(name)
         for name in self.watched.base_models:
@@ -202,7 +203,7 @@ class Controller:
         if not self._settings.judges_nodes or moment - listed_at < _NODES_SECONDS:
             return nodes
         try:
-            nodes = tuple(map(seen.node, await self._cluster.objects("Node")))
+            nodes = tuple(map(seen.node, (await self._cluster.objects("Node")).items))
         except Refused:
             nodes = None
         self._nodes = (moment, nodes)

@@ -66,17 +66,32 @@ class Watched:
         self._put(kind, manifest, is_gone=is_gone)
         return self._concerned(kind, manifest)
 
-    def replace(self, kind: str, manifests: Iterable[Manifest]) -> set[str]:
-        """Take note of all objects of a kind that there are; return the sessions to look at."""
+    def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[str]:
+        """Take note of all objects of a kind there were; return the sessions to look at.
+
+        Args:
+            kind: of the objects.
+            manifests: all of them.
+            version: resource version of that moment; what is known to be later is kept.
+        """
         concerned: set[str] = set()
         present = set()
         for manifest in manifests:
             present.add(manifest["metadata"]["uid"])
             concerned |= self.note(kind, manifest)
-        for manifest in [item for item in self._all(kind) if _uid(item) not in present]:
+        vanished = [
+            item
+            for item in self._all(kind)
+            if _uid(item) not in present and _version(item) <= version
+        ]
+        for manifest in vanished:
             self._put(kind, manifest, is_gone=True)
             concerned |= self._concerned(kind, manifest)
-        self._gone = {key: version for key, version in self._gone.items() if key[0] != kind}
+        self._gone = {
+            key: gone_at
+            for key, gone_at in self._gone.items()
+            if key[0] != kind or gone_at > version
+        }
         return concerned
 
     def observed(self, name: str, surroundings: Surroundings) -> Observed | None:

@@ -111,16 +111,25 @@ def test_the_end_of_an_object_does_not_hide_its_successor_of_the_same_name(
 def test_what_is_missing_from_a_full_list_is_gone(watched: Watched) -> None:
     watched.note("Service", service(7))
 
-    concerned = watched.replace("Service", [])
+    concerned = watched.replace("Service", [], version=8)
 
     assert concerned == {"one"}
     assert children(watched) == {}
 
 
+def test_what_was_made_after_a_full_list_is_not_missing_from_it(watched: Watched) -> None:
+    watched.note("Service", service(9))
+
+    concerned = watched.replace("Service", [], version=8)
+
+    assert concerned == set()
+    assert children(watched).keys() == {SERVICE}
+
+
 def test_a_full_list_of_one_kind_says_nothing_of_others(watched: Watched) -> None:
     watched.note("Service", service(7))
 
-    watched.replace("ConfigMap", [])
+    watched.replace("ConfigMap", [], version=8)
 
     assert children(watched).keys() == {SERVICE}
 
