@@ -64,3 +64,11 @@ def real_node(
         return
     with a_real_node(request.getfixturevalue("control_plane"), cluster_folder / "node") as node:
         yield node
+
+
+@pytest.fixture(scope="session")
+def own_node(real_node: RealNode | ExistingNodes) -> RealNode:
+    """The node of this machine, whose programs may be stopped and started."""
+    if isinstance(real_node, ExistingNodes):
+        pytest.skip("needs a node on this machine; an existing cluster's are elsewhere")
+    return real_node
