@@ -88,7 +88,11 @@ def _answers(port: int) -> bool:
 
 
 def operator_account(cluster: Cluster, namespace: str, folder: Path) -> Path:
-    """Give a namespace the operator's account with the chart's rights and Lease; return its kubeconfig."""
+    """Give a namespace the operator's account, with rights and Lease as in the chart.
+
+    Returns:
+        its kubeconfig.
+    """
     rendered = helm("template", "tinkercloud", str(CHART), f"--namespace={namespace}")
     kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease"}
     rights = [item for item in yaml.safe_load_all(rendered) if item and item["kind"] in kinds]
