@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 
 from tinkercloud_testing.charts import CHART, CRD_CHART
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.dns import dns_image, install_dns
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
@@ -109,8 +108,7 @@ def installation(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path
 ) -> Iterator[Installation]:
     """Install what a user would, in the order that docs/installation.md gives."""
-    real_node.load(dns_image(), *map(program_image, ("api-server", "operator", "worker")))
-    install_dns(cluster)
+    real_node.load(*map(program_image, ("api-server", "operator", "worker")))
     with cluster.a_namespace("tinkercloud", **RESTRICTED) as namespace:
         for name in ("models", "checkpoints", "catalog"):
             cluster.apply(*a_volume(name, namespace, volumes / name))
