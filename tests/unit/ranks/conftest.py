@@ -1,0 +1,20 @@
+"""A Ray cluster of this machine, with more cores than it has."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+import tinkercloud_testing
+from tinkercloud_worker.actors.group import GroupShape, connect
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cluster() -> Iterator[None]:
+    # Ranks are processes of their own, which know nothing of pytest's paths.
+    os.environ["PYTHONPATH"] = str(Path(tinkercloud_testing.__path__[0]).parent)
+    connect(GroupShape(ranks=4))
+    yield
+    ray.shutdown()

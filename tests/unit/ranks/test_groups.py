@@ -1,0 +1,149 @@
+"""Groups of ranks: one order for all, definite failure, nothing left behind."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_testing.ranks import Recorder, cannot_load, never_ready
+from tinkercloud_worker.actors.group import (
+    GroupShape,
+    GroupTimings,
+    RankGroup,
+    RanksLost,
+    RanksUnavailable,
+)
+
+pytestmark = pytest.mark.slow
+
+TWO = GroupShape(ranks=2)
+
+
+@pytest.fixture(scope="module")
+def lasting_group() -> Iterator[RankGroup]:
+    group = RankGroup(TWO, Recorder)
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def group() -> Iterator[RankGroup]:
+    group = RankGroup(TWO, Recorder)
+    yield group
+    group.close()
+
+
+def processes(group: RankGroup) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in group.call_each("process", [(), ()])]
+
+
+def assert_nothing_is_left(ended: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(ended, timeout=30)
+    assert not alive
+    states = {entry["state"] for entry in placement_group_table().values()}
+    assert states == {"REMOVED"}
+
+
+def test_a_command_runs_at_all_ranks_together(lasting_group: RankGroup) -> None:
+    assert lasting_group.call("add", 10) == 21.0
+    assert lasting_group.call_each("add", [(1,), (5,)]) == [7.0, 7.0]
+
+
+def test_commands_of_many_threads_reach_all_ranks_in_one_order(lasting_group: RankGroup) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        sums = list(threads.map(lambda number: lasting_group.call("add", number), range(40)))
+
+    assert sums == [2.0 * number + 1 for number in range(40)]
+    first, second = lasting_group.call_each("history", [(), ()])
+    assert sorted(first) == list(range(40))
+    assert first == second
+
+
+def test_a_rank_killed_in_the_midst_of_a_command_fails_it_and_ends_the_group(
+    group: RankGroup,
+) -> None:
+    ranks = processes(group)
+
+    with pytest.raises(RanksLost, match="rank 1 of 2 failed in die_at: its process ended"):
+        group.call("die_at", 1)
+
+    assert not group.is_alive
+    with pytest.raises(RanksLost, match="die_at"):
+        group.call("add", 1)
+    assert_nothing_is_left(ranks)
+
+
+def test_a_rank_killed_between_commands_fails_the_next_one(group: RankGroup) -> None:
+    ranks = processes(group)
+    ranks[0].kill()
+    ranks[0].wait(30)
+
+    with pytest.raises(RanksLost, match="rank 0 of 2 failed in add"):
+        group.call("add", 1)
+
+    assert_nothing_is_left(ranks)
+
+
+def test_an_error_at_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> None:
+    ranks = processes(group)
+
+    with pytest.raises(RanksLost, match="rank 0 of 2 failed in fail_at: ArithmeticError: no such"):
+        group.call("fail_at", 0)
+
+    assert_nothing_is_left(ranks)
+
+
+def test_what_all_ranks_refuse_is_the_clients_error_and_the_group_goes_on(
+    lasting_group: RankGroup,
+) -> None:
+    with pytest.raises(InvalidRequest, match="must be even"):
+        lasting_group.call("refuse")
+
+    assert lasting_group.call("add", 1) == 3.0
+
+
+def test_ranks_that_disagree_are_not_gone_on_with(group: RankGroup) -> None:
+    with pytest.raises(RanksLost, match="some ranks refused refuse_at"):
+        group.call("refuse_at", 1)
+
+    assert not group.is_alive
+
+
+def test_a_lost_group_leaves_room_for_another(group: RankGroup) -> None:
+    with pytest.raises(RanksLost):
+        group.call("die_at", 0)
+
+    another = RankGroup(GroupShape(ranks=4), Recorder)
+
+    assert another.call("add", 0) == 6.0
+    another.close()
+
+
+def test_too_little_room_is_said_with_what_there_is_and_nothing_waits_on() -> None:
+    cores = ray.cluster_resources()["CPU"]
+
+    with pytest.raises(
+        RanksUnavailable, match=rf"no room for 2 ranks .* of {cores:g} CPU"
+    ) as error:
+        RankGroup(GroupShape(ranks=2, cpus_per_rank=cores), Recorder, GroupTimings(start=1))
+
+    assert "fewer or smaller ranks" in str(error.value)
+    assert_nothing_is_left([])
+
+
+def test_a_rank_that_takes_too_long_to_load_is_given_up() -> None:
+    with pytest.raises(RanksUnavailable, match=r"ranks \[0, 1\] of 2 did not load within 10 s"):
+        RankGroup(TWO, never_ready, GroupTimings(start=10))
+
+    assert_nothing_is_left([])
+
+
+def test_a_rank_that_cannot_load_says_why() -> None:
+    with pytest.raises(RanksUnavailable, match=r"failed to load: FileNotFoundError: .*safetensors"):
+        RankGroup(TWO, cannot_load)
+
+    assert_nothing_is_left([])

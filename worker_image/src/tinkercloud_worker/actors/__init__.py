@@ -1,0 +1,1 @@
+"""Ranks that compute together, as Ray actors. No other part of the worker imports ray."""

@@ -1,0 +1,68 @@
+"""What runs in the process of one rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
+
+from tinkercloud_protocol.errors import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a command at one rank: a value, or the client error it was refused with."""
+
+    value: Any
+    refusal: WireError | None = None
+
+
+class Rank:
+    """One process of a group: a member of its torch process group that holds one worker object.
+
+    The object is made by a factory once the process group stands, and does the work; the methods
+    here are what the group calls, one at a time.
+    """
+
+    def open_store(self, size: int) -> tuple[str, int]:
+        """Open the store at which the group's ranks meet; return its address and port."""
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def join(self, rank: int, size: int, address: tuple[str, int], seconds: float) -> None:
+        """Join the group. Returns once all ranks have.
+
+        Args:
+            rank: own number.
+            size: number of ranks.
+            address: of the store, which is rank 0's.
+            seconds: how long a collective operation waits for the other ranks.
+        """
+        if rank:
+            self._store = TCPStore(*address, size, is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=self._store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
+        )
+
+    def build(self, factory: Callable[[], object]) -> None:
+        """Make the object that does the work."""
+        self._worker = factory()
+
+    def call(self, method: str, args: tuple[object, ...]) -> Answer:
+        """Call a method of the object."""
+        try:
+            return Answer(getattr(self._worker, method)(*args))
+        except WireError as error:
+            return Answer(None, error)
+
+    def obey(self, method: str, args: tuple[object, ...]) -> Answer:
+        """Call a method of the object for its effect: what it returns stays here."""
+        return Answer(None, self.call(method, args).refusal)
