@@ -105,6 +105,14 @@ class Session:
             return self.status().generation != generation
         return False
 
+    def run(self, *command: str) -> str:
+        """Run a command in the head's container and return what it printed."""
+        name, where = self.pod["metadata"]["name"], f"--namespace={self.namespace}"
+        return self.cluster.kubectl("exec", name, where, "--", *command)
+
+    def ray_status(self) -> str:
+        return self.run("ray", "status")
+
     def head_process(self) -> int:
         """Return the head's process on this machine."""
         uid = self.pod["metadata"]["uid"]
@@ -238,14 +246,11 @@ def session(cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str) -> It
 
 
 def test_a_head_pod_runs_ray_beside_the_head_and_neither_as_root(session: Session) -> None:
-    pod = session.pod
-    name, where = pod["metadata"]["name"], f"--namespace={session.namespace}"
+    user = session.run("id", "-u")
 
-    said = session.cluster.kubectl("exec", name, where, "--", "bash", "-c", "id -u; ray status")
-
-    assert said.startswith(f"{NOBODY}\n")
-    assert "Active:" in said
-    with socket.create_connection((pod["status"]["podIP"], 6379), timeout=10):
+    assert user == f"{NOBODY}\n"
+    assert "Active:" in session.ray_status()
+    with socket.create_connection((session.pod["status"]["podIP"], 6379), timeout=10):
         pass
 
 
@@ -322,6 +327,5 @@ def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
         ready = "jsonpath={.status.readyWorkerReplicas}=1"
         cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
 
-        name, where = session.pod["metadata"]["name"], f"--namespace={session.namespace}"
-        said = cluster.kubectl("exec", name, where, "--", "ray", "status")
-        assert "1 trainer" in said
+        # Ray counts its nodes every few seconds.
+        wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
