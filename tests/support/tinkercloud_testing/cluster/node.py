@@ -36,6 +36,7 @@ HOST_ADDRESS = "10.243.0.1"
 NODE_ADDRESS = "10.243.0.2"
 _VETH = "tinkercloud0"
 _ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
+_OUR_IMAGES = "tinkercloud.test/"
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
 # Paths that containerd, the CNI plugins and the kubelet insist on; the box has its own.
@@ -67,12 +68,30 @@ class RealNode:
             if ctr.wait() != 0:
                 raise subprocess.CalledProcessError(ctr.returncode, command)
 
-    def forget_containers(self) -> None:
-        """Remove what the last run left in the store it shares with this one, but its images."""
-        left = self._ctr("containers", "list", "--quiet")
-        if left:
-            self._ctr("containers", "remove", *left)
-            self.containerd.restart()
+    def forget_the_last_run(self) -> None:
+        """Remove what others left in the store that all runs share, but the images it names."""
+        for kind, left in (
+            ("containers", self._ctr("containers", "list", "--quiet")),
+            ("images", self._nameless_images()),
+        ):
+            if left:
+                self._ctr(kind, "remove", *left)
+        # A lease's synchronous end is how a client has garbage collected.
+        self._ctr("leases", "create", "--id=garbage")
+        self._ctr("leases", "delete", "--sync", "garbage")
+        self.containerd.restart()
+
+    def _nameless_images(self) -> Sequence[str]:
+        """Return the images that were replaced by others of the same name.
+
+        containerd's Kubernetes side keeps every image by its digest too.
+        """
+        words = self._ctr("images", "list")
+        references = [word for word in words if word.startswith(("sha256:", _OUR_IMAGES))]
+        # Each image is told as its name and the digest of its manifest, among other words.
+        manifests = dict(zip(references[::2], references[1::2], strict=True))
+        named = {digest for name, digest in manifests.items() if name.startswith(_OUR_IMAGES)}
+        return [name for name, digest in manifests.items() if digest not in named]
 
     def _ctr(self, *arguments: str) -> Sequence[str]:
         """Run containerd's own client and return the words it printed."""
@@ -101,7 +120,7 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
         _join_networks(box, inside)
         node = _assemble(plane, folder, box, inside)
         node.containerd.start()
-        node.forget_containers()
+        node.forget_the_last_run()
         node.load(_pause_image(folder), dns_image())
         node.kubelet.start()
         node.proxy.start()

@@ -83,6 +83,12 @@ state = "{folder}/containerd-state"
 [grpc]
   address = "{folder}/containerd.sock"
 
+# Garbage is collected when a node starts, by command: at any other time it may be what an image
+# that is being loaded is made of.
+[plugins."io.containerd.gc.v1.scheduler"]
+  mutation_threshold = 1000000000
+  startup_delay = "8760h"
+
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "{PAUSE_IMAGE}"
   netns_mounts_under_state_dir = true
