@@ -12,7 +12,7 @@ from kubernetes.aio import client, config
 
 from tinkercloud_operator.cluster import Cluster, ClusterError
 from tinkercloud_operator.controller import Controller
-from tinkercloud_operator.handlers import watch
+from tinkercloud_operator.handlers import WatchingFailed, watch
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.leader import Leadership
 from tinkercloud_operator.probes import Probes
@@ -20,7 +20,7 @@ from tinkercloud_operator.settings import Settings, load_settings
 
 log = structlog.get_logger(__name__)
 
-_RESYNC_RETRY_SECONDS = 5.0
+_RETRY_SECONDS = 1.0
 
 
 async def run(settings: Settings) -> None:
@@ -77,25 +77,39 @@ async def _lead(
 ) -> None:
     """Lead for as long as nobody cancels it; begin anew when KubeRay comes or goes."""
     while True:
-        controller, stop = Controller(cluster, heads, settings), asyncio.Event()
+        controller = Controller(cluster, heads, settings)
         probes.heard()
-        async with asyncio.TaskGroup() as tasks:
-            resync = tasks.create_task(_resync(controller, stop, settings))
-            workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
-            workers.append(tasks.create_task(controller.work_on_offers()))
-            # kopf takes the stop signals when it starts; they are to end more than the watching.
-            await watch(
-                controller,
-                settings,
-                on_heartbeat=probes.heard,
-                on_started=stop_signal.listen,
-                stop=stop,
-            )
-            if not stop.is_set():
-                raise RuntimeError("watching ended by itself")
-            for task in (resync, *workers):
-                task.cancel()
-        log.info("watching anew, because KubeRay came or went")
+        try:
+            await _watch_and_work(controller, probes, settings, stop_signal)
+        except* WatchingFailed as errors:
+            log.warning("watching failed; beginning anew", error=str(errors.exceptions[0]))
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _watch_and_work(
+    controller: Controller, probes: Probes, settings: Settings, stop_signal: StopSignal
+) -> None:
+    """Watch and work until KubeRay comes or goes.
+
+    Raises:
+        ExceptionGroup: of WatchingFailed, or of what no worker survives.
+    """
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        resync = tasks.create_task(_resync(controller, stop, settings))
+        workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
+        workers.append(tasks.create_task(controller.work_on_offers()))
+        # kopf takes the stop signals when it starts; they are to end more than the watching.
+        await watch(
+            controller,
+            settings,
+            on_heartbeat=probes.heard,
+            on_started=stop_signal.listen,
+            stop=stop,
+        )
+        for task in (resync, *workers):
+            task.cancel()
+    log.info("watching anew, because KubeRay came or went")
 
 
 async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
@@ -106,7 +120,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
             await controller.resync()
         except ClusterError as error:
             log.warning("could not list everything; trying again", error=str(error))
-            await asyncio.sleep(_RESYNC_RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
             continue
         if had_kuberay is not None and controller.has_kuberay != had_kuberay:
             stop.set()

@@ -210,20 +210,26 @@ class Controller:
         return nodes
 
     async def _execute(self, observed: Observed, plan: Plan) -> bool:
-        """Carry a plan out; return whether the session is to be looked at again at once."""
-        again = False
+        """Carry a plan out; return whether the session is to be looked at again at once.
+
+        Raises:
+            ClusterError: something could not be done. If it was refused, the status says so.
+        """
+        again, refusal = False, None
         for action in plan.actions:
             try:
                 again |= await self._do(observed, action)
             except Refused as error:
                 again |= self._apply_errors.get(observed.name) != str(error)
                 self._apply_errors[observed.name] = str(error)
-                self.queue.add_after(observed.name, _NODES_SECONDS)
+                refusal = error
                 break
         else:
             again |= self._apply_errors.pop(observed.name, None) is not None
         if plan.status is not None and not again:
             await self._write_status(observed, plan.status)
+        if refusal is not None and not again:
+            raise refusal
         return again
 
     async def _do(self, observed: Observed, action: Action) -> bool:

@@ -25,6 +25,10 @@ _CHILDREN = {
 _LEASE = ("coordination.k8s.io", "v1", "leases")
 
 
+class WatchingFailed(Exception):
+    """The watches ended by themselves: the API server gave an answer that kopf does not survive."""
+
+
 async def watch(
     controller: Controller,
     settings: Settings,
@@ -42,18 +46,26 @@ async def watch(
             few seconds: as long as it is, watches work.
         on_started: called once the watches are being opened.
         stop: ends the watching.
+
+    Raises:
+        WatchingFailed: it ended before; everything is to be listed and watched anew.
     """
     started = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(_call_after(started, on_started))
-        await kopf.operator(
-            registry=_registry(controller, on_heartbeat),
-            settings=_kopf_settings(settings),
-            namespaces=[settings.namespace],
-            standalone=True,
-            ready_flag=started,
-            stop_flag=stop,
-        )
+        try:
+            await kopf.operator(
+                registry=_registry(controller, on_heartbeat),
+                settings=_kopf_settings(settings),
+                namespaces=[settings.namespace],
+                standalone=True,
+                ready_flag=started,
+                stop_flag=stop,
+            )
+        except Exception as error:
+            raise WatchingFailed(f"{type(error).__name__}: {error}") from error
+        if not stop.is_set():
+            raise WatchingFailed("it ended without an error")
         waiting.cancel()
 
 

@@ -153,8 +153,7 @@ class Watched:
         return sum(
             _age(other) < _age(manifest)
             for other in self.sessions_of(manifest["spec"]["baseModel"])
-            if other["spec"].get("owner") == manifest["spec"].get("owner")
-            and other.get("status", {}).get("finishedTime") is None
+            if other["spec"].get("owner") == manifest["spec"].get("owner") and _counts(other)
         )
 
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
@@ -162,7 +161,18 @@ class Watched:
             model_name = manifest["spec"].get("modelName", "")
             return {item["metadata"]["name"] for item in self.sessions_of(model_name)}
         session = _session_of(kind, manifest["metadata"])
-        return {session} if session in self.sessions else set()
+        concerned = {session} if session in self.sessions else set()
+        if kind == "TrainingSession" and not _counts(self.sessions.get(session)):
+            concerned |= self._siblings(manifest)
+        return concerned
+
+    def _siblings(self, manifest: Manifest) -> set[str]:
+        """Return the sessions that may have been waiting for this one to end."""
+        return {
+            other["metadata"]["name"]
+            for other in self.sessions_of(manifest["spec"]["baseModel"])
+            if other["spec"].get("owner") == manifest["spec"].get("owner")
+        }
 
     def _find(self, kind: str, metadata: Metadata) -> Manifest | None:
         name = metadata["name"]
@@ -216,6 +226,11 @@ def _session_of(kind: str, metadata: Metadata) -> str:
         if owner["kind"] == "TrainingSession":
             return str(owner["name"])
     return str(metadata.get("labels", {}).get(labels.SESSION_LABEL, ""))
+
+
+def _counts(session: Manifest | None) -> bool:
+    """Whether a session is one of those that its owner may have so many of."""
+    return session is not None and session.get("status", {}).get("finishedTime") is None
 
 
 def _age(manifest: Manifest) -> tuple[str, str]:
