@@ -132,6 +132,8 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
         ],
         "envFrom": _store_environment(build),
+        # The last lines of its log say in the pod's status why it ended.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
 
@@ -188,7 +190,14 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
 def _fetching(container: Json, source: ModelSource) -> Json:
     """Return the container that downloads the model before the engine starts."""
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
-    kept = ("image", "securityContext", "volumeMounts", "env", "envFrom")
+    kept = (
+        "image",
+        "securityContext",
+        "volumeMounts",
+        "env",
+        "envFrom",
+        "terminationMessagePolicy",
+    )
     return {
         "name": "fetch-model",
         "command": ["python", "-m", "tinkercloud_worker.fetch_model", where, FETCHED_MODEL_FOLDER],
