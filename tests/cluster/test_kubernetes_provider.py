@@ -555,11 +555,10 @@ async def test_a_watch_that_falls_silent_is_taken_for_dead(
     await api.close()
 
 
-def test_a_server_that_slept_through_changes_lists_everything_again(
+def test_a_server_that_slept_through_changes_learns_of_them(
     world: World, server: Server, control_plane: ControlPlane
 ) -> None:
     assert server.process is not None
-    lists = server.log.count("listing everything")
     server.process.send_signal(signal.SIGSTOP)
     world.cluster.apply(a_base_model("late", world.namespace, "tiny/late"))
     control_plane.api_server.restart()
@@ -571,4 +570,3 @@ def test_a_server_that_slept_through_changes_lists_everything_again(
         return b"tiny/late" in listed.body
 
     wait_until(offered, "the new base model", 120)
-    assert server.log.count("listing everything") > lists
