@@ -1,0 +1,268 @@
+"""What stands in a session's way: its status says it, and the session goes on when it is gone.
+
+Pods that never start are played by a kwok of its own, whose stages do to them what a kubelet would.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.control_plane import a_control_plane
+from tinkercloud_testing.cluster.existing import existing_cluster
+from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
+from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes, a_kwok_controller
+from tinkercloud_testing.cluster.operators import (
+    RunningOperator,
+    an_operator,
+    install_definitions,
+    operator_account,
+)
+from tinkercloud_testing.cluster.programs import Program, build_folder, wait_until
+from tinkercloud_testing.cluster.training_sessions import (
+    SOON_SECONDS,
+    Sessions,
+    a_base_model,
+    a_volume,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
+"""Played pods have no head that would answer: the operator is not to wait for one."""
+
+
+@pytest.fixture(scope="module")
+def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
+    install_definitions(cluster)
+    kwok.add("obstacles-0", gpus=32)
+    return cluster
+
+
+@contextmanager
+def a_namespace(
+    cluster: Cluster, folder: Path, **base_model: Any
+) -> Iterator[tuple[Sessions, RunningOperator]]:
+    """Make a namespace with a BaseModel, and run an operator of it."""
+    with cluster.a_namespace("obstacles") as namespace:
+        cluster.apply(a_base_model(namespace, **base_model), *a_volume(namespace))
+        kubeconfig = operator_account(cluster, namespace, folder)
+        with an_operator(kubeconfig, namespace, folder, **PATIENCE) as operator:
+            yield Sessions(cluster, namespace), operator
+            cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
+            sys.stdout.write(operator.program.last_words())
+
+
+@pytest.fixture
+def sessions(definitions: Cluster, cluster_folder: Path) -> Iterator[Sessions]:
+    with a_namespace(definitions, cluster_folder) as (made, _):
+        yield made
+
+
+def a_quota(namespace: str, **most: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "quota", "namespace": namespace},
+        "spec": {"hard": {name.replace("_", "."): amount for name, amount in most.items()}},
+    }
+
+
+def test_a_full_quota_is_waited_for(sessions: Sessions) -> None:
+    sessions.cluster.apply(a_quota(sessions.namespace, pods="3"))
+
+    sessions.make("one")
+    sessions.wait_for_reason("one", "QuotaExceeded")
+
+    assert sessions.status("one")["phase"] == "Queued"
+    assert sessions.condition("one", "Stalled")["status"] == "False"
+    sessions.cluster.apply(a_quota(sessions.namespace, pods="8"))
+    sessions.wait_for("one", "condition=Ready")
+
+
+def test_a_quota_that_is_too_small_even_when_empty_needs_help(sessions: Sessions) -> None:
+    sessions.cluster.apply(a_quota(sessions.namespace, requests_cpu="100m"))
+
+    sessions.make("one")
+    sessions.wait_for_reason("one", "QuotaTooSmall")
+
+    assert sessions.status("one")["phase"] == "Failed"
+    assert sessions.condition("one", "Stalled")["status"] == "True"
+    sessions.cluster.apply(a_quota(sessions.namespace, requests_cpu="64"))
+    sessions.wait_for("one", "condition=Ready")
+
+
+def test_an_owner_with_too_many_sessions_gets_the_next_when_one_is_gone(
+    definitions: Cluster, cluster_folder: Path
+) -> None:
+    limits = {"maxSessionsPerOwner": 1}
+    with a_namespace(definitions, cluster_folder, limits=limits) as (sessions, _):
+        sessions.make_ready("first")
+        sessions.make_ready("of-another", owner="grace")
+
+        sessions.make("second")
+        sessions.wait_for_reason("second", "NotAllowed")
+        message = sessions.condition("second", "Ready")["message"]
+        sessions.delete("first")
+        sessions.wait_for("second", "condition=Ready")
+
+        assert message.startswith("spec.owner: has 1 live sessions")
+
+
+@pytest.mark.parametrize("component", ["head", "trainer", "sampler"])
+def test_lost_pods_are_replaced(sessions: Sessions, component: str) -> None:
+    sessions.make_ready("one")
+    selector = f"tinkercloud.dev/session=one,tinkercloud.dev/component={component}"
+    where = ("-n", sessions.namespace, "-l", selector)
+    before = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").split()
+
+    sessions.cluster.kubectl("delete", "pods", *where, "--wait=true")
+
+    def are_replaced() -> bool:
+        now = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").split()
+        return len(now) == len(before) and not set(now) & set(before)
+
+    wait_until(are_replaced, f"other pods for {before}", SOON_SECONDS)
+    sessions.wait_for("one", "condition=Ready")
+
+
+ILL = {"type": "ill"}
+FATES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "no-image": (
+        "ImagePullBackOff",
+        {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}},
+    ),
+    "crashing": (
+        "CrashLoopBackOff",
+        {
+            "restartCount": 5,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 3, "reason": "Error"}},
+        },
+    ),
+    "out-of-memory": (
+        "OOMKilled",
+        {
+            "restartCount": 2,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+        },
+    ),
+    "misconfigured": (
+        "ConfigurationError",
+        {"state": {"waiting": {"reason": "CreateContainerConfigError", "message": "no such key"}}},
+    ),
+}
+"""By session: the reason that its status is to have, and what its containers' is."""
+
+
+@pytest.fixture(scope="module")
+def ill_node(definitions: Cluster, cluster_folder: Path) -> Iterator[None]:
+    """A node on which each session's pods meet their fate."""
+    built = build_folder("kwok")
+    stages = [
+        built / "share" / "kwok" / name for name in ("node-initialize.yaml", "pod-delete.yaml")
+    ]
+    stages += [a_stage(cluster_folder, session) for session in FATES]
+    command = (
+        str(built / "bin" / "kwok"),
+        *(f"--config={stage}" for stage in stages),
+        f"--kubeconfig={definitions.kubeconfig}",
+        "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=ill",
+    )
+    environment = {"KWOK_WORKDIR": str(cluster_folder / "kwok-ill")}
+    log = cluster_folder / "kwok-ill.log"
+    program = Program("kwok-ill", command, log, lambda: True, environment)
+    node = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": "ill-0",
+            "annotations": {"kwok.x-k8s.io/node": "ill"},
+            "labels": {"kubernetes.io/hostname": "ill-0", **ILL},
+        },
+        "spec": {"taints": [{"key": "kwok.x-k8s.io/node", "effect": "NoSchedule"}]},
+    }
+    capacity = {"cpu": "256", "memory": "2Ti", "pods": "200", "nvidia.com/gpu": "100"}
+    try:
+        program.start()
+        definitions.apply(node)
+        status = {"capacity": capacity, "allocatable": capacity}
+        definitions.patch_status("node", "ill-0", status)
+        definitions.wait_for("node/ill-0", "condition=Ready")
+        yield
+        definitions.delete("node", "ill-0")
+    finally:
+        program.kill()
+
+
+def a_stage(folder: Path, session: str) -> Path:
+    """Write what happens to the containers of a session's pods once they have a node."""
+    _, fate = FATES[session]
+    container = json.dumps({"ready": False, "restartCount": 0, "image": "", **fate})[1:]
+    listed = "{{ range .spec.containers }}\n- {name: {{ .name | Quote }}, " + container
+    stage = {
+        "apiVersion": "kwok.x-k8s.io/v1alpha1",
+        "kind": "Stage",
+        "metadata": {"name": session},
+        "spec": {
+            "resourceRef": {"apiGroup": "v1", "kind": "Pod"},
+            "selector": {
+                "matchLabels": {"tinkercloud.dev/session": session},
+                "matchExpressions": [
+                    {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"},
+                    {"key": ".status.containerStatuses", "operator": "DoesNotExist"},
+                ],
+            },
+            "next": {
+                "statusTemplate": f"phase: Pending\ncontainerStatuses:\n{listed}\n{{{{ end }}}}"
+            },
+        },
+    }
+    path = folder / f"stage-{session}.yaml"
+    path.write_text(json.dumps(stage))
+    return path
+
+
+def test_pods_that_never_start_say_why(
+    definitions: Cluster, ill_node: None, cluster_folder: Path
+) -> None:
+    placement = {**PLACEMENT, "nodeSelector": ILL}
+    with a_namespace(definitions, cluster_folder, placement=placement) as (sessions, _):
+        for name in FATES:
+            sessions.make(name)
+
+        for name, (reason, _) in FATES.items():
+            sessions.wait_for_reason(name, reason)
+
+        stalled = {name: sessions.condition(name, "Stalled")["status"] for name in FATES}
+        assert stalled == dict.fromkeys(FATES, "True")
+        assert "exit code 3" in sessions.condition("crashing", "Ready")["message"]
+
+
+@pytest.mark.skipif(existing_cluster() is not None, reason="an existing cluster may have KubeRay")
+def test_sessions_go_on_when_kuberay_is_installed_after_them(cluster_folder: Path) -> None:
+    folder = cluster_folder / "without-kuberay"
+    with (
+        a_control_plane(folder) as plane,
+        a_kwok_controller(plane.cluster, folder) as kwok,
+    ):
+        install_definitions(plane.cluster)
+        kwok.add("node-0", gpus=8)
+        with a_namespace(plane.cluster, folder) as (sessions, operator):
+            process = operator.program.process
+            sessions.make("early")
+            sessions.wait_for_reason("early", "KubeRayMissing")
+            stalled = sessions.condition("early", "Stalled")["status"]
+
+            with a_kuberay_operator(plane.cluster, folder):
+                sessions.wait_for("early", "condition=Ready")
+
+            assert stalled == "True"
+            assert operator.program.process is process
+            assert operator.program.is_running

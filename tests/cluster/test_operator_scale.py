@@ -1,0 +1,47 @@
+"""Two hundred sessions: all become Ready, the operator rests, and nothing is left of them."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.kwok import KwokNodes
+from tinkercloud_testing.cluster.operators import (
+    RunningOperator,
+    an_operator,
+    install_definitions,
+    operator_account,
+)
+from tinkercloud_testing.cluster.scale import Load, measure, prepare
+
+LOAD = Load(sessions=200, creates_per_second=5, steady_seconds=30, patience_seconds=600)
+MOST_WRITES_PER_SECOND = 0.2
+MOST_MEMORY_BYTES = 300_000_000
+
+
+@pytest.fixture
+def operator(
+    cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes, cluster_folder: Path
+) -> Iterator[RunningOperator]:
+    install_definitions(cluster)
+    with cluster.a_namespace("scale") as namespace:
+        prepare(cluster, kwok, namespace, LOAD.sessions)
+        kubeconfig = operator_account(cluster, namespace, cluster_folder)
+        patience = {"last_checkpoint_seconds": 1}
+        with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
+            yield running
+            sys.stdout.write(running.program.last_words(10))
+
+
+@pytest.mark.timeout(1200)
+def test_two_hundred_sessions_become_ready_rest_and_go(
+    cluster: Cluster, operator: RunningOperator
+) -> None:
+    result = measure(cluster, operator, LOAD)
+
+    sys.stdout.write(f"{result.as_table()}\n")
+    assert result.steady_writes_per_second <= MOST_WRITES_PER_SECOND
+    assert result.rss_bytes <= MOST_MEMORY_BYTES

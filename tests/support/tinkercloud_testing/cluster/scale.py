@@ -1,0 +1,308 @@
+"""Many sessions at a steady rate, and what the operator adds to the time they take.
+
+An observer watches sessions, RayClusters and pods, and notes when each thing is first seen; both
+ends of every interval come from it. The operator's share of a session's start is what it alone can
+shorten: from the session to its RayCluster, and from the last Ready pod to the Ready session. What
+lies between is KubeRay's, the scheduler's and the nodes'.
+"""
+
+import asyncio
+import base64
+import contextlib
+import json
+import ssl
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.kwok import KwokNodes
+from tinkercloud_testing.cluster.operators import RunningOperator
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.cluster.training_sessions import a_base_model, a_session, a_volume
+
+PODS_PER_SESSION = 5
+"""Head, two trainers, two samplers."""
+_GPUS_PER_SESSION = 4
+_SESSIONS_PER_NODE = 25
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured."""
+
+    sessions: int
+    creates_per_second: float
+    steady_seconds: float
+    """For how long writes are counted when nothing happens any more."""
+    patience_seconds: float
+    """How long the cluster may take for all sessions, after the last was made."""
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of one interval, seconds."""
+
+    p50: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Percentiles":
+        """Return those of a list of at least two."""
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+        return cls(round(cuts[49], 3), round(cuts[98], 3), round(max(seconds), 3))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured."""
+
+    sessions: int
+    pods: int
+    creates_per_second: float
+    to_cluster: Percentiles
+    """From the session to its RayCluster."""
+    to_ready: Percentiles
+    """From the last Ready pod to the Ready session."""
+    added: Percentiles
+    """Both together: what the operator adds."""
+    whole: Percentiles
+    """From the session to its Ready, KubeRay's and the nodes' part included."""
+    steady_writes_per_second: float
+    """Of the operator when nothing happens, besides the renewals of its Lease."""
+    rss_bytes: int
+    """The most memory the operator has held."""
+    cpu_seconds: float
+    """Of the operator, until all sessions were Ready."""
+    delete_seconds: float
+    """Until all sessions and their children were gone."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+    def as_table(self) -> str:
+        """Return it as text, a line each."""
+        rows = [
+            f"{self.sessions} sessions, {self.pods} pods, {self.creates_per_second:g} created/s",
+            "seconds                                p50      p99      max",
+            _row("session to RayCluster", self.to_cluster),
+            _row("last Ready pod to Ready session", self.to_ready),
+            _row("added by the operator", self.added),
+            _row("session to Ready, all together", self.whole),
+            f"writes/s when nothing happens     {self.steady_writes_per_second:8.3f}",
+            f"most memory, MB                   {self.rss_bytes / 1e6:8.0f}",
+            f"CPU until all were Ready, s       {self.cpu_seconds:8.1f}",
+            f"all deleted after, s              {self.delete_seconds:8.1f}",
+        ]
+        return "\n".join(rows)
+
+
+def _row(what: str, p: Percentiles) -> str:
+    return f"{what:33} {p.p50:8.3f} {p.p99:8.3f} {p.most:8.3f}"
+
+
+@dataclass
+class Seen:
+    """When an observer first saw what, by session (`time.monotonic`)."""
+
+    sessions: int
+    """How many there are to be."""
+    session: dict[str, float] = field(default_factory=dict)
+    cluster: dict[str, float] = field(default_factory=dict)
+    ready: dict[str, float] = field(default_factory=dict)
+    pods: dict[str, dict[str, float]] = field(default_factory=dict)
+    """When each pod was Ready."""
+    is_complete: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether all sessions have been Ready."""
+
+    def note(self, kind: str, manifest: Mapping[str, Any], moment: float) -> None:
+        """Take note of an object as a watch delivered it."""
+        metadata = manifest["metadata"]
+        name = metadata["name"]
+        if kind == "trainingsessions":
+            self.session.setdefault(name, moment)
+            if _is_ready(manifest):
+                self.ready.setdefault(name, moment)
+            if len(self.ready) == self.sessions:
+                self.is_complete.set()
+        elif kind == "rayclusters":
+            self.cluster.setdefault(name, moment)
+        elif _is_ready(manifest):
+            session = metadata["labels"]["tinkercloud.dev/session"]
+            self.pods.setdefault(session, {}).setdefault(name, moment)
+
+    def to_cluster(self) -> dict[str, float]:
+        """Return the seconds from each session to its RayCluster."""
+        return {name: self.cluster[name] - moment for name, moment in self.session.items()}
+
+    def to_ready(self) -> dict[str, float]:
+        """Return the seconds from each session's last Ready pod to its own Ready."""
+        return {
+            name: max(0.0, moment - max(self.pods[name].values()))
+            for name, moment in self.ready.items()
+        }
+
+
+def _is_ready(manifest: Mapping[str, Any]) -> bool:
+    conditions = manifest.get("status", {}).get("conditions", [])
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
+
+
+def prepare(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) -> None:
+    """Make nodes for this many sessions, and the BaseModel that they are of."""
+    for number in range(-(-sessions // _SESSIONS_PER_NODE)):
+        kwok.add(f"scale-{number}", gpus=_SESSIONS_PER_NODE * _GPUS_PER_SESSION)
+    sampler = {"backend": "sglang", "replicas": 2, "gpusPerReplica": 1}
+    cluster.apply(a_base_model(namespace, sampler=sampler), *a_volume(namespace))
+
+
+def measure(cluster: Cluster, operator: RunningOperator, load: Load) -> Result:
+    """Make sessions, wait until all are Ready, wait a while, delete them all.
+
+    Raises:
+        TimeoutError: They were not all Ready, or gone, in time.
+    """
+    namespace = operator.namespace
+    seen = asyncio.run(_create(cluster, namespace, load))
+    cpu_seconds = _cpu_seconds(operator)
+    whole = [seen.ready[name] - moment for name, moment in seen.session.items()]
+    to_cluster, to_ready = seen.to_cluster(), seen.to_ready()
+    writes = _steady_writes(operator, load.steady_seconds)
+    deleting = time.monotonic()
+    cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--wait=false")
+    kinds = "tsess,rayclusters,pods,secrets,services,configmaps"
+    selector = "app.kubernetes.io/managed-by=tinkercloud"
+    wait_until(
+        lambda: (
+            not cluster.objects("tsess", namespace)
+            and not cluster.objects(kinds, namespace, selector)
+        ),
+        "everything is gone",
+        load.patience_seconds,
+    )
+    return Result(
+        sessions=load.sessions,
+        pods=load.sessions * PODS_PER_SESSION,
+        creates_per_second=load.creates_per_second,
+        to_cluster=Percentiles.of(list(to_cluster.values())),
+        to_ready=Percentiles.of(list(to_ready.values())),
+        added=Percentiles.of([to_cluster[name] + to_ready[name] for name in to_ready]),
+        whole=Percentiles.of(whole),
+        steady_writes_per_second=writes / load.steady_seconds,
+        rss_bytes=_most_memory(operator),
+        cpu_seconds=cpu_seconds,
+        delete_seconds=round(time.monotonic() - deleting, 1),
+    )
+
+
+async def _create(cluster: Cluster, namespace: str, load: Load) -> Seen:
+    """Create the sessions at their rate; return when each thing was seen."""
+    seen = Seen(load.sessions)
+    async with _client(cluster) as client, asyncio.TaskGroup() as tasks:
+        places = {
+            "trainingsessions": "apis/tinkercloud.dev/v1alpha1",
+            "rayclusters": "apis/ray.io/v1",
+            "pods": "api/v1",
+        }
+        watches = [
+            tasks.create_task(_watch(client, f"/{api}/namespaces/{namespace}/{kind}", kind, seen))
+            for kind, api in places.items()
+        ]
+        start = time.monotonic()
+        for number in range(load.sessions):
+            await asyncio.sleep(start + number / load.creates_per_second - time.monotonic())
+            session = a_session(namespace, f"s-{number}", owner=f"owner-{number % 50}")
+            path = f"/apis/tinkercloud.dev/v1alpha1/namespaces/{namespace}/trainingsessions"
+            tasks.create_task(_post(client, path, session))
+        async with asyncio.timeout(load.patience_seconds):
+            await seen.is_complete.wait()
+        for watch in watches:
+            watch.cancel()
+    return seen
+
+
+async def _post(client: aiohttp.ClientSession, path: str, manifest: Mapping[str, Any]) -> None:
+    async with client.post(path, json=manifest, raise_for_status=True):
+        return
+
+
+async def _watch(client: aiohttp.ClientSession, path: str, kind: str, seen: Seen) -> None:
+    """Note all that a watch delivers, from its beginning, for as long as it is not cancelled."""
+    async with client.get(path, params={"watch": "1"}, raise_for_status=True) as stream:
+        async for line in stream.content:
+            event = json.loads(line)
+            seen.note(kind, event["object"], time.monotonic())
+
+
+@contextlib.asynccontextmanager
+async def _client(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open a connection to the API server with an administrator's rights."""
+    content = yaml.safe_load(cluster.kubeconfig.read_text())
+    own, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
+    tls = ssl.create_default_context(cadata=_decoded(own["certificate-authority-data"]))
+    with _file(user["client-certificate-data"]) as public, _file(user["client-key-data"]) as key:
+        tls.load_cert_chain(public, key)
+    async with aiohttp.ClientSession(
+        own["server"],
+        connector=aiohttp.TCPConnector(ssl=tls),
+        timeout=aiohttp.ClientTimeout(total=None),
+        read_bufsize=2**22,
+    ) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def _file(content: str) -> Iterator[Path]:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(_decoded(content))
+        file.flush()
+        yield Path(file.name)
+
+
+def _decoded(content: str) -> str:
+    return base64.b64decode(content).decode()
+
+
+def _steady_writes(operator: RunningOperator, seconds: float) -> int:
+    """Return how many writes the operator makes while nothing happens."""
+    # What follows the last Ready: sums of the BaseModel, Events.
+    time.sleep(10)
+    before = _writes(operator)
+    time.sleep(seconds)
+    return _writes(operator) - before
+
+
+def _writes(operator: RunningOperator) -> int:
+    lines = operator.get("/metrics").splitlines()
+    counted = [line for line in lines if line.startswith("tinkercloud_api_requests_total{")]
+    return sum(int(float(line.split()[-1])) for line in counted if 'verb="GET"' not in line)
+
+
+def _most_memory(operator: RunningOperator) -> int:
+    return int(_status(operator)["VmHWM"].split()[0]) * 1024
+
+
+def _status(operator: RunningOperator) -> dict[str, str]:
+    lines = _proc(operator, "status").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _cpu_seconds(operator: RunningOperator) -> float:
+    ticks = _proc(operator, "stat").rsplit(")", 1)[1].split()[11:13]
+    return sum(map(int, ticks)) / 100
+
+
+def _proc(operator: RunningOperator, file: str) -> str:
+    process = operator.program.process
+    if process is None:
+        raise RuntimeError("the operator was never started")
+    return Path(f"/proc/{process.pid}/{file}").read_text()
