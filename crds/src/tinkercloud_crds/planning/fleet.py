@@ -1,0 +1,90 @@
+"""Which GPUs there are: their memory, their number, and how many share a node."""
+
+import re
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+MEMORY_GIB = {
+    "L4-24": 22,
+    "A100-40": 39,
+    "A100-80": 79,
+    "H100-80": 79,
+    "H200-141": 139,
+    "B200-192": 178,
+}
+"""Memory that the driver shows, in GiB, rounded down."""
+_ALIASES = {"L4": "L4-24", "H100": "H100-80", "H200": "H200-141", "B200": "B200-192"}
+_TEXT = re.compile(r"([0-9]{1,4})x(.+)")
+_MEMORY = re.compile(r"([0-9]{1,4})GiB")
+_CONTEXT_BYTES = 3 << 29
+"""CUDA context, NCCL's and cuBLAS's buffers of one process."""
+_FRAGMENTATION = 0.08
+"""Share of a GPU's memory that the allocator can't give out."""
+
+
+class UnknownGpus(ValueError):
+    """A description of GPUs that is not one; the message says what is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU."""
+
+    name: str
+    memory: int
+    """Bytes."""
+
+    def reserve(self, processes: int) -> int:
+        """Return the bytes that are kept free of tensors when so many processes share it."""
+        return int(self.memory * _FRAGMENTATION) + processes * _CONTEXT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Equal GPUs on equal nodes, all of which are to be used."""
+
+    gpu: Gpu
+    count: int
+    per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_node <= 16:
+            raise UnknownGpus(f"GPUs of a node: {self.per_node}; accepted: 1 to 16")
+        if self.count < 1 or (self.count > self.per_node and self.count % self.per_node):
+            raise UnknownGpus(
+                f"{self}: does not fill nodes of {self.per_node} GPUs; take a multiple of"
+                f" {self.per_node}, or say how many GPUs a node has"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.gpu.name}"
+
+
+def gpu(name: str) -> Gpu:
+    """Return the GPU of a name such as `H100`, `A100-40` or, for any other kind, `48GiB`.
+
+    Raises:
+        UnknownGpus: there is none of that name.
+    """
+    if match := _MEMORY.fullmatch(name):
+        return Gpu(name, int(match[1]) * GIB)
+    known = _ALIASES.get(name.upper(), name.upper())
+    if known not in MEMORY_GIB:
+        raise UnknownGpus(
+            f"GPU {name!r} is not known; accepted: {', '.join(MEMORY_GIB)}, or the memory of"
+            " another kind, such as 48GiB"
+        )
+    return Gpu(known, MEMORY_GIB[known] * GIB)
+
+
+def parse(text: str, per_node: int = 8) -> Fleet:
+    """Return the GPUs that a text such as `8xH100` means.
+
+    Raises:
+        UnknownGpus: it means none.
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise UnknownGpus(f"GPUs {text!r}: expected a number, x and a kind, such as 8xH100")
+    return Fleet(gpu(match[2]), int(match[1]), per_node)

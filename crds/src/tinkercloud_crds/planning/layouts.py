@@ -1,0 +1,69 @@
+"""Which ways of splitting a model exist, whatever memory they need."""
+
+from collections.abc import Iterator
+
+from tinkercloud_crds.planning.architecture import Architecture, Matrix
+from tinkercloud_crds.planning.memory import Layout
+
+_MAX_PIPELINE = 16
+
+
+def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Layout]:
+    """Yield the ways in which training can be split over so many GPUs.
+
+    Tensor parallelism divides heads, key-value heads and every matrix it cuts, inside a pod;
+    pipeline parallelism the layers; expert parallelism the experts, over context x data ranks.
+    """
+    for tensor in divisors(per_pod):
+        if architecture.kv_heads % tensor or not _cuts_evenly(architecture, tensor):
+            continue
+        for pipeline in divisors(gpus // tensor):
+            if pipeline > _MAX_PIPELINE or architecture.layers % pipeline:
+                continue
+            rest = gpus // (tensor * pipeline)
+            for context in divisors(rest):
+                for expert in _expert_parallelisms(architecture, rest):
+                    yield Layout(tensor, pipeline, context, expert, rest // context)
+
+
+def engine_sizes(architecture: Architecture, per_pod: int) -> list[int]:
+    """Return the numbers of GPUs that an engine can be split over.
+
+    Unlike training, an engine may copy key-value heads to several GPUs.
+    """
+    heads = architecture.cached.heads
+    return [
+        tensor
+        for tensor in divisors(per_pod)
+        if (not heads % tensor or not tensor % heads) and _cuts_evenly(architecture, tensor)
+    ]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, smallest first."""
+    return [divisor for divisor in range(1, number + 1) if not number % divisor]
+
+
+def pod_size(gpus: int, per_node: int) -> int:
+    """Return the GPUs of each pod when so many are to be used by equal pods, few and large."""
+    return max(divisor for divisor in divisors(gpus) if divisor <= per_node)
+
+
+def _expert_parallelisms(architecture: Architecture, ranks: int) -> list[int]:
+    return [e for e in divisors(ranks) if e == 1 or _divides_experts(architecture.experts, e)]
+
+
+def _divides_experts(experts: int, parallelism: int) -> bool:
+    return experts > 0 and not experts % parallelism
+
+
+def _cuts_evenly(architecture: Architecture, tensor: int) -> bool:
+    """Return whether heads and inner widths can be divided so."""
+    kinds = (*architecture.leading[:1], architecture.repeated)
+    cut = (_inner_width(matrix) for layer in kinds for matrix in layer.matrices)
+    return not architecture.heads % tensor and not any(width % tensor for width in cut)
+
+
+def _inner_width(matrix: Matrix) -> int:
+    """Return what tensor parallelism divides; key-value heads are judged by their number."""
+    return matrix.inputs if matrix.split == "row" else 0

@@ -1,0 +1,198 @@
+"""From a model and GPUs to the part of a BaseModel's spec that says how it runs, with reasons."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinkercloud_crds.base_model import Limits
+from tinkercloud_crds.planning.architecture import Architecture
+from tinkercloud_crds.planning.fleet import GIB, Fleet
+from tinkercloud_crds.planning.layouts import divisors
+from tinkercloud_crds.planning.memory import Layout, training
+from tinkercloud_crds.planning.planner import (
+    FEW_SEQUENCES,
+    MICRO_BATCH_CAP,
+    Demand,
+    Division,
+    Trainer,
+    divide,
+    micro_batch_tokens,
+)
+from tinkercloud_crds.planning.refusal import DoesNotFit, gib, refusal
+from tinkercloud_crds.shapes import Parallelism, Resources, SamplerShape, TrainerShape
+
+_CORES_PER_GPU = 4
+_SHARED_MEMORY_GIB_PER_GPU = 2
+_POD_MEMORY_GIB = 16
+"""Of a pod besides twice the weights that it puts on its GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A choice, and why it was made."""
+
+    choice: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is to be trained and sampled."""
+
+    demand: Demand
+    fleet: Fleet
+    division: Division
+    reasons: tuple[Reason, ...]
+
+    @property
+    def trainer(self) -> TrainerShape:
+        """The trainer pods."""
+        trainer, layout = self.division.trainer, self.division.trainer.layout
+        return TrainerShape(
+            backend="megatron",
+            replicas=layout.gpus // trainer.gpus_per_pod,
+            gpus_per_replica=trainer.gpus_per_pod,
+            resources=_resources(trainer.gpus_per_pod, trainer.memory.weights),
+            parallelism=Parallelism(
+                tensor=layout.tensor,
+                pipeline=layout.pipeline,
+                context=layout.context,
+                expert=layout.expert,
+            ),
+            max_batch_tokens=trainer.tokens,
+        )
+
+    @property
+    def sampler(self) -> SamplerShape:
+        """The sampler pods."""
+        sampler = self.division.sampler
+        return SamplerShape(
+            backend="sglang",
+            replicas=sampler.engines,
+            gpus_per_replica=sampler.tensor,
+            resources=_resources(sampler.tensor, sampler.memory.weights),
+            colocated=self.division.colocated,
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """Return the part of a BaseModel's spec that was planned, as in YAML."""
+        spec: dict[str, Any] = {
+            "maxContextLength": self.demand.sequence_length,
+            "trainer": self.trainer.model_dump(mode="json", by_alias=True, exclude_none=True),
+            "sampler": self.sampler.model_dump(mode="json", by_alias=True, exclude_none=True),
+        }
+        if self.demand.lora_rank is not None:
+            limits = Limits(max_lora_rank=self.demand.lora_rank)
+            spec["limits"] = limits.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return spec
+
+
+def plan(
+    architecture: Architecture, fleet: Fleet, *, sequence_length: int, lora_rank: int | None
+) -> Plan:
+    """Return how to train and sample a model on some GPUs, using all of them.
+
+    Args:
+        architecture: the model.
+        fleet: the GPUs.
+        sequence_length: tokens of the longest sequence.
+        lora_rank: the largest rank of an adapter; None for full fine-tunes.
+
+    Raises:
+        DoesNotFit: there is no way; the message says what would fit.
+    """
+    if not 16 <= sequence_length <= architecture.max_context_length:
+        raise DoesNotFit(
+            f"sequence_length: {sequence_length}; this model takes 16 to"
+            f" {architecture.max_context_length} tokens (max_position_embeddings)"
+        )
+    demand = Demand(architecture, sequence_length, lora_rank)
+    division = divide(demand, fleet)
+    if division is None:
+        raise refusal(demand, fleet)
+    return Plan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
+
+
+def _resources(gpus: int, weights: int) -> Resources:
+    """Return what a pod needs besides GPUs; weights pass through its memory on their way."""
+    memory = _POD_MEMORY_GIB + -(-2 * gpus * weights // GIB)
+    return Resources(
+        cpu=str(_CORES_PER_GPU * gpus),
+        memory=f"{memory}Gi",
+        shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus}Gi",
+    )
+
+
+def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
+    layout = division.trainer.layout
+    axes = ["tensor", "pipeline", "context", *(["expert"] if demand.architecture.experts else [])]
+    copies = f"{layout.gpus} GPUs train, and a copy of the model spans {layout.ways}"
+    return [
+        _why_these_gpus(fleet, division),
+        *(_why_axis(demand, fleet, division, axis) for axis in axes),
+        Reason("data", str(layout.data), copies),
+        _why_tokens(demand, division.trainer),
+        _why_engines(demand, division),
+    ]
+
+
+def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:
+    trainers = division.trainer.layout.gpus
+    if not division.colocated:
+        value = f"{trainers} train, {fleet.count - trainers} sample"
+        return Reason("GPUs", value, "of their own, so that nobody waits for the other's turn")
+    why = "one can't be divided" if fleet.count == 1 else "no part of them is enough for either"
+    return Reason("GPUs", f"{fleet.count} train and sample", f"{why}; they take turns (colocated)")
+
+
+def _why_axis(demand: Demand, fleet: Fleet, division: Division, axis: str) -> Reason:
+    trainer = division.trainer
+    value: int = getattr(trainer.layout, axis)
+    if value == 1:
+        return Reason(axis, "1", "not needed")
+    smaller = [divisor for divisor in divisors(value) if divisor < value][-1]
+    layout = _with(trainer.layout, axis, smaller)
+    reserve = trainer.memory.reserve
+    tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve)
+    if tokens is None:
+        least = training(
+            demand.architecture,
+            layout,
+            tokens=demand.sequence_length,
+            lora_rank=demand.lora_rank,
+            reserve=reserve,
+        )
+        need, has = gib(least.total), gib(fleet.gpu.memory)
+        return Reason(axis, str(value), f"with {smaller}, a GPU would need {need} and has {has}")
+    if tokens < trainer.tokens:
+        why = f"with {smaller}, a micro-batch would have {tokens} tokens only"
+        return Reason(axis, str(value), why)
+    return Reason(axis, str(value), f"with {smaller}, too little is left for the sampler")
+
+
+def _with(layout: Layout, axis: str, value: int) -> Layout:
+    """Return a layout with one axis changed, and as much data parallelism as that leaves."""
+    if axis == "expert":
+        return replace(layout, expert=value)
+    factor = getattr(layout, axis) // value
+    return replace(layout, data=layout.data * factor, **{axis: value})
+
+
+def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
+    cap = max(MICRO_BATCH_CAP, demand.architecture.max_context_length)
+    why = (
+        "more would not be faster"
+        if trainer.tokens == cap
+        else f"what fits; their activations take {gib(trainer.memory.activations)} of each GPU"
+    )
+    return Reason("maxBatchTokens", str(trainer.tokens), why)
+
+
+def _why_engines(demand: Demand, division: Division) -> Reason:
+    sampler = division.sampler
+    value = f"{sampler.engines} engines of {sampler.tensor} GPUs"
+    holds = f"one holds {sampler.sequences} sequences of {demand.sequence_length} tokens"
+    if sampler.tensor == 1:
+        return Reason("sampler", value, holds)
+    few = f"fewer GPUs would hold less than {FEW_SEQUENCES}"
+    return Reason("sampler", value, f"{holds}; {few}")

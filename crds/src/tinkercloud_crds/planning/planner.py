@@ -1,0 +1,188 @@
+"""Choosing how a model is trained and sampled on given GPUs.
+
+The rules, in order: trainer and sampler have GPUs of their own if that is possible; a copy of the
+model spans as few GPUs as hold it, so that the others train more data; a cut that needs less
+communication comes before one that needs more (tensor inside a node, then pipeline, then context;
+experts are shared out between ranks that are there anyway). docs/planning.md explains them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tinkercloud_crds.planning.architecture import Architecture
+from tinkercloud_crds.planning.fleet import Fleet
+from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
+from tinkercloud_crds.planning.memory import (
+    GpuMemory,
+    Layout,
+    kv_bytes_per_token,
+    largest_micro_batch,
+    sampling,
+    training,
+)
+
+MICRO_BATCH_CAP = 1 << 16
+"""Tokens beyond which a larger micro-batch is not faster."""
+SMALL_MICRO_BATCH = 4096
+"""Tokens below which a GPU waits for memory more than it computes."""
+FEW_SEQUENCES = 8
+"""Sequences of full length below which an engine decodes too few tokens at a time."""
+_MICRO_BATCH_ROUNDING = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What sessions will do with a model."""
+
+    architecture: Architecture
+    sequence_length: int
+    """Tokens of the longest sequence that is trained or sampled."""
+    lora_rank: int | None
+    """Largest rank of an adapter; None for full fine-tunes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """How a model is trained."""
+
+    layout: Layout
+    gpus_per_pod: int
+    tokens: int
+    """Of one micro-batch and data-parallel rank."""
+    memory: GpuMemory
+    """At the peak of a step, on the fullest GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How a model is sampled."""
+
+    engines: int
+    tensor: int
+    """GPUs of each engine."""
+    memory: GpuMemory
+    """On each of its GPUs."""
+    sequences: int
+    """Sequences of full length that one engine's cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Trainer and sampler together."""
+
+    trainer: Trainer
+    sampler: Sampler
+    colocated: bool
+    """Whether they share all GPUs, taking turns, instead of having their own."""
+
+
+def divide(demand: Demand, fleet: Fleet) -> Division | None:
+    """Return the best use of all GPUs, or None if there is none."""
+    return next(_separate(demand, fleet), None) or min(
+        _colocated(demand, fleet),
+        key=lambda division: division.sampler.sequences < FEW_SEQUENCES,
+        default=None,
+    )
+
+
+def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
+    """Yield trainer and sampler side by side: halves first; whole nodes if there are several."""
+    unit = fleet.per_node if fleet.count > fleet.per_node else 1
+    counts = range(unit, fleet.count, unit)
+    for count in sorted(counts, key=lambda count: (abs(2 * count - fleet.count), -count)):
+        trainer = next(_trainers(demand, fleet, count, processes=1), None)
+        sampler = best_sampler(demand, fleet, fleet.count - count)
+        if trainer and sampler:
+            yield Division(trainer, sampler, colocated=False)
+
+
+def _colocated(demand: Demand, fleet: Fleet) -> Iterator[Division]:
+    """Yield trainers, best first, that leave a sampler room on all of their GPUs."""
+    for trainer in _trainers(demand, fleet, fleet.count, processes=2):
+        sampler = best_sampler(demand, fleet, fleet.count, sharing_with=trainer)
+        if sampler:
+            yield Division(trainer, sampler, colocated=True)
+
+
+def _trainers(demand: Demand, fleet: Fleet, gpus: int, *, processes: int) -> Iterator[Trainer]:
+    """Yield the ways of training on so many GPUs, best first.
+
+    Args:
+        demand: what is to be trained.
+        fleet: the GPUs' kind and nodes.
+        gpus: how many of them train.
+        processes: how many share each GPU.
+    """
+    model, reserve = demand.architecture, fleet.gpu.reserve(processes)
+    pod = pod_size(gpus, fleet.per_node)
+    fitting = [
+        (layout, tokens)
+        for layout in layouts(model, gpus, pod)
+        if (tokens := micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve)) is not None
+    ]
+    for layout, tokens in sorted(fitting, key=_preference):
+        memory = training(model, layout, tokens=tokens, lora_rank=demand.lora_rank, reserve=reserve)
+        yield Trainer(layout, pod, tokens, memory)
+
+
+def _preference(candidate: tuple[Layout, int]) -> tuple[int, ...]:
+    layout, tokens = candidate
+    return (
+        tokens < SMALL_MICRO_BATCH,
+        layout.ways,
+        layout.context,
+        layout.pipeline,
+        layout.tensor,
+        layout.expert,
+    )
+
+
+def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | None:
+    """Return the tokens of a micro-batch, or None if the longest sequence is too much for it.
+
+    Args:
+        demand: what is to be trained.
+        layout: how it is split.
+        available: bytes of each GPU that may be used.
+    """
+    largest = largest_micro_batch(
+        demand.architecture, layout, available=available, lora_rank=demand.lora_rank
+    )
+    useful = max(MICRO_BATCH_CAP, demand.architecture.max_context_length)
+    tokens = min(largest, useful) // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING
+    return tokens if tokens >= demand.sequence_length else None
+
+
+def best_sampler(
+    demand: Demand, fleet: Fleet, gpus: int, *, sharing_with: Trainer | None = None
+) -> Sampler | None:
+    """Return the best way to sample on so many GPUs, or None if there is none.
+
+    Args:
+        demand: what is to be sampled.
+        fleet: the GPUs' kind and nodes.
+        gpus: how many of them sample.
+        sharing_with: who trains on the same GPUs, if anybody does.
+    """
+    sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
+    samplers = [
+        sampler
+        for tensor in sizes
+        if (sampler := _sampler(demand, fleet, gpus // tensor, tensor, sharing_with)).sequences
+    ]
+    return min(samplers, key=lambda s: (s.sequences < FEW_SEQUENCES, s.tensor), default=None)
+
+
+def _sampler(
+    demand: Demand, fleet: Fleet, engines: int, tensor: int, sharing_with: Trainer | None
+) -> Sampler:
+    memory = sampling(
+        demand.architecture,
+        tensor,
+        gpu=fleet.gpu,
+        reserve=fleet.gpu.reserve(2 if sharing_with else 1),
+        lora_rank=demand.lora_rank,
+        neighbour=sharing_with.memory.weights + sharing_with.memory.trained if sharing_with else 0,
+    )
+    tokens = memory.kv_cache // kv_bytes_per_token(demand.architecture, tensor)
+    return Sampler(engines, tensor, memory, sequences=tokens // demand.sequence_length)

@@ -1,0 +1,101 @@
+"""Why a model does not fit on some GPUs, and what would."""
+
+from dataclasses import replace
+
+from tinkercloud_crds.planning.fleet import GIB, Fleet
+from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
+from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling, training
+from tinkercloud_crds.planning.planner import Demand, divide
+
+_SUGGESTED_RANK = 32
+_MOST_NODES = 64
+_SHORTEST_SEQUENCE = 512
+
+
+class DoesNotFit(ValueError):
+    """What was asked for can't be done on the GPUs there are; the message says what could."""
+
+
+def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
+    """Return the error for a demand that `divide` found no way for."""
+    model = demand.architecture
+    what = "a full fine-tune" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
+    remedies = _remedies(demand, fleet)
+    would = f" What would fit: {'; '.join(remedies)}." if remedies else ""
+    return DoesNotFit(
+        f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
+        f" sequences of {demand.sequence_length} tokens does not fit on {fleet}."
+        f" {_needs(demand, fleet)}{would}"
+    )
+
+
+def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
+    """Return how many of these GPUs are enough: a part of a node, or doubled nodes up to 64."""
+    parts = [1 << power for power in range(fleet.per_node.bit_length())]
+    nodes = [fleet.per_node << power for power in range(_MOST_NODES.bit_length())]
+    counts = sorted({count for count in parts if count <= fleet.per_node} | {*nodes})
+    return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
+
+
+def describe(memory: GpuMemory) -> str:
+    """Return the parts of an estimate in words."""
+    parts = [(name.replace("_", " "), size) for name, size in memory.parts() if size]
+    return ", ".join(f"{name} {gib(size)}" for name, size in parts)
+
+
+def gib(size: int) -> str:
+    """Return bytes as people read them."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def _needs(demand: Demand, fleet: Fleet) -> str:
+    """Return what the least demanding way of training, and of sampling, takes of a GPU."""
+    trains = min(_training_needs(demand, fleet), key=lambda memory: memory.total)
+    samples = min(_sampling_needs(demand, fleet), key=lambda memory: memory.total)
+    return (
+        f"A GPU has {gib(fleet.gpu.memory)}. Were all of them to train, each would need"
+        f" {gib(trains.total)} ({describe(trains)}); were all to sample, {gib(samples.total)}"
+        f" ({describe(samples)})."
+    )
+
+
+def _training_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
+    model, reserve = demand.architecture, fleet.gpu.reserve(1)
+    tokens, rank = demand.sequence_length, demand.lora_rank
+    return [
+        training(model, layout, tokens=tokens, lora_rank=rank, reserve=reserve)
+        for layout in layouts(model, fleet.count, pod_size(fleet.count, fleet.per_node))
+    ]
+
+
+def _sampling_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
+    model, gpu = demand.architecture, fleet.gpu
+    rank, reserve = demand.lora_rank, fleet.gpu.reserve(1)
+    return [
+        replace(
+            sampling(model, tensor, gpu=gpu, reserve=reserve, lora_rank=rank),
+            kv_cache=demand.sequence_length * kv_bytes_per_token(model, tensor),
+        )
+        for tensor in engine_sizes(model, pod_size(fleet.count, fleet.per_node))
+    ]
+
+
+def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
+    """Return changes that would each be enough."""
+    remedies = []
+    if fewest := fewest_gpus(demand, fleet):
+        remedies.append(f"{fewest}x{fleet.gpu.name}")
+    if shorter := _longest_sequence(demand, fleet):
+        remedies.append(f"sequences of {shorter} tokens")
+    if demand.lora_rank is None and divide(replace(demand, lora_rank=_SUGGESTED_RANK), fleet):
+        remedies.append(f"LoRA of rank {_SUGGESTED_RANK}")
+    return remedies
+
+
+def _longest_sequence(demand: Demand, fleet: Fleet) -> int | None:
+    length = demand.sequence_length // 2
+    while length >= _SHORTEST_SEQUENCE:
+        if divide(replace(demand, sequence_length=length), fleet):
+            return length
+        length //= 2
+    return None
