@@ -8,6 +8,12 @@ import torch
 import torch.distributed as dist
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+
+BATCH_TOKENS = 32
+"""Of the trainers here: small, so that a batch is several micro-batches."""
 
 
 class Recorder:
@@ -62,3 +68,15 @@ def never_ready() -> Recorder:
 def cannot_load() -> Recorder:
     """Fail to load."""
     raise FileNotFoundError("model.safetensors")
+
+
+class MortalTrainer(DataParallelTrainer):
+    """A rank's torch trainer of the tiny Llama that can be killed on command."""
+
+    def __init__(self) -> None:
+        super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+
+    def die_at(self, rank: int) -> None:
+        """Be killed at one rank, before the others' next step with it."""
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ import tinkercloud_testing
 from tinkercloud_worker.actors.group import GroupShape, connect
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     # Ranks are processes of their own, which know nothing of pytest's paths.
     os.environ["PYTHONPATH"] = str(Path(tinkercloud_testing.__path__[0]).parent)

@@ -18,20 +18,13 @@ from tinkercloud_worker.actors.group import (
     RanksUnavailable,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 TWO = GroupShape(ranks=2)
 
 
-@pytest.fixture(scope="module")
-def lasting_group() -> Iterator[RankGroup]:
-    group = RankGroup(TWO, Recorder)
-    yield group
-    group.close()
-
-
 @pytest.fixture
-def group() -> Iterator[RankGroup]:
+def group(cluster) -> Iterator[RankGroup]:
     group = RankGroup(TWO, Recorder)
     yield group
     group.close()
@@ -48,17 +41,17 @@ def assert_nothing_is_left(ended: list[psutil.Process]) -> None:
     assert states == {"REMOVED"}
 
 
-def test_a_command_runs_at_all_ranks_together(lasting_group: RankGroup) -> None:
-    assert lasting_group.call("add", 10) == 21.0
-    assert lasting_group.call_each("add", [(1,), (5,)]) == [7.0, 7.0]
+def test_a_command_runs_at_all_ranks_together(group: RankGroup) -> None:
+    assert group.call("add", 10) == 21.0
+    assert group.call_each("add", [(1,), (5,)]) == [7.0, 7.0]
 
 
-def test_commands_of_many_threads_reach_all_ranks_in_one_order(lasting_group: RankGroup) -> None:
+def test_commands_of_many_threads_reach_all_ranks_in_one_order(group: RankGroup) -> None:
     with ThreadPoolExecutor(8) as threads:
-        sums = list(threads.map(lambda number: lasting_group.call("add", number), range(40)))
+        sums = list(threads.map(lambda number: group.call("add", number), range(40)))
 
     assert sums == [2.0 * number + 1 for number in range(40)]
-    first, second = lasting_group.call_each("history", [(), ()])
+    first, second = group.call_each("history", [(), ()])
     assert sorted(first) == list(range(40))
     assert first == second
 
@@ -98,12 +91,12 @@ def test_an_error_at_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 
 
 def test_what_all_ranks_refuse_is_the_clients_error_and_the_group_goes_on(
-    lasting_group: RankGroup,
+    group: RankGroup,
 ) -> None:
     with pytest.raises(InvalidRequest, match="must be even"):
-        lasting_group.call("refuse")
+        group.call("refuse")
 
-    assert lasting_group.call("add", 1) == 3.0
+    assert group.call("add", 1) == 3.0
 
 
 def test_ranks_that_disagree_are_not_gone_on_with(group: RankGroup) -> None:

@@ -1,0 +1,202 @@
+"""The torch trainer at several ranks against itself at one."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tinkercloud_protocol.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_datum, a_request, random_data
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer
+from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+pytestmark = pytest.mark.slow
+
+LORA = LoraConfig(rank=4, seed=1)
+ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranked(cluster) -> Iterator[RankedTrainer]:
+    trainer = RankedTrainer(lambda: RankGroup(GroupShape(RANKS), MortalTrainer))
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def single() -> TorchTrainer:
+    return TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+
+
+def run(trainer: Trainer, model_id: str, data, loss_fn: str = "cross_entropy", config=None):
+    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
+    return trainer.forward_backward(model_id, batch, lambda: None)
+
+
+def step(trainer: Trainer, model_id: str, lengths, seed: int) -> tuple[float, float]:
+    output = run(trainer, model_id, random_data(lengths, seed=seed))
+    metrics = trainer.optim_step(model_id, ADAM)
+    return output.metrics["loss:sum"], metrics["grad_norm"]
+
+
+def assert_equal(ours, theirs, atol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, atol=atol, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[5, 20, 3, 11, 8], [9], [40, 1], [6, 6, 6, 6, 6, 6, 6]], ids=str
+)
+def test_logprobs_loss_and_gradient_equal_one_ranks_whatever_the_batch(
+    ranked, single, lengths
+) -> None:
+    data = random_data(lengths, seed=1)
+    for trainer in (ranked, single):
+        trainer.add_model("m", LORA)
+        step(trainer, "m", [4, 6], seed=9)
+
+    got, expected = run(ranked, "m", data), run(single, "m", data)
+
+    assert [len(logprobs) for logprobs in got.logprobs] == lengths
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+    assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
+    assert_equal(ranked.export_gradient("m"), single.export_gradient("m"), atol=1e-5)
+
+
+def test_equal_requests_give_equal_bits(ranked) -> None:
+    data = random_data([30, 2, 17, 9, 4], seed=2)
+    for name in ("one", "other"):
+        ranked.add_model(name, LORA)
+        step(ranked, name, [4, 6], seed=9)
+
+    one, other = run(ranked, "one", data), run(ranked, "other", data)
+
+    assert np.array_equal(np.concatenate(one.logprobs), np.concatenate(other.logprobs))
+    assert one.metrics == other.metrics
+    assert_equal(ranked.export_gradient("one"), ranked.export_gradient("other"), atol=0)
+
+
+def test_a_loss_over_whole_sequences_equals_one_ranks(ranked, single) -> None:
+    data = random_data([7, 13, 5], policy=True)
+    for datum in data:
+        datum.inputs["sequence_ratio_mask"] = np.ones(len(datum.tokens), np.float32)
+    bounds = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+    for trainer in (ranked, single):
+        trainer.add_model("m", LORA)
+        run(trainer, "m", data, "gspo", bounds)
+
+    assert_equal(ranked.export_gradient("m"), single.export_gradient("m"), atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "whole model"])
+def test_ten_steps_equal_one_ranks_and_the_replicas_stay_equal_bit_for_bit(
+    ranked, single, lora
+) -> None:
+    losses = []
+    for trainer in (ranked, single):
+        trainer.add_model("m", lora)
+        losses.append([step(trainer, "m", [5, 9, 3 + seed], seed) for seed in range(10)])
+
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    first, second = ranked._group.call_each("snapshot", [("m",)] * RANKS)
+    assert_equal(first.tensors, second.tensors, atol=0)
+
+
+def test_models_whose_seed_nobody_gave_begin_equal_at_all_ranks(ranked) -> None:
+    ranked.add_model("m", LoraConfig(rank=4))
+
+    first, second = ranked._group.call_each("snapshot", [("m",)] * RANKS)
+
+    assert_equal(first.tensors, second.tensors, atol=0)
+
+
+def test_gradients_add_up_over_requests_until_the_step_and_can_be_dropped(ranked, single) -> None:
+    parts = [random_data([6, 4, 8], seed=1), random_data([9], seed=2)]
+    for trainer in (ranked, single):
+        trainer.add_model("m", LORA)
+    run(ranked, "m", random_data([30, 2], seed=7))
+    ranked.discard_gradient("m")
+
+    for part in parts:
+        run(ranked, "m", part)
+    run(single, "m", [*parts[0], *parts[1]])
+
+    assert_equal(ranked.export_gradient("m"), single.export_gradient("m"), atol=1e-5)
+    ranked.optim_step("m", ADAM)
+    assert ranked.export_gradient("m") is None
+
+
+def test_a_state_of_many_ranks_goes_on_at_one_and_comes_back(ranked, single) -> None:
+    ranked.add_model("m", LORA)
+    step(ranked, "m", [5, 9, 3], seed=0)
+    run(ranked, "m", random_data([8, 3, 4], seed=1))
+    single.add_model("m", LORA)
+    single.import_state("m", ranked.export_state("m"))
+    single.import_gradient("m", ranked.export_gradient("m"))
+    ranked.add_model("back", LORA)
+    ranked.import_state("back", single.export_state("m"))
+    ranked.import_gradient("back", single.export_gradient("m"))
+
+    norms = [t.optim_step(m, ADAM) for t, m in ((ranked, "m"), (single, "m"), (ranked, "back"))]
+
+    assert norms[0] == norms[2] == pytest.approx(norms[1])
+    assert norms[0]["step"] == 2
+    states = [ranked.export_state("m"), single.export_state("m"), ranked.export_state("back")]
+    assert_equal(states[2].weights.tensors, states[0].weights.tensors, atol=0)
+    assert_equal(states[1].weights.tensors, states[0].weights.tensors, atol=0)
+    assert_equal(states[1].moments, states[0].moments, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_at_one_rank_is_refused_at_all(ranked) -> None:
+    ranked.add_model("m", LORA)
+    step(ranked, "m", [5, 3], seed=0)
+    run(ranked, "m", [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
+
+    with pytest.raises(InvalidRequest, match="NaN or an infinity"):
+        ranked.optim_step("m", ADAM)
+
+    assert np.isfinite(step(ranked, "m", [5, 3], seed=1)).all()
+
+
+def test_forward_changes_nothing(ranked) -> None:
+    ranked.add_model("m", LORA)
+
+    batch = prepare(a_request(random_data([8, 2, 5])), ranked.limits)
+    output = ranked.forward("m", batch, lambda: None)
+
+    assert [len(logprobs) for logprobs in output.logprobs] == [8, 2, 5]
+    assert ranked.export_gradient("m") is None
+
+
+def test_a_killed_rank_loses_its_models_for_good_and_a_saved_one_goes_on_in_another_group(
+    cluster,
+) -> None:
+    ranked = RankedTrainer(lambda: RankGroup(GroupShape(RANKS), MortalTrainer))
+    ranked.add_model("m", LORA)
+    step(ranked, "m", [5, 3], seed=0)
+    saved = ranked.export_state("m")
+    with pytest.raises(RanksLost):
+        ranked._group.call("die_at", 1)
+
+    with pytest.raises(StateLost, match="last checkpoint"):
+        run(ranked, "m", random_data([4, 5]))
+    ranked.discard_gradient("m")
+    ranked.add_model("restored", LORA)
+    ranked.import_state("restored", saved)
+
+    with pytest.raises(StateLost, match="model m was lost"):
+        ranked.snapshot("m")
+    assert_equal(ranked.snapshot("restored").tensors, saved.weights.tensors, atol=0)
+    ranked.close()

@@ -1,0 +1,39 @@
+"""Dividing a batch over replicas."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_worker.actors.shares import deal, join
+from tinkercloud_worker.engine.trainer import LossOutput
+
+lengths = st.lists(st.integers(1, 100), max_size=60)
+
+
+@given(lengths, st.integers(1, 8))
+def test_every_example_goes_to_one_replica_in_the_batchs_order(sizes, replicas) -> None:
+    shares = deal(sizes, replicas)
+
+    assert len(shares) == replicas
+    assert sorted(index for share in shares for index in share) == list(range(len(sizes)))
+    assert all(share == sorted(share) for share in shares)
+
+
+@given(lengths, st.integers(1, 8))
+def test_no_replica_has_more_than_the_others_by_more_than_one_example(sizes, replicas) -> None:
+    loads = [sum(sizes[index] for index in share) for share in deal(sizes, replicas)]
+
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
+    shares = [[0, 3], [1], [2], []]
+    outputs = [
+        LossOutput([np.full(2, float(index), np.float32) for index in share], {"loss:sum": 1.5})
+        for share in shares
+    ]
+
+    whole = join(shares, outputs)
+
+    assert [float(logprobs[0]) for logprobs in whole.logprobs] == [0.0, 1.0, 2.0, 3.0]
+    assert whole.metrics == {"loss:sum": 6.0}
