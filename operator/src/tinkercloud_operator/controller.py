@@ -137,6 +137,9 @@ class Controller:
             name = await self._offers.take()
             try:
                 await self._write_offer(name)
+            except ClusterError as error:
+                log.warning("will look again", base_model=name, error=str(error))
+                self._offers.failed(name)
             except Exception:
                 log.exception("will look again", base_model=name)
                 self._offers.failed(name)
