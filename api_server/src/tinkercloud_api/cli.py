@@ -1,7 +1,7 @@
 """The `tinkercloud` command.
 
 `serve`, `keys` and `doctor` work on this machine's state folder; `models` and `sessions` ask a
-running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY).
+running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from tinkercloud_api import diagnosis, logs, server
+from tinkercloud_api import diagnosis, logs, planning, server
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
@@ -222,6 +222,37 @@ def show_session(
 def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL) -> None:
     """End a session and free what it holds. Its checkpoints stay."""
     _ask("DELETE", base_url, api_key, f"sessions/{session}")
+
+
+@app.command("plan")
+def plan_model(
+    model: Annotated[str, typer.Argument(help="Folder in Hugging Face layout, or hub id.")],
+    gpus: Annotated[str, typer.Option(help="All GPUs to use: 8xH100, 4xA100-40, 2x48GiB.")],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Longest sequence; by default the model's, at most 32768.")
+    ] = None,
+    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Largest rank.")] = 32,
+    *,
+    full: Annotated[bool, typer.Option("--full", help="Full fine-tunes instead of LoRA.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Plan how to train and sample a model on GPUs. JSON is part of a BaseModel's spec."""
+    try:
+        plan = planning.plan(
+            model,
+            gpus,
+            gpus_per_node=gpus_per_node,
+            sequence_length=sequence_length,
+            lora_rank=None if full else lora_rank,
+        )
+    except planning.CannotPlan as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(plan.spec(), indent=2))
+        return
+    for part in planning.report(plan):
+        Console().print(part, highlight=False)
 
 
 @app.command()

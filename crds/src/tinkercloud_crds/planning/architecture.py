@@ -27,6 +27,9 @@ class Matrix:
     """Which side tensor parallelism cuts: outputs, inputs, none."""
     experts: int = 0
     """Copies of it, one for each routed expert; 0 if it belongs to none."""
+    chosen: int = 1
+    """How many of the copies a token is sent to. Each copy's adapter has that fraction of the rank,
+    so that a token passes through as much adapter as in a dense layer."""
 
     @property
     def parameters(self) -> int:
@@ -266,9 +269,9 @@ def _mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int 
     always = _gated(hidden, shared * width).matrices if shared else ()
     return _Mlp(
         matrices=(
-            Matrix(hidden, width, "column", experts),
-            Matrix(hidden, width, "column", experts),
-            Matrix(width, hidden, "row", experts),
+            Matrix(hidden, width, "column", experts, chosen),
+            Matrix(hidden, width, "column", experts, chosen),
+            Matrix(width, hidden, "row", experts, chosen),
             *always,
         ),
         others=hidden * experts,

@@ -6,6 +6,7 @@ from tinkercloud_crds.planning.architecture import Architecture, Matrix
 from tinkercloud_crds.planning.memory import Layout
 
 _MAX_PIPELINE = 16
+_MAX_CONTEXT = 16
 
 
 def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Layout]:
@@ -22,6 +23,8 @@ def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Lay
                 continue
             rest = gpus // (tensor * pipeline)
             for context in divisors(rest):
+                if context > _MAX_CONTEXT:
+                    break
                 for expert in _expert_parallelisms(architecture, rest):
                     yield Layout(tensor, pipeline, context, expert, rest // context)
 

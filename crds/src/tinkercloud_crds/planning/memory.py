@@ -22,8 +22,8 @@ _LOGITS_BYTES = 256 << 20
 """Logits that training holds at a time; their gradient takes as much again."""
 _IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets, relative to the average."""
-_ADAPTER_SLOTS = 4
-"""Adapters that an engine holds at once."""
+_ADAPTER_SLOTS = 2
+"""Adapters that an engine holds on its GPUs: the one it samples, and the next."""
 _PREFILL_TOKENS = 8192
 """Prompt tokens that an engine reads at a time."""
 _DECODING_ROWS = 256
@@ -242,7 +242,7 @@ def _activations_per_token(
     working = max(
         # Values and gradients.
         2 * _WEIGHT_BYTES * _forward_width(architecture, layer, layout)
-        + _LOW_RANK_BYTES * lora_rank * (len(layer.matrices) + 3 * layer.copies)
+        + _LOW_RANK_BYTES * lora_rank * len(layer.matrices)
         for layer, _ in runs
     )
     final = 2 * hidden if unembeds else 0
@@ -275,7 +275,8 @@ def _held(matrix: Matrix, layout: Layout) -> int:
 def _adapter(matrix: Matrix, rank: int, layout: Layout) -> int:
     """Return the elements of a matrix's A and B that one rank holds."""
     inputs, outputs = _cut(matrix, layout)
-    return _copies(matrix, layout) * rank * (inputs + outputs)
+    share = max(1, rank // matrix.chosen)
+    return _copies(matrix, layout) * share * (inputs + outputs)
 
 
 def _cut(matrix: Matrix, layout: Layout) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def _resources(gpus: int, weights: int) -> Resources:
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
     layout = division.trainer.layout
     axes = ["tensor", "pipeline", "context", *(["expert"] if demand.architecture.experts else [])]
-    copies = f"{layout.gpus} GPUs train, and a copy of the model spans {layout.ways}"
+    copies = f"{layout.gpus} GPUs train; tensor x pipeline x context is {layout.ways}"
     return [
         _why_these_gpus(fleet, division),
         *(_why_axis(demand, fleet, division, axis) for axis in axes),
@@ -190,7 +190,7 @@ def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
 
 def _why_engines(demand: Demand, division: Division) -> Reason:
     sampler = division.sampler
-    value = f"{sampler.engines} engines of {sampler.tensor} GPUs"
+    value = f"{sampler.engines} x {sampler.tensor} GPUs"
     holds = f"one holds {sampler.sequences} sequences of {demand.sequence_length} tokens"
     if sampler.tensor == 1:
         return Reason("sampler", value, holds)

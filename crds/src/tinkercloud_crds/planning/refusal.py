@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from tinkercloud_crds.planning.fleet import GIB, Fleet
+from tinkercloud_crds.planning.fleet import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling, training
 from tinkercloud_crds.planning.planner import Demand, divide
 
 _SUGGESTED_RANK = 32
-_MOST_NODES = 64
+_MOST_NODES = 8
 _SHORTEST_SEQUENCE = 512
 
 
@@ -30,7 +30,7 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
 
 
 def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
-    """Return how many of these GPUs are enough: a part of a node, or doubled nodes up to 64."""
+    """Return how many of these GPUs are enough: a part of a node, or 1, 2, 4, 8 nodes."""
     parts = [1 << power for power in range(fleet.per_node.bit_length())]
     nodes = [fleet.per_node << power for power in range(_MOST_NODES.bit_length())]
     counts = sorted({count for count in parts if count <= fleet.per_node} | {*nodes})
@@ -83,13 +83,20 @@ def _sampling_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
 def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
     """Return changes that would each be enough."""
     remedies = []
-    if fewest := fewest_gpus(demand, fleet):
-        remedies.append(f"{fewest}x{fleet.gpu.name}")
+    for kind in [fleet.gpu, *_larger_kinds(fleet.gpu)]:
+        if fewest := fewest_gpus(demand, replace(fleet, gpu=kind, count=1)):
+            remedies.append(f"{fewest}x{kind.name}")
+            break
     if shorter := _longest_sequence(demand, fleet):
         remedies.append(f"sequences of {shorter} tokens")
     if demand.lora_rank is None and divide(replace(demand, lora_rank=_SUGGESTED_RANK), fleet):
         remedies.append(f"LoRA of rank {_SUGGESTED_RANK}")
     return remedies
+
+
+def _larger_kinds(kind: Gpu) -> list[Gpu]:
+    known = [gpu(name) for name in MEMORY_GIB]
+    return [other for other in known if other.memory > kind.memory]
 
 
 def _longest_sequence(demand: Demand, fleet: Fleet) -> int | None:

@@ -1,0 +1,111 @@
+"""What `tinkercloud plan` reads and shows; the planning itself is `tinkercloud_crds.planning`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from rich.console import RenderableType
+from rich.table import Table
+
+from tinkercloud_crds.planning import architecture, fleet
+from tinkercloud_crds.planning.memory import GpuMemory
+from tinkercloud_crds.planning.offer import Plan
+from tinkercloud_crds.planning.offer import plan as make_plan
+from tinkercloud_crds.planning.refusal import DoesNotFit, gib
+
+_DEFAULT_SEQUENCE_LENGTH = 32768
+_CONFIG = "config.json"
+
+
+class CannotPlan(Exception):
+    """There is no plan; the message says why and what to do."""
+
+
+def plan(
+    model: str, gpus: str, *, gpus_per_node: int, sequence_length: int | None, lora_rank: int | None
+) -> Plan:
+    """Return how to train and sample a model.
+
+    Args:
+        model: a folder in Hugging Face layout, or a model's id on the hub.
+        gpus: such as `8xH100`; see `fleet.parse`.
+        gpus_per_node: how many share a node.
+        sequence_length: tokens of the longest sequence; None means the model's own limit, at most
+            32768.
+        lora_rank: the largest rank of an adapter; None for full fine-tunes.
+
+    Raises:
+        CannotPlan: the model's configuration can't be had or read, the GPUs are not known, or
+            nothing fits.
+    """
+    try:
+        described = architecture.read(read_config(model))
+        longest = min(_DEFAULT_SEQUENCE_LENGTH, described.max_context_length)
+        return make_plan(
+            described,
+            fleet.parse(gpus, gpus_per_node),
+            sequence_length=longest if sequence_length is None else sequence_length,
+            lora_rank=lora_rank,
+        )
+    except (architecture.UnknownArchitecture, fleet.UnknownGpus, DoesNotFit) as error:
+        raise CannotPlan(f"{model}: {error}") from error
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """Return the configuration of a model: in a folder, in the local hub cache, or on the hub.
+
+    Raises:
+        CannotPlan: it is in none of them, or not a JSON object.
+    """
+    folder = Path(model).expanduser()
+    path = folder / _CONFIG if folder.is_dir() else _from_hub(model)
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CannotPlan(f"{path} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CannotPlan(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+    except (HFValidationError, OSError):
+        pass
+    try:
+        return Path(hf_hub_download(model, _CONFIG))
+    except (HFValidationError, OSError) as error:
+        raise CannotPlan(
+            f"{model!r} is neither a folder nor a model in the local Hugging Face cache, and the"
+            f" hub does not give its {_CONFIG} ({type(error).__name__}). Name a folder that holds"
+            " one; for a gated model set HF_TOKEN"
+        ) from error
+
+
+def report(plan: Plan) -> Iterator[RenderableType]:
+    """Yield what people read of a plan."""
+    demand, division = plan.demand, plan.division
+    trained = "full fine-tuning" if demand.lora_rank is None else f"LoRA rank {demand.lora_rank}"
+    yield (
+        f"{demand.architecture.parameters / 1e9:.2f}B parameters on {plan.fleet}, sequences of"
+        f" {demand.sequence_length} tokens, {trained}\n"
+    )
+    choices = Table("choice", "value", "why", box=None)
+    for reason in plan.reasons:
+        choices.add_row(reason.choice, reason.value, reason.why)
+    yield choices
+    yield f"\nestimated memory of the fullest GPU, of {gib(plan.fleet.gpu.memory)}:\n"
+    yield _memory(division.trainer.memory, division.sampler.memory)
+
+
+def _memory(training: GpuMemory, sampling: GpuMemory) -> Table:
+    table = Table("", "training", "sampling", box=None)
+    for (name, trained), (_, sampled) in zip(training.parts(), sampling.parts(), strict=True):
+        if trained or sampled:
+            table.add_row(name.replace("_", " "), gib(trained), gib(sampled))
+    table.add_row("total", gib(training.total), gib(sampling.total))
+    return table
