@@ -25,13 +25,15 @@ _WAITING: Mapping[str, Reason] = {
 }
 
 
-def slim(manifest: Manifest) -> Manifest:
+def slim(kind: str, manifest: Manifest) -> Manifest:
     """Return an object without what is never looked at: it is kept in memory for all sessions."""
     metadata = {
         key: value
         for key, value in manifest["metadata"].items()
         if key not in {"managedFields", "selfLink"}
     }
+    if kind == "Pod":
+        return {"metadata": metadata, "status": manifest.get("status", {})}
     return {**manifest, "metadata": metadata}
 
 

@@ -185,13 +185,14 @@ class Watched:
     def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> None:
         metadata = manifest["metadata"]
         name, session = metadata["name"], _session_of(kind, metadata)
+        kept = None if is_gone else seen.slim(kind, manifest)
         if kind == "TrainingSession":
-            _set(self.sessions, name, manifest, is_gone=is_gone)
+            _set(self.sessions, name, kept)
         elif kind == "BaseModel":
-            _set(self.base_models, name, manifest, is_gone=is_gone)
+            _set(self.base_models, name, kept)
         else:
             children = self._children.setdefault(session, {})
-            _set(children, ChildKey(kind, name), manifest, is_gone=is_gone)
+            _set(children, ChildKey(kind, name), kept)
             if not children:
                 del self._children[session]
 
@@ -208,11 +209,11 @@ class Watched:
         ]
 
 
-def _set(store: dict[K, Manifest], key: K, manifest: Manifest, *, is_gone: bool) -> None:
-    if is_gone:
+def _set(store: dict[K, Manifest], key: K, manifest: Manifest | None) -> None:
+    if manifest is None:
         store.pop(key, None)
     else:
-        store[key] = seen.slim(manifest)
+        store[key] = manifest
 
 
 def _session_of(kind: str, metadata: Metadata) -> str:
