@@ -82,8 +82,12 @@ async def _lead(
         try:
             await _watch_and_work(controller, probes, settings, stop_signal)
         except* WatchingFailed as errors:
-            log.warning("watching failed; beginning anew", error=str(errors.exceptions[0]))
-            await asyncio.sleep(_RETRY_SECONDS)
+            log.warning("watching failed; beginning anew", error=str(errors))
+        # A task group that failed keeps to itself that it was cancelled as well.
+        this = asyncio.current_task()
+        if this is not None and this.cancelling():
+            raise asyncio.CancelledError
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 async def _watch_and_work(

@@ -112,7 +112,11 @@ def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.connect_timeout = 30
     # Outages are waited out, however long.
     chosen.networking.error_backoffs = _Backoffs()
-    chosen.queueing.worker_limit = settings.max_concurrent
+    # Each object has a worker of its own, which only takes note of events: any number of them may
+    # run, and none has to stay, or to be waited for.
+    chosen.queueing.worker_limit = None
+    chosen.queueing.idle_timeout = 0.5
+    chosen.queueing.exit_timeout = 0.1
     for resource in _CHILDREN.values():
         chosen.watching.label_selectors[resource] = labels.SESSION_LABEL
     chosen.watching.field_selectors[_LEASE] = f"metadata.name={settings.lease_name}"
