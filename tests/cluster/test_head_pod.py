@@ -28,6 +28,7 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.cluster.volumes import a_volume
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sessions import a_base_model, a_build, a_session
 
@@ -139,30 +140,6 @@ def some_data(seq_id: int) -> bytes:
     targets.dense = np.array([6, 7, 8], dtype="<i8").tobytes()
     targets.dtype = pb.DTYPE_INT64
     return message.SerializeToString()
-
-
-def a_volume(name: str, namespace: str, folder: Path) -> list[Mapping[str, Any]]:
-    """Return a claim in a namespace, and the volume it gets: a folder of the node."""
-    size, modes = {"storage": "1Gi"}, ["ReadWriteMany", "ReadOnlyMany"]
-    volume = {
-        "capacity": size,
-        "accessModes": modes,
-        "storageClassName": "",
-        "hostPath": {"path": str(folder)},
-        "claimRef": {"name": name, "namespace": namespace},
-    }
-    claim = {
-        "accessModes": modes,
-        "storageClassName": "",
-        "volumeName": f"{namespace}-{name}",
-        "resources": {"requests": size},
-    }
-    metadata = {"name": name, "namespace": namespace}
-    whole = {"name": f"{namespace}-{name}"}
-    return [
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": whole, "spec": volume},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": claim},
-    ]
 
 
 def children(

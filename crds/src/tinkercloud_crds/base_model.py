@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from tinkercloud_crds.conditions import Condition
+from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.shapes import (
     HeadShape,
     Idle,
@@ -131,17 +131,7 @@ class BaseModelStatus(Part):
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """`metadata.generation` this status is about."""
-    conditions: Annotated[
-        list[Condition],
-        Field(
-            default_factory=list,
-            max_length=16,
-            json_schema_extra={
-                "x-kubernetes-list-type": "map",
-                "x-kubernetes-list-map-keys": ["type"],
-            },
-        ),
-    ]
+    conditions: Conditions
     """Ready, Reconciling, Stalled."""
     live_sessions: Annotated[int, Field(ge=0)] = 0
     """Sessions that have pods or want them."""

@@ -152,6 +152,20 @@ class Condition(Part):
     """When the status last changed (RFC 3339)."""
 
 
+Conditions = Annotated[
+    list[Condition],
+    Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["type"],
+        },
+    ),
+]
+"""One condition of each type."""
+
+
 def timestamp(moment: datetime) -> str:
     """Return a moment as Kubernetes writes it, to the second."""
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

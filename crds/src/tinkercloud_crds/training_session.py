@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.base_model import ModelName
-from tinkercloud_crds.conditions import Condition
+from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.shapes import Idle, Message, ObjectName, Seconds, Text
 from tinkercloud_crds.structural import IMMUTABLE, Part, rules
 
@@ -178,17 +178,7 @@ class TrainingSessionStatus(Part):
     """`metadata.generation` this status is about."""
     phase: Phase = "Pending"
     """A summary for people; programs read the conditions."""
-    conditions: Annotated[
-        list[Condition],
-        Field(
-            default_factory=list,
-            max_length=16,
-            json_schema_extra={
-                "x-kubernetes-list-type": "map",
-                "x-kubernetes-list-map-keys": ["type"],
-            },
-        ),
-    ]
+    conditions: Conditions
     """Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady, Ready, Reconciling,
     Stalled, Suspended."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
