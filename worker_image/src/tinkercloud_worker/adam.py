@@ -1,0 +1,156 @@
+"""Models under training as flat vectors, and what an optimizer does with them.
+
+What trainers have in common, whatever computes their gradients: a model is a `Trainable` and its
+AdamW, whose state is two flat moments and a step count.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_worker import lora
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.parameters import Trainable
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+
+
+@dataclass(slots=True, eq=False)
+class TrainedModel:
+    """One model under training."""
+
+    lora: LoraConfig | None
+    trainable: Trainable
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Begin with no moments and no steps."""
+        self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
+
+
+def new_adapter(targets: Sequence[lora.Target], config: LoraConfig) -> TrainedModel:
+    """Return a fresh adapter of those of the targets that the configuration selects.
+
+    Raises:
+        InvalidRequest: it selects none.
+    """
+    selected = lora.select(targets, config)
+    trainable = Trainable(lora.layout(selected, config.rank))
+    seed = config.seed if config.seed is not None else torch.seed()
+    lora.initialize(trainable.tensors, selected, seed)
+    return TrainedModel(config, trainable)
+
+
+class AdamTrainer(ABC):
+    """The part of `engine.trainer.Trainer` that needs no pass of the model."""
+
+    def __init__(self, limits: TokenLimits) -> None:
+        self.limits = limits
+        self._models: dict[str, TrainedModel] = {}
+
+    @abstractmethod
+    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
+        """Return a model that begins from the base's weights."""
+
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
+        """See `Trainer.add_model`."""
+        self._models[model_id] = self._new_model(lora_config)
+
+    def remove_model(self, model_id: str) -> None:
+        """See `Trainer.remove_model`."""
+        self._models.pop(model_id, None)
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """See `Trainer.optim_step`."""
+        model = self._models[model_id]
+        gradient = model.trainable.gradient
+        norm = float(torch.linalg.vector_norm(gradient))
+        if not np.isfinite(norm):
+            gradient.zero_()
+            raise InvalidRequest(
+                "the accumulated gradient holds a NaN or an infinity; it was dropped and the"
+                " weights are unchanged. Check learning_rate, advantages and logprobs"
+            )
+        if params.grad_clip_norm and norm > params.grad_clip_norm:
+            gradient.mul_(params.grad_clip_norm / norm)
+        (group,) = model.optimizer.param_groups
+        group.update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        model.optimizer.step()
+        gradient.zero_()
+        return {"grad_norm": norm, "step": float(_step(model))}
+
+    def discard_gradient(self, model_id: str) -> None:
+        """See `Trainer.discard_gradient`."""
+        self._models[model_id].trainable.gradient.zero_()
+
+    def snapshot(self, model_id: str) -> WeightsSnapshot:
+        """See `Trainer.snapshot`."""
+        model = self._models[model_id]
+        trainable = model.trainable
+        return WeightsSnapshot(model.lora, trainable.layout.views(trainable.snapshot()))
+
+    def export_state(self, model_id: str) -> TrainingState:
+        """See `Trainer.export_state`."""
+        model = self._models[model_id]
+        state, layout = model.optimizer.state[model.trainable.flat], model.trainable.layout
+        moments: dict[str, Tensor] = {}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            flat = state[moment].clone() if state else torch.zeros(layout.size)
+            moments |= {f"{name}.{moment}": view for name, view in layout.views(flat).items()}
+        return TrainingState(self.snapshot(model_id), moments, _step(model))
+
+    def import_state(self, model_id: str, state: TrainingState) -> None:
+        """See `Trainer.import_state`."""
+        model = self._models[model_id]
+        layout, flat = model.trainable.layout, model.trainable.flat
+        fresh = torch.empty(layout.size)
+        layout.fill(fresh, state.weights.tensors, "checkpoint")
+        moments: dict[str, Tensor] = {}
+        for moment in ("exp_avg", "exp_avg_sq") if state.moments is not None else ():
+            moments[moment] = torch.empty(layout.size)
+            layout.fill(moments[moment], _moment(state.moments, moment), "optimizer state")
+        flat.detach().copy_(fresh)
+        model.trainable.gradient.zero_()
+        model.reset_optimizer()
+        if moments and state.step:
+            step = torch.tensor(float(state.step))
+            model.optimizer.state[flat] = {"step": step, **moments}
+
+    def export_gradient(self, model_id: str) -> Gradient | None:
+        """See `Trainer.export_gradient`."""
+        trainable = self._models[model_id].trainable
+        if not trainable.gradient.any():
+            return None
+        return trainable.layout.views(trainable.gradient.clone())
+
+    def import_gradient(self, model_id: str, gradient: Gradient) -> None:
+        """See `Trainer.import_gradient`."""
+        trainable = self._models[model_id].trainable
+        trainable.layout.fill(trainable.gradient, gradient, "gradient")
+
+
+def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:
+    suffix = f".{moment}"
+    return {
+        name.removesuffix(suffix): tensor
+        for name, tensor in (moments or {}).items()
+        if name.endswith(suffix)
+    }
+
+
+def _step(model: TrainedModel) -> int:
+    state = model.optimizer.state[model.trainable.flat]
+    return int(state["step"]) if state else 0
