@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
+from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import (
     RunningOperator,
     an_operator,
@@ -17,10 +16,13 @@ from tinkercloud_testing.cluster.operators import (
     operator_account,
 )
 from tinkercloud_testing.cluster.programs import wait_until
-
-MODEL = "Qwen/Qwen3-8B"
-SOON_SECONDS = 60
-"""Far more than anything here takes; a busy machine takes longer."""
+from tinkercloud_testing.cluster.training_sessions import (
+    MODEL,
+    SOON_SECONDS,
+    Sessions,
+    a_base_model,
+    a_volume,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,114 +52,15 @@ def operator(
 
 
 @pytest.fixture
-def sessions(
-    request: pytest.FixtureRequest, cluster: Cluster, namespace: str, operator: RunningOperator
-) -> Iterator["Sessions"]:
-    made = Sessions(cluster, namespace)
-    yield made
-    made.delete_all()
+def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
+    """Sessions of the namespace, which has none before and after each test."""
+    yield Sessions(cluster, namespace)
+    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
     sys.stdout.write(operator.program.last_words())
 
 
-class Sessions:
-    """Makes and looks at TrainingSessions of one namespace."""
-
-    def __init__(self, cluster: Cluster, namespace: str) -> None:
-        self.cluster = cluster
-        self.namespace = namespace
-        self._names: list[str] = []
-
-    def make(self, name: str, **spec: object) -> str:
-        """Apply a session, or change one."""
-        self._names.append(name)
-        self.cluster.apply(a_session(self.namespace, name, **spec))
-        return name
-
-    def delete_all(self) -> None:
-        for name in self._names:
-            self.cluster.delete("trainingsession", name, self.namespace)
-            self.wait_for(name, "delete")
-
-    def status(self, name: str) -> dict[str, Any]:
-        found = self.cluster.get("trainingsession", name, self.namespace)
-        status: dict[str, Any] = found.get("status", {})
-        return status
-
-    def reason(self, name: str) -> str:
-        """Return the reason of its Ready condition."""
-        conditions = self.status(name).get("conditions", [])
-        return str(next((c["reason"] for c in conditions if c["type"] == "Ready"), ""))
-
-    def wait_for(self, name: str, condition: str) -> None:
-        what = f"trainingsession/{name}"
-        self.cluster.wait_for(what, condition, self.namespace, SOON_SECONDS)
-
-    def make_ready(self, name: str, **spec: object) -> str:
-        self.make(name, **spec)
-        self.wait_for(name, "condition=Ready")
-        return name
-
-    def has(self, kind: str, name: str) -> bool:
-        names = [item["metadata"]["name"] for item in self.cluster.objects(kind, self.namespace)]
-        return name in names
-
-
-def a_session(namespace: str, name: str, **spec: object) -> dict[str, Any]:
-    wanted = {"baseModel": MODEL, "owner": "ada", "lora": {"rank": 8}} | spec
-    return {
-        "apiVersion": "tinkercloud.dev/v1alpha1",
-        "kind": "TrainingSession",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": wanted,
-    }
-
-
-def a_base_model(namespace: str, **spec: object) -> dict[str, Any]:
-    wanted: dict[str, Any] = {
-        "modelName": MODEL,
-        "source": {"volume": {"claimName": "models", "path": "qwen3-8b"}},
-        "maxContextLength": 4096,
-        "head": {"image": "tinkercloud-worker"},
-        "trainer": {"backend": "megatron", "replicas": 2, "gpusPerReplica": 1},
-        "sampler": {"backend": "sglang", "replicas": 1, "gpusPerReplica": 1},
-        "placement": PLACEMENT,
-    }
-    return {
-        "apiVersion": "tinkercloud.dev/v1alpha1",
-        "kind": "BaseModel",
-        "metadata": {"name": "qwen3-8b", "namespace": namespace},
-        "spec": wanted | spec,
-    }
-
-
-def a_volume(namespace: str) -> list[dict[str, Any]]:
-    common = {
-        "accessModes": ["ReadWriteMany"],
-        "storageClassName": "played",
-    }
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": f"models-{namespace}"},
-            "spec": {
-                **common,
-                "capacity": {"storage": "1Gi"},
-                "hostPath": {"path": "/nowhere"},
-                "claimRef": {"namespace": namespace, "name": "models"},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": namespace},
-            "spec": {
-                **common,
-                "volumeName": f"models-{namespace}",
-                "resources": {"requests": {"storage": "1Gi"}},
-            },
-        },
-    ]
+def has_raycluster(sessions: Sessions, name: str) -> bool:
+    return f"RayCluster/{name}" in sessions.children(name)
 
 
 def test_a_session_becomes_a_raycluster_and_ready(sessions: Sessions) -> None:
@@ -192,16 +95,9 @@ def test_kubectl_shows_what_a_platform_engineer_wants_to_know(sessions: Sessions
 def test_a_deleted_session_leaves_nothing_behind(sessions: Sessions) -> None:
     sessions.make_ready("gone")
 
-    sessions.cluster.delete("trainingsession", "gone", sessions.namespace)
-    sessions.wait_for("gone", "delete")
+    sessions.delete("gone")
 
-    selector = "tinkercloud.dev/session=gone"
-    kinds = "rayclusters,pods,services,secrets,configmaps,networkpolicies,poddisruptionbudgets"
-    wait_until(
-        lambda: not sessions.cluster.objects(kinds, sessions.namespace, selector),
-        "no child of a deleted session",
-        SOON_SECONDS,
-    )
+    sessions.wait_until_nothing_is_left("gone")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +197,7 @@ def test_a_suspended_session_gives_its_pods_back_and_resumes(sessions: Sessions)
     sessions.wait_for("one", "condition=Suspended")
 
     assert sessions.status("one")["phase"] == "Suspended"
-    assert not sessions.has("raycluster", "one")
+    assert not has_raycluster(sessions, "one")
     sessions.make("one", suspend=False)
     sessions.wait_for("one", "condition=Ready")
 
@@ -322,14 +218,14 @@ def test_what_can_never_be_served_is_stalled_with_its_reason(
     sessions.wait_for("refused", "condition=Stalled")
 
     assert sessions.reason("refused") == reason
-    assert not sessions.has("raycluster", "refused")
+    assert not has_raycluster(sessions, "refused")
 
 
 def test_a_pod_no_node_could_hold_never_fits(sessions: Sessions, kwok: KwokNodes) -> None:
     huge = {"replicas": 1, "gpusPerReplica": 16, "backend": "megatron"}
-    manifest = a_base_model(sessions.namespace, modelName="Huge/Model", trainer=huge)
-    manifest["metadata"]["name"] = "huge"
-    sessions.cluster.apply(manifest)
+    sessions.cluster.apply(
+        a_base_model(sessions.namespace, "huge", modelName="Huge/Model", trainer=huge)
+    )
 
     sessions.make("huge", baseModel="Huge/Model")
     sessions.wait_for("huge", "condition=Stalled")
@@ -341,19 +237,30 @@ def test_a_session_that_waits_for_gpus_is_busy_and_not_stalled(
     sessions: Sessions, kwok: KwokNodes
 ) -> None:
     big = {"replicas": 2, "gpusPerReplica": 4, "backend": "megatron"}
-    manifest = a_base_model(sessions.namespace, modelName="Big/Model", trainer=big)
-    manifest["metadata"]["name"] = "big"
-    sessions.cluster.apply(manifest)
+    sessions.cluster.apply(
+        a_base_model(sessions.namespace, "big", modelName="Big/Model", trainer=big)
+    )
     sessions.make_ready("first")
 
     sessions.make("second", baseModel="Big/Model")
-    wait_until(lambda: sessions.reason("second") == "Unschedulable", "busy", SOON_SECONDS)
+    sessions.wait_for_reason("second", "Unschedulable")
 
-    stalled = [c for c in sessions.status("second")["conditions"] if c["type"] == "Stalled"]
-    assert stalled[0]["status"] == "False"
+    assert sessions.condition("second", "Stalled")["status"] == "False"
     kwok.add("operator-1", gpus=8)
     sessions.wait_for("second", "condition=Ready")
     kwok.remove("operator-1")
+
+
+def test_a_secret_of_somebody_else_is_neither_used_nor_taken(sessions: Sessions) -> None:
+    where = ("-n", sessions.namespace)
+    sessions.cluster.kubectl("create", "secret", "generic", "one-token", *where)
+
+    sessions.make("one")
+    sessions.wait_for_reason("one", "ApplyFailed")
+
+    assert "one-token" in sessions.condition("one", "Ready")["message"]
+    sessions.cluster.kubectl("delete", "secret", "one-token", *where)
+    sessions.wait_for("one", "condition=Ready")
 
 
 def test_a_restarted_operator_changes_nothing(

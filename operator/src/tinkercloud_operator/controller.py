@@ -106,7 +106,6 @@ class Controller:
             self.queue.add(name)
         for name in self.watched.base_models:
             self._offers.add(name)
-        self._count_sessions()
         self._is_complete.set()
 
     async def work(self) -> None:
@@ -147,6 +146,7 @@ class Controller:
                 self._offers.done(name)
 
     async def _write_offer(self, name: str) -> None:
+        self._count_sessions()
         base_model = self.watched.base_models.get(name)
         if base_model is None:
             return
@@ -194,8 +194,10 @@ class Controller:
         if uid == observed.uid and moment - seen_at < self._settings.resync_seconds:
             return True
         try:
-            await self._cluster.get(ObjectRef("Secret", Names(observed.name).token_secret))
+            secret = await self._cluster.get(_secret_of(observed))
         except NotThere:
+            return False
+        if not _is_owned(secret, observed):
             return False
         self._secrets[observed.name] = (observed.uid, moment)
         return True
@@ -260,7 +262,12 @@ class Controller:
         try:
             await self._cluster.create({**action.manifest, "data": data})
         except Conflict:
-            log.info("the Secret was there already", session=observed.name)
+            if not _is_owned(await self._cluster.get(_secret_of(observed)), observed):
+                raise Refused(
+                    f"Secret {action.manifest['metadata']['name']} is not this session's: it"
+                    " belongs to an earlier one of this name that is still going, or to somebody"
+                    " else; it is tried again"
+                ) from None
         moment = asyncio.get_running_loop().time()
         self._secrets[observed.name] = (observed.uid, moment)
 
@@ -322,6 +329,15 @@ class Controller:
         for status in statuses:
             metrics.SESSIONS.labels(status.get("phase", "Pending")).inc()
         metrics.SESSION_GPUS.set(sum(status.get("gpus", 0) for status in statuses))
+
+
+def _secret_of(observed: Observed) -> ObjectRef:
+    return ObjectRef("Secret", Names(observed.name).token_secret)
+
+
+def _is_owned(manifest: Manifest, observed: Observed) -> bool:
+    owners = manifest["metadata"].get("ownerReferences", [])
+    return any(owner["uid"] == observed.uid for owner in owners)
 
 
 def _became_ready(observed: Observed, status: TrainingSessionStatus) -> bool:
