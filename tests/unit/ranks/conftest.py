@@ -14,7 +14,8 @@ from tinkercloud_worker.actors.group import GroupShape, connect
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     # Ranks are processes of their own, which know nothing of pytest's paths.
-    os.environ["PYTHONPATH"] = str(Path(tinkercloud_testing.__path__[0]).parent)
+    folders = [str(Path(tinkercloud_testing.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     connect(GroupShape(ranks=4))
     yield
     ray.shutdown()

@@ -85,7 +85,7 @@ class BaseModel:
         names = {module: name for name, module in model.named_modules()}
         self._head_name = names[head]
         self._trunk_name = names[self._trunk]
-        self.targets = _find_targets(model, self._trunk_name, self._head_name)
+        self.targets = find_targets(model, self._trunk_name, self._head_name)
         for target in self.targets:
             if target.group != "unembed":
                 module = model.get_submodule(target.name)
@@ -295,7 +295,17 @@ def _low_rank(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> Tenso
     return y + ((x.float() @ a.T) @ b.T * scale).to(y.dtype)
 
 
-def _find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
+def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
+    """Return the weights of a model that can be adapted, in the order of its modules.
+
+    Args:
+        model: any Hugging Face causal LM, also one without weights.
+        trunk_name: of the module that holds its layers.
+        head_name: of its output embedding.
+
+    Raises:
+        UnsupportedModelError: the output embedding is not linear.
+    """
     targets = []
     for name, module in model.named_modules():
         shape = _linear_shape(module)

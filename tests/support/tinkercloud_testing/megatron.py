@@ -1,0 +1,21 @@
+"""Megatron trainers of tiny models, to be built at ranks."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_worker.megatron_trainer.model import Parallelism, load
+from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
+
+
+def megatron_trainer(path: str, tensor: int, pipeline: int) -> MegatronTrainer:
+    """Return a rank's part of a trainer of the model in a folder, in float32."""
+    base = load(path, torch.float32, Parallelism(tensor, pipeline))
+    return MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS)
+
+
+def megatron_factory(path: str, tensor: int, pipeline: int) -> Callable[[], MegatronTrainer]:
+    """Return what builds a rank's part of a trainer."""
+    return partial(megatron_trainer, path, tensor, pipeline)

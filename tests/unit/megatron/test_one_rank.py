@@ -1,0 +1,179 @@
+"""The megatron trainer at one rank, in this process, against the torch trainer.
+
+The torch trainer is compared with Hugging Face and PEFT in `unit/training`. Tolerances: logprobs
+1e-5, LoRA gradients 1e-4 relative, parameters after ten steps 1e-5.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_worker.base_model import BaseModel, UnsupportedModelError
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+pytest.importorskip("megatron.core", reason="needs megatron-core and mbridge")
+pytest.importorskip("mbridge", reason="needs megatron-core and mbridge")
+
+from megatron.core import parallel_state
+
+from tinkercloud_testing.megatron import megatron_trainer
+
+pytestmark = [
+    pytest.mark.slow,
+    # megatron-core warns of its own defaults.
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+
+LENGTHS = [5, 17, 3, 11]
+LORA = LoraConfig(rank=4, seed=1)
+ADAM = AdamParams(learning_rate=1e-2)
+MODELS = {
+    "llama": tiny_llama,
+    "tied llama": lambda: tiny_llama(tied=True),
+    "qwen3": tiny_qwen3,
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = LORA):
+    """Return both trainers with the same adapter, whose B has moved off zero."""
+    torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
+    torch_trainer.add_model("m", lora)
+    run(torch_trainer, random_data([6, 9], seed=9))
+    torch_trainer.optim_step("m", AdamParams(learning_rate=5e-2))
+    megatron = megatron_trainer(str(save(make(), folder)), 1, 1)
+    megatron.add_model("m", lora)
+    megatron.import_state("m", torch_trainer.export_state("m"))
+    return megatron, torch_trainer
+
+
+def run(trainer, data, loss_fn="cross_entropy", config=None):
+    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
+    return trainer.forward_backward("m", batch, lambda: None)
+
+
+def assert_close(ours, theirs, rtol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).norm() / expected.norm()
+        assert error <= rtol, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(
+    alone, tmp_path, name
+) -> None:
+    megatron, torch_trainer = pair(MODELS[name], tmp_path)
+    data = random_data(LENGTHS)
+
+    got, expected = run(megatron, data), run(torch_trainer, data)
+
+    assert [len(logprobs) for logprobs in got.logprobs] == LENGTHS
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+    assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
+    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+
+
+def test_logprobs_equal_huggingfaces_with_a_fresh_adapter(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
+    megatron.add_model("m", LORA)
+    base = tiny_qwen3().eval()
+    data = random_data(LENGTHS)
+
+    batch = prepare(a_request(data), megatron.limits)
+    output = megatron.forward("m", batch, lambda: None)
+
+    for got, datum in zip(output.logprobs, data, strict=True):
+        logits = base(torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
+        targets = torch.tensor(datum.inputs["target_tokens"])[:, None]
+        expected = torch.log_softmax(logits.detach(), -1).gather(1, targets)[:, 0]
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert megatron.export_gradient("m") is None
+
+
+@pytest.mark.parametrize("switch", ["train_attn", "train_mlp", "train_unembed"])
+def test_adapters_of_some_layers_have_the_torch_trainers_gradients(alone, tmp_path, switch) -> None:
+    off = {"train_attn": False, "train_mlp": False, "train_unembed": False}
+    megatron, torch_trainer = pair(
+        tiny_llama, tmp_path, LoraConfig(rank=4, seed=1, **{**off, switch: True})
+    )
+    data = random_data(LENGTHS)
+
+    for trainer in (megatron, torch_trainer):
+        run(trainer, data)
+
+    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+
+
+def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(alone, tmp_path) -> None:
+    megatron, torch_trainer = pair(tiny_llama, tmp_path)
+    data = random_data(LENGTHS, policy=True)
+    for datum in data:
+        datum.inputs["sequence_ratio_mask"] = np.ones(len(datum.tokens), np.float32)
+    bounds = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+
+    for trainer in (megatron, torch_trainer):
+        run(trainer, data, "gspo", bounds)
+
+    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+
+
+def test_ten_steps_equal_the_torch_trainers(alone, tmp_path) -> None:
+    megatron, torch_trainer = pair(tiny_qwen3, tmp_path)
+
+    losses = []
+    for trainer in (megatron, torch_trainer):
+        losses.append([])
+        for seed in range(10):
+            output = run(trainer, random_data(LENGTHS, seed=seed))
+            trainer.optim_step("m", ADAM)
+            losses[-1].append(output.metrics["loss:sum"])
+
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=1e-3)
+
+
+def test_adapters_of_one_base_stay_apart_bit_for_bit(alone, tmp_path) -> None:
+    megatron, _ = pair(tiny_llama, tmp_path)
+    data = random_data(LENGTHS)
+    megatron.add_model("other", LORA)
+    before = megatron.snapshot("other").tensors
+
+    run(megatron, data)
+    megatron.optim_step("m", ADAM)
+
+    assert megatron.export_gradient("other") is None
+    after = megatron.snapshot("other").tensors
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+def test_full_fine_tuning_is_refused(alone, tmp_path) -> None:
+    megatron, _ = pair(tiny_llama, tmp_path)
+
+    with pytest.raises(InvalidRequest, match="adapters only"):
+        megatron.add_model("full", None)
+
+
+def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*backend torch"):
+        megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)

@@ -1,0 +1,127 @@
+"""The megatron trainer divided over ranks against the torch trainer in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3
+from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+pytest.importorskip("megatron.core", reason="needs megatron-core and mbridge")
+pytest.importorskip("mbridge", reason="needs megatron-core and mbridge")
+
+from tinkercloud_testing.megatron import megatron_factory
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+
+LENGTHS = [5, 17, 3, 11, 8]
+LORA = LoraConfig(rank=4, seed=1)
+ADAM = AdamParams(learning_rate=1e-2)
+MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
+SHAPES = {
+    "tp2": ("llama", 2, 1, 2),
+    "tp2 qwen3": ("qwen3", 2, 1, 2),
+    "pp2": ("llama", 1, 2, 2),
+    "pp2 qwen3": ("qwen3", 1, 2, 2),
+    "dp2": ("llama", 1, 1, 2),
+    "tp2 pp2": ("llama", 2, 2, 4),
+}
+"""Model, tensor and pipeline parallelism, ranks."""
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
+    name, tensor, pipeline, ranks = SHAPES[request.param]
+    folder: Path = save(MODELS[name](), tmp_path_factory.mktemp("model"))
+    factory = megatron_factory(str(folder), tensor, pipeline)
+    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
+    yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
+    ranked.close()
+
+
+def run(trainer, data):
+    batch = prepare(a_request(data), trainer.limits)
+    return trainer.forward_backward("m", batch, lambda: None)
+
+
+def assert_close(ours, theirs, rtol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).norm() / expected.norm()
+        assert error <= rtol, f"{name}: relative error {error:.2e}"
+
+
+def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:
+    ranked, single = trainers
+    data = random_data(LENGTHS)
+    single.add_model("m", LORA)
+    run(single, random_data([6, 9], seed=9))
+    single.optim_step("m", AdamParams(learning_rate=5e-2))
+    ranked.add_model("m", LORA)
+    ranked.import_state("m", single.export_state("m"))
+
+    got, expected = run(ranked, data), run(single, data)
+
+    assert [len(logprobs) for logprobs in got.logprobs] == LENGTHS
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+    assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
+    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
+
+
+def test_adapters_begin_alike_ten_steps_go_alike_and_the_copies_stay_equal(trainers) -> None:
+    ranked, single = trainers
+    losses = []
+    for trainer in (ranked, single):
+        trainer.add_model("m", LORA)
+        losses.append([])
+        for seed in range(10):
+            output = run(trainer, random_data([*LENGTHS, 1 + seed], seed=seed))
+            trainer.optim_step("m", ADAM)
+            losses[-1].append(output.metrics["loss:sum"])
+
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    copies = ranked._group.call_each("snapshot", [("m",)] * ranked._group.shape.ranks)
+    for copy in copies[1:]:
+        assert_close(copy.tensors, copies[0].tensors, rtol=0)
+
+
+def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers) -> None:
+    ranked, single = trainers
+    ranked.add_model("m", LORA)
+    run(ranked, random_data(LENGTHS))
+    ranked.optim_step("m", ADAM)
+    run(ranked, random_data(LENGTHS, seed=2))
+    single.add_model("m", LORA)
+    single.import_state("m", ranked.export_state("m"))
+    single.import_gradient("m", ranked.export_gradient("m"))
+
+    norms = [trainer.optim_step("m", ADAM) for trainer in (ranked, single)]
+
+    assert norms[0] == pytest.approx(norms[1])
+    assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
+
+
+def test_one_example_leaves_other_replicas_without_work(trainers) -> None:
+    ranked, single = trainers
+    for trainer in trainers:
+        trainer.add_model("m", LORA)
+
+    got, expected = run(ranked, random_data([9])), run(single, random_data([9]))
+
+    np.testing.assert_allclose(got.logprobs[0], expected.logprobs[0], atol=1e-5)
+    assert ranked.optim_step("m", ADAM) == pytest.approx(single.optim_step("m", ADAM), rel=1e-4)

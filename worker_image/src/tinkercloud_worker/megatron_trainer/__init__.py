@@ -1,0 +1,1 @@
+"""Trains adapters with megatron-core. No other part of the worker imports megatron or mbridge."""

@@ -1,0 +1,133 @@
+"""LoRA behind megatron-core's parallel linear layers.
+
+Adapters have Hugging Face's names and shapes, whole at every rank: a layer that holds a slice of a
+weight uses the same slice of the adapter, as views. So queries, keys and values, which megatron
+computes as one, have an adapter each, and what is exported needs no conversion.
+
+A rank's gradient of an adapter is its part of a sum over all ranks. What ranks of a tensor-parallel
+group compute alike (A before a layer divided by its outputs, B behind one divided by its inputs)
+counts at the first of them only; see `count_once`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from tinkercloud_worker.lora import Target
+
+Merge = Callable[[Sequence[Tensor]], Tensor]
+"""From the outputs of the layers that megatron computes as one to the output of that one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Active:
+    """The adapter a pass runs with."""
+
+    tensors: Mapping[str, Tensor]
+    scale: float
+
+
+class AdaptedLinears:
+    """The linear layers of a rank's part of the model, with hooks that add an adapter's terms."""
+
+    def __init__(self) -> None:
+        self.active: Active | None = None
+        """Of the pass that runs; None adds nothing."""
+        self._counted_alike: set[str] = set()
+
+    def attach(self, linear: nn.Module, targets: Sequence[Target], merge: Merge) -> None:
+        """Adapt a layer.
+
+        Args:
+            linear: a Column- or RowParallelLinear.
+            targets: the Hugging Face layers it computes.
+            merge: how their outputs are arranged in its own.
+        """
+        if isinstance(linear, ColumnParallelLinear):
+            self._counted_alike.update(target.a_name for target in targets)
+            linear.register_forward_hook(partial(self._add_columns, targets, merge))
+        else:
+            (target,) = targets
+            self._counted_alike.add(target.b_name)
+            linear.register_forward_hook(partial(self._add_rows, target))
+
+    def count_once(self, tensors: Mapping[str, Tensor]) -> None:
+        """Drop the gradients that the first rank of the tensor-parallel group has just the same."""
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            return
+        for name in self._counted_alike & tensors.keys():
+            gradient = tensors[name].grad
+            if gradient is not None:
+                gradient.zero_()
+
+    def _add_columns(
+        self,
+        targets: Sequence[Target],
+        merge: Merge,
+        _module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None] | None:
+        active = self.active
+        if active is None or not any(t.a_name in active.tensors for t in targets):
+            return None
+        x = inputs[0].float()
+        terms = [_column_term(x, target, active) for target in targets]
+        y, bias = output
+        return y + merge(terms).to(y.dtype), bias
+
+    def _add_rows(
+        self,
+        target: Target,
+        _module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None] | None:
+        active = self.active
+        if active is None or target.a_name not in active.tensors:
+            return None
+        a, b = _slice(active.tensors[target.a_name], 1), active.tensors[target.b_name]
+        low = reduce_from_tensor_model_parallel_region(inputs[0].float() @ a.T)
+        y, bias = output
+        return y + (low @ b.T * active.scale).to(y.dtype), bias
+
+
+def _column_term(x: Tensor, target: Target, active: Active) -> Tensor:
+    if target.a_name not in active.tensors:
+        size = target.out_features // parallel_state.get_tensor_model_parallel_world_size()
+        return x.new_zeros(*x.shape[:-1], size)
+    a, b = active.tensors[target.a_name], _slice(active.tensors[target.b_name], 0)
+    low = copy_to_tensor_model_parallel_region(x @ a.T)
+    return low @ b.T * active.scale
+
+
+def _slice(tensor: Tensor, dim: int) -> Tensor:
+    """Return this rank's part of an adapter's tensor."""
+    parts = tensor.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim)
+    return parts[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def concatenated(terms: Sequence[Tensor]) -> Tensor:
+    """Arrange outputs one after another: the gate and the up projection, or a single layer."""
+    return torch.cat(list(terms), dim=-1)
+
+
+def interleaved(config: TransformerConfig) -> Merge:
+    """Return the arrangement of queries, keys and values: group by group."""
+    head = config.kv_channels
+
+    def merge(terms: Sequence[Tensor]) -> Tensor:
+        groups = terms[1].shape[-1] // head
+        return torch.cat([t.unflatten(-1, (groups, -1)) for t in terms], dim=-1).flatten(-2)
+
+    return merge

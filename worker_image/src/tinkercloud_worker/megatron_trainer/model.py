@@ -1,0 +1,177 @@
+"""A Hugging Face model as a megatron-core one: built from its configuration, weights loaded.
+
+mbridge knows the families; what it takes for granted and is not always so is checked here first.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mbridge import AutoBridge
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PretrainedConfig
+
+from tinkercloud_worker.base_model import UnsupportedModelError, find_targets
+from tinkercloud_worker.lora import Target
+from tinkercloud_worker.megatron_trainer import cpu
+from tinkercloud_worker.megatron_trainer.adapters import (
+    AdaptedLinears,
+    Merge,
+    concatenated,
+    interleaved,
+)
+
+_SETTINGS = {
+    "sequence_parallel": False,
+    "variable_seq_lengths": True,
+    # Losses are sums: nothing is divided by a number of tokens or of micro-batches.
+    "calculate_per_token_loss": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "perform_initialization": False,
+}
+_NORMS_OF_LOCAL_LAYERS = {
+    "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
+    "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+}
+"""Transformer Engine's layers hold their norms; megatron-core's own have them beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How many ranks a weight, and the layers, are divided over. The rest is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronModel:
+    """A rank's part of the frozen base, and what can be adapted in the whole."""
+
+    module: GPTModel
+    linears: AdaptedLinears
+    targets: Sequence[Target]
+    hf_config: PretrainedConfig
+
+
+def device_context() -> contextlib.AbstractContextManager[None]:
+    """Return what everything that megatron-core computes must run in."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else cpu.on_cpu()
+
+
+def load(path: str, dtype: torch.dtype, parallelism: Parallelism) -> MegatronModel:
+    """Build this rank's part of a model and load its weights; all ranks call it together.
+
+    Args:
+        path: a folder in Hugging Face layout.
+        dtype: of the base weights.
+        parallelism: `torch.distributed` must be initialised, with a multiple of its ranks.
+
+    Raises:
+        UnsupportedModelError: this family, or how the model is configured, is not supported, or it
+            can't be divided as asked.
+    """
+    config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    _check(config, parallelism)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallelism.tensor,
+        pipeline_model_parallel_size=parallelism.pipeline,
+    )
+    with device_context():
+        _seed()
+        bridge = _bridge(config, dtype)
+        module = bridge._model_provider([])(
+            parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        )
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if torch.cuda.is_available():
+            module.cuda()
+        with torch.no_grad():
+            bridge.load_weights([module], path)
+        module.requires_grad_(requires_grad=False)
+    with torch.device("meta"):
+        targets = find_targets(AutoModelForCausalLM.from_config(config), "model", "lm_head")
+    return MegatronModel(module, _adapt(bridge, module, targets), targets, config)
+
+
+def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
+    if config.model_type not in {"llama", "qwen2", "qwen3"}:
+        raise UnsupportedModelError(
+            f"the megatron trainer does not know the family {config.model_type!r}: it takes llama,"
+            " qwen2 and qwen3; use backend torch"
+        )
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope != "default":
+        raise UnsupportedModelError(
+            f"the megatron trainer does not compute rotary positions of type {rope!r}; use backend"
+            " torch"
+        )
+    for name, size in {
+        "vocab_size": config.vocab_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+    }.items():
+        if size % parallelism.tensor:
+            raise UnsupportedModelError(
+                f"tensor parallelism {parallelism.tensor} does not divide {name} {size}"
+            )
+    if config.num_hidden_layers % parallelism.pipeline:
+        raise UnsupportedModelError(
+            f"pipeline parallelism {parallelism.pipeline} does not divide num_hidden_layers"
+            f" {config.num_hidden_layers}"
+        )
+
+
+def _seed() -> None:
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    else:
+        cpu.seed()
+
+
+def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge has no types
+    bridge = AutoBridge.from_config(config, dtype=dtype)
+    tied = getattr(config, "tie_word_embeddings", False)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    # The maps are the class's, and some bridges write into them: this one gets its own.
+    bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": head}
+    # mbridge reads the rotary settings where Hugging Face no longer keeps them.
+    bridge._get_gptmodel_args = lambda: {
+        "vocab_size": config.vocab_size,
+        "max_sequence_length": config.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": config.rope_parameters["rope_theta"],
+    }
+    if torch.cuda.is_available():
+        bridge.set_extra_args(**_SETTINGS)
+        return bridge
+    bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS_OF_LOCAL_LAYERS
+    bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS_OF_LOCAL_LAYERS
+    bridge.set_extra_args(**_SETTINGS, **cpu.SETTINGS)
+    bridge.has_vp_stage = True
+    bridge._get_transformer_layer_spec = lambda _stage=None: cpu.layer_spec(bridge.config)
+    return bridge
+
+
+def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedLinears:  # noqa: ANN401 - as above
+    by_name = {target.name: target for target in targets}
+    linears = AdaptedLinears()
+    merges: dict[str, Merge] = {"linear_qkv": interleaved(module.config)}
+    names = bridge._weight_name_mapping_mcore_local_to_global(module)
+    for name, submodule in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last in {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}:
+            weights = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])
+            adapted = [by_name[weight.removesuffix(".weight")] for weight in weights]
+            linears.attach(submodule, adapted, merges.get(last, concatenated))
+    if module.post_process:
+        head = next(target for target in targets if target.group == "unembed")
+        linears.attach(module.output_layer, [head], concatenated)
+    return linears

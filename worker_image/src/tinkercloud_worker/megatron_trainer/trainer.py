@@ -1,0 +1,135 @@
+"""A rank's part of the megatron trainer: LoRA adapters over a base divided over ranks.
+
+Passes are megatron-core's own schedules over padded micro-batches. Every rank holds the adapters
+whole and the gradient of its part (`adapters`), so that steps, states and names are those of any
+replicated model.
+
+Shape legend: B examples, T positions, R positions of a micro-batch that belong to an example,
+V this rank's part of the vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker import lora, losses
+from tinkercloud_worker.adam import TrainedModel, new_adapter
+from tinkercloud_worker.collate import MicroBatch, PassOutput, collate_all
+from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.engine.ranks import Membership
+from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.losses import Loss
+from tinkercloud_worker.megatron_trainer.adapters import Active
+from tinkercloud_worker.megatron_trainer.model import MegatronModel, device_context
+from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
+from tinkercloud_worker.replicas import ReplicatedTrainer
+
+
+class MegatronTrainer(ReplicatedTrainer):
+    """See `engine.ranks.RankTrainer`. With one rank it is a whole `Trainer`."""
+
+    def __init__(
+        self, base: MegatronModel, *, max_batch_tokens: int, max_context_length: int | None = None
+    ) -> None:
+        config: Any = base.hf_config
+        longest = min(max_context_length or 1 << 62, config.max_position_embeddings)
+        super().__init__(TokenLimits(config.vocab_size, longest))
+        self._base = base
+        self._max_batch_tokens = max_batch_tokens
+
+    def membership(self) -> Membership:
+        """See `RankTrainer.membership`."""
+        return Membership(
+            self.limits,
+            replica=parallel_state.get_data_parallel_rank(),
+            answers=parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0,
+        )
+
+    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+        """See `Trainer.forward`."""
+        output = self._pass(model_id, batch, "forward")
+        between()
+        return output
+
+    def forward_backward(
+        self, model_id: str, batch: Batch, between: Callable[[], None]
+    ) -> LossOutput:
+        """See `Trainer.forward_backward`."""
+        output = self._pass(model_id, batch, "forward_backward")
+        self._base.linears.count_once(self._models[model_id].trainable.tensors)
+        between()
+        return output
+
+    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
+        if lora_config is None:
+            raise InvalidRequest(
+                "lora_config: the megatron trainer trains adapters only; give a rank, or use a base"
+                " model that is served by the torch trainer"
+            )
+        return new_adapter(self._base.targets, lora_config)
+
+    def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
+        model = self._models[model_id]
+        output = PassOutput(len(batch.examples))
+        micro_batches = collate_all(batch, self._max_batch_tokens)
+        if micro_batches:
+            self._base.linears.active = _active(model)
+            try:
+                self._schedule(micro_batches, losses.find(batch.loss_fn), output, kind)
+            finally:
+                self._base.linears.active = None
+        return output.finish(batch)
+
+    def _schedule(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, output: PassOutput, kind: str
+    ) -> None:
+        def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
+            micro_batch = next(batches)
+            ids_BT = micro_batch.ids_BT
+            positions_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+            result = module(ids_BT, positions_BT, None)
+            return result, partial(_loss, micro_batch, loss, output)
+
+        with device_context():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(micro_batches),
+                model=self._base.module,
+                num_microbatches=len(micro_batches),
+                # Shapes differ between micro-batches, and travel with them.
+                seq_length=micro_batches[0].ids_BT.shape[1],
+                micro_batch_size=micro_batches[0].ids_BT.shape[0],
+                forward_only=kind == "forward",
+            )
+
+
+def _loss(
+    micro_batch: MicroBatch, loss: Loss, output: PassOutput, logits_BTV: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Take the results of a micro-batch, and return what its backward pass begins from.
+
+    Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
+    gradient, which is all that counts of it.
+    """
+    lp_RK = logprobs(
+        logits_BTV[micro_batch.valid_BT].float(),
+        micro_batch.targets_RK,
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+    loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
+    output.add(micro_batch, lp_RK.detach(), float(loss_sum))
+    return (lp_RK * derivative_RK).sum(), torch.tensor(0, dtype=torch.int), {}
+
+
+def _active(model: TrainedModel) -> Active:
+    assert model.lora is not None  # noqa: S101 - `_new_model` makes no others
+    return Active(model.trainable.tensors, lora.scale(model.lora.rank))
