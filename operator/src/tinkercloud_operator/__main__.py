@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import aiohttp
 import structlog
@@ -21,6 +22,8 @@ from tinkercloud_operator.settings import Settings, load_settings
 log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
+_GATHER_SECONDS = 2.0
+"""Watches often begin anew together: for how long others are waited for before all is listed."""
 
 
 async def run(settings: Settings) -> None:
@@ -120,6 +123,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
     """List everything now and then; the first list says whether KubeRay is there."""
     had_kuberay: bool | None = None
     while True:
+        controller.needs_resync.clear()
         try:
             await controller.resync()
         except ClusterError as error:
@@ -130,7 +134,10 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
             stop.set()
             return
         had_kuberay = controller.has_kuberay
-        await asyncio.sleep(settings.resync_seconds if had_kuberay else 10.0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.resync_seconds if had_kuberay else 10.0):
+                await controller.needs_resync.wait()
+                await asyncio.sleep(_GATHER_SECONDS)
 
 
 def main() -> None:

@@ -61,6 +61,10 @@ class Controller:
         self._offers = WorkQueue()
         """BaseModels whose status may have changed."""
         self.has_kuberay = True
+        self.needs_resync = asyncio.Event()
+        """Set when something may have gone without a word; whoever lists everything clears it."""
+        self._heard: set[str] = set()
+        """Kinds whose watches have told more than what was there when they began."""
         self._is_complete = asyncio.Event()
         """Whether everything has been listed once: half of a picture must not be acted on."""
         self._cluster = cluster
@@ -72,8 +76,19 @@ class Controller:
         """Session to its uid, and when its Secret was last seen."""
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
 
+    def hear(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
+        """Take note of a watch event; it has no type if it is of the list that a watch begins with.
+
+        A watch that begins anew tells what is there, but not what has gone meanwhile.
+        """
+        if event_type is not None:
+            self._heard.add(kind)
+        elif kind in self._heard:
+            self.needs_resync.set()
+        self.note(kind, manifest, is_gone=event_type == "DELETED")
+
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool) -> None:
-        """Take note of a watch event."""
+        """Take note of how an object is, or was when it went."""
         name = manifest["metadata"]["name"]
         for session in self.watched.note(kind, manifest, is_gone=is_gone):
             self.queue.add(session)

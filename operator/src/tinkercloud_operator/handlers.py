@@ -99,7 +99,7 @@ def _register(
 ) -> None:
     @kopf.on.event(*resource, id=f"note-{kind.lower()}", registry=registry)
     async def note(event: kopf.RawEvent, **_: object) -> None:
-        controller.note(kind, event["object"], is_gone=event["type"] == "DELETED")
+        controller.hear(kind, event["type"], event["object"])
 
 
 def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
