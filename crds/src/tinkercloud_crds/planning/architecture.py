@@ -45,10 +45,14 @@ class Layer:
     """Everything that LoRA can adapt."""
     others: int
     """Parameters that every rank holds whole and no adapter touches: norms, biases, routers."""
+    norms: int
+    """Norms of the hidden state."""
     attention_width: int
-    """Numbers per token that attention reads and writes: queries, keys, values, output."""
+    """Numbers per token that the backward pass of attention needs: queries, keys, values, output,
+    and twice what is normalized inside it, since norms are computed in float32."""
     mlp_width: int
-    """Numbers per token inside the MLP, of all experts it is sent to: gate, up, their product."""
+    """Numbers per token that the backward pass of the MLP needs, of all experts it is sent to:
+    gate before and after its activation, up, their product."""
     copies: int
     """How often a token is sent to experts; 0 in a dense layer."""
 
@@ -208,7 +212,7 @@ def _grouped(
             Matrix(q, hidden, "row"),
         ),
         others=sum(sizes[name] for name in biased) + (2 * width if has_norms else 0),
-        width=2 * q + 2 * kv,
+        width=(4 if has_norms else 2) * (q + kv),
         heads=heads,
         kv_heads=kv_heads,
         cached=KeyValues(kv_heads, 2 * width),
@@ -235,7 +239,7 @@ def _latent(fields: _Fields) -> _Attention:
             Matrix(heads * value, hidden, "row"),
         ),
         others=q_rank + kv_rank,
-        width=2 * q + 2 * heads * value,
+        width=2 * q + 2 * heads * value + 3 * (q_rank + kv_rank),
         heads=heads,
         kv_heads=heads,
         cached=KeyValues(1, kv_rank + rotary),
@@ -249,7 +253,7 @@ def _gated(hidden: int, width: int) -> _Mlp:
         Matrix(hidden, width, "column"),
         Matrix(width, hidden, "row"),
     )
-    return _Mlp(matrices, others=0, width=3 * width, copies=0)
+    return _Mlp(matrices, others=0, width=4 * width, copies=0)
 
 
 def _mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int = 0) -> _Mlp:
@@ -275,15 +279,16 @@ def _mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int 
             *always,
         ),
         others=hidden * experts,
-        width=3 * width * (chosen + shared),
+        width=4 * width * (chosen + shared),
         copies=chosen,
     )
 
 
-def _layer(attention: _Attention, mlp: _Mlp, norms: int) -> Layer:
+def _layer(attention: _Attention, mlp: _Mlp, norms: int, hidden: int) -> Layer:
     return Layer(
         matrices=attention.matrices + mlp.matrices,
-        others=attention.others + mlp.others + norms,
+        others=attention.others + mlp.others + norms * hidden,
+        norms=norms,
         attention_width=attention.width,
         mlp_width=mlp.width,
         copies=mlp.copies,
@@ -316,7 +321,7 @@ def _assembled(
         raise UnknownArchitecture(
             f"first_k_dense_replace: {dense_layers} leaves none of the {layers} layers a mixture"
         )
-    leading = (_layer(attention, dense, norms * hidden),) * dense_layers if dense else ()
+    leading = (_layer(attention, dense, norms, hidden),) * dense_layers if dense else ()
     return Architecture(
         model_type=str(fields.config["model_type"]),
         hidden_size=hidden,
@@ -327,7 +332,7 @@ def _assembled(
         max_context_length=fields.size("max_position_embeddings"),
         tied=fields.flag("tie_word_embeddings", default=tied),
         leading=leading,
-        repeated=_layer(attention, mlp, norms * hidden),
+        repeated=_layer(attention, mlp, norms, hidden),
         repeats=layers - len(leading),
     )
 

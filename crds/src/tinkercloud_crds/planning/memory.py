@@ -166,8 +166,8 @@ def sampling(
     layout = Layout(tensor=tensor)
     [stage] = _stages(architecture, layout, lora_rank)
     adapters = _ADAPTER_SLOTS * stage.trained * _WEIGHT_BYTES // _TRAINED_BYTES if lora_rank else 0
-    forward = max(_forward_width(architecture, layer, layout) for layer in _kinds(architecture))
-    activations = int(_PREFILL_TOKENS * forward * _WEIGHT_BYTES)
+    reading = max(layer_values(architecture, kind, layout, 0) for kind in _kinds(architecture))
+    activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
     taken = stage.weights + adapters + activations + logits + neighbour + reserve
     return GpuMemory(
@@ -239,23 +239,29 @@ def _activations_per_token(
     """Return the bytes of activations that a token of a micro-batch takes on one GPU."""
     hidden = architecture.hidden_size * _WEIGHT_BYTES
     kept = in_flight * sum(count for _, count in runs) * hidden / layout.tensor
-    working = max(
-        # Values and gradients.
-        2 * _WEIGHT_BYTES * _forward_width(architecture, layer, layout)
-        + _LOW_RANK_BYTES * lora_rank * len(layer.matrices)
-        for layer, _ in runs
-    )
-    final = 2 * hidden if unembeds else 0
+    # Every value of the layer that is computed again has a gradient at some time.
+    working = 2 * max(layer_values(architecture, layer, layout, lora_rank) for layer, _ in runs)
+    # Hidden state and its gradient, and the final norm in float32.
+    final = 4 * hidden if unembeds else 0
     return (kept + working + final) / layout.context
 
 
-def _forward_width(architecture: Architecture, layer: Layer, layout: Layout) -> float:
-    """Return the numbers that a token passes through inside a layer, on one rank."""
+def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_rank: int) -> float:
+    """Return the bytes per token that a layer's backward pass needs of its forward pass.
+
+    Args:
+        architecture: the model.
+        layer: one of its layers.
+        layout: how it is split; the sequence is taken as whole.
+        lora_rank: of the adapter; 0 for none.
+    """
     hidden = architecture.hidden_size
-    gathered, split = 2 * hidden, 6 * hidden
+    # A norm keeps its input in float32 and its output; what enters a matrix is gathered.
+    gathered, split = 2 * hidden, (3 * layer.norms - 2) * hidden
     sent = layer.mlp_width / layout.tensor + 2 * hidden * layer.copies
     busiest = _IMBALANCE if layout.expert > 1 else 1.0
-    return gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
+    width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
+    return _WEIGHT_BYTES * width + _LOW_RANK_BYTES * lora_rank * len(layer.matrices)
 
 
 def _kinds(architecture: Architecture) -> list[Layer]:
