@@ -1,0 +1,276 @@
+"""What is true of every plan, for public models on many kinds and numbers of GPUs."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import celpy
+import pytest
+from celpy.adapter import json_to_cel
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.planning.architecture import Architecture, read
+from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
+from tinkercloud_crds.planning.layouts import layouts
+from tinkercloud_crds.planning.memory import training
+from tinkercloud_crds.planning.offer import Plan, plan
+from tinkercloud_crds.planning.planner import Demand, divide, micro_batch_tokens
+from tinkercloud_crds.planning.refusal import DoesNotFit, fewest_gpus
+from tinkercloud_crds.structural import structural_schema
+
+MODELS: dict[str, Architecture] = {
+    name: read(model["config"])
+    for name, model in json.loads(
+        (Path(__file__).parent / "public_models.json").read_text()
+    ).items()
+}
+COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64)
+REST_OF_THE_SPEC = {
+    "modelName": "acme/model",
+    "source": {"hub": "acme/model"},
+    "head": {"image": "worker:1"},
+}
+
+models = st.sampled_from(sorted(MODELS)).map(MODELS.__getitem__)
+kinds = st.sampled_from(sorted(MEMORY_GIB)).map(gpu)
+fleets = st.builds(Fleet, kinds, st.sampled_from(COUNTS))
+ranks = st.sampled_from([None, 1, 8, 32, 256])
+lengths = st.sampled_from([16, 1000, 2048, 8192])
+demands = st.builds(Demand, models, lengths, ranks)
+often = settings(max_examples=100, deadline=None)
+
+
+def a_plan(demand: Demand, fleet: Fleet) -> Plan:
+    """Return the plan for a demand; the example is given up if there is none."""
+    assume(divide(demand, fleet))
+    return plan(
+        demand.architecture,
+        fleet,
+        sequence_length=demand.sequence_length,
+        lora_rank=demand.lora_rank,
+    )
+
+
+def rules_of(
+    schema: dict[str, Any], *path: str
+) -> Iterator[tuple[tuple[str, ...], celpy.Runner, str]]:
+    """Yield place, program and message of each CEL rule about the creation of a resource."""
+    environment = celpy.Environment()
+    for rule in schema.get("x-kubernetes-validations", []):
+        if "oldSelf" not in rule["rule"]:
+            program = environment.program(environment.compile(rule["rule"]))
+            yield path, program, rule["message"]
+    for name, child in schema.get("properties", {}).items():
+        yield from rules_of(child, *path, name)
+
+
+RULES = list(rules_of(structural_schema(BaseModelSpec)))
+
+
+def broken_rules(spec: dict[str, Any]) -> list[str]:
+    """Return the messages of the CEL rules that a BaseModel's spec breaks."""
+    places = (
+        (reduce(lambda part, name: part.get(name, {}), path, spec), program, message)
+        for path, program, message in RULES
+    )
+    return [
+        message
+        for part, program, message in places
+        if part and not program.evaluate({"self": json_to_cel(part)})
+    ]
+
+
+@often
+@given(demands, fleets)
+def test_trainer_and_sampler_use_all_gpus(demand: Demand, fleet: Fleet) -> None:
+    division = a_plan(demand, fleet).division
+
+    layout, sampler = division.trainer.layout, division.sampler
+    trains = layout.tensor * layout.pipeline * layout.context * layout.data
+    samples = sampler.engines * sampler.tensor
+    together = (fleet.count, fleet.count) if division.colocated else (trains, fleet.count - trains)
+    assert (trains, samples) == together
+
+
+@often
+@given(demands, fleets)
+def test_whatever_is_divided_is_divided_evenly(demand: Demand, fleet: Fleet) -> None:
+    made = a_plan(demand, fleet)
+
+    model, layout = demand.architecture, made.division.trainer.layout
+    assert model.heads % layout.tensor == 0
+    assert model.kv_heads % layout.tensor == 0
+    assert model.layers % layout.pipeline == 0
+    assert max(model.experts, 1) % layout.expert == 0
+    assert layout.context * layout.data % layout.expert == 0
+    assert model.heads % made.division.sampler.tensor == 0
+    assert made.trainer.gpus_per_replica % layout.tensor == 0
+    assert made.trainer.gpus_per_replica <= fleet.per_node
+    assert made.sampler.gpus_per_replica <= fleet.per_node
+
+
+@often
+@given(demands, fleets)
+def test_no_gpu_holds_more_than_it_has(demand: Demand, fleet: Fleet) -> None:
+    division = a_plan(demand, fleet).division
+
+    assert division.trainer.memory.total <= fleet.gpu.memory
+    assert division.sampler.memory.total <= fleet.gpu.memory
+    assert division.trainer.tokens >= demand.sequence_length
+    assert division.sampler.sequences >= 1
+
+
+@often
+@given(demands, fleets)
+def test_a_base_model_accepts_what_was_planned(demand: Demand, fleet: Fleet) -> None:
+    made = a_plan(demand, fleet)
+
+    spec = {**REST_OF_THE_SPEC, **json.loads(json.dumps(made.spec()))}
+
+    accepted = BaseModelSpec.model_validate(spec)
+    assert accepted.trainer == made.trainer
+    assert accepted.sampler == made.sampler
+    assert broken_rules(spec) == []
+
+
+@often
+@given(demands, fleets)
+def test_every_choice_has_a_reason(demand: Demand, fleet: Fleet) -> None:
+    reasons = {reason.choice: reason for reason in a_plan(demand, fleet).reasons}
+
+    assert {"GPUs", "tensor", "pipeline", "context", "data", "sampler"} <= reasons.keys()
+    assert all(reason.why for reason in reasons.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(demands)
+def test_more_memory_never_needs_more_gpus(demand: Demand) -> None:
+    by_memory = sorted((gpu(name) for name in MEMORY_GIB), key=lambda kind: kind.memory)
+
+    needed = [fewest_gpus(demand, Fleet(kind, 1)) or 1 << 20 for kind in by_memory]
+
+    assert needed == sorted(needed, reverse=True)
+
+
+@often
+@given(demands, fleets, st.integers(0, 1 << 37))
+def test_what_fits_some_gpus_fits_as_many_with_more_memory(
+    demand: Demand, fleet: Fleet, added: int
+) -> None:
+    assume(divide(demand, fleet))
+
+    larger = replace(fleet, gpu=replace(fleet.gpu, memory=fleet.gpu.memory + added))
+
+    assert divide(demand, larger)
+
+
+@often
+@given(demands, fleets, st.integers(16, 200_000), st.integers(16, 200_000), st.data())
+def test_a_longer_sequence_never_gets_larger_micro_batches_from_the_same_layout(
+    demand: Demand, fleet: Fleet, one: int, other: int, data: st.DataObject
+) -> None:
+    possible = list(layouts(demand.architecture, fleet.count, min(fleet.count, fleet.per_node)))
+    layout = data.draw(st.sampled_from(possible))
+
+    shorter, longer = (
+        micro_batch_tokens(replace(demand, sequence_length=length), layout, fleet.gpu.memory) or 0
+        for length in sorted((one, other))
+    )
+
+    assert longer <= shorter
+
+
+@often
+@given(demands, fleets)
+def test_what_fits_a_sequence_fits_a_shorter_one(demand: Demand, fleet: Fleet) -> None:
+    assume(divide(demand, fleet))
+
+    assert divide(replace(demand, sequence_length=demand.sequence_length // 2), fleet)
+
+
+@often
+@given(models, fleets, st.sampled_from([1, 8, 64, 256]), st.data())
+def test_lora_never_needs_more_memory_than_a_full_fine_tune(
+    model: Architecture, fleet: Fleet, rank: int, data: st.DataObject
+) -> None:
+    possible = list(layouts(model, fleet.count, min(fleet.count, fleet.per_node)))
+    layout = data.draw(st.sampled_from(possible))
+
+    lora = training(model, layout, tokens=4096, lora_rank=rank)
+    full = training(model, layout, tokens=4096, lora_rank=None)
+
+    assert lora.total <= full.total
+
+
+@settings(max_examples=30, deadline=None)
+@given(demands, fleets)
+def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> None:
+    model, length, rank = demand.architecture, demand.sequence_length, demand.lora_rank
+    assume(not divide(demand, fleet))
+
+    with pytest.raises(DoesNotFit, match="does not fit on") as refused:
+        plan(model, fleet, sequence_length=length, lora_rank=rank)
+
+    remedy = re.search(r"What would fit: (\d+x[\w-]+)", str(refused.value))
+    assume(remedy)
+    assert remedy is not None
+    assert plan(model, parse(remedy[1]), sequence_length=length, lora_rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "message"),
+    [
+        ("trainer", "replicas", 0, "both are 0"),
+        ("trainer", "parallelism", {"tensor": 3, "pipeline": 1, "context": 1}, "must divide"),
+        ("sampler", "replicas", 0, "sglang needs 1 or more"),
+    ],
+)
+def test_the_rules_that_plans_are_checked_against_can_be_broken(
+    part: str, field: str, value: object, message: str
+) -> None:
+    model = MODELS["Qwen/Qwen3-8B"]
+    spec = plan(model, parse("8xH100"), sequence_length=4096, lora_rank=8).spec()
+
+    broken = broken_rules({**spec, part: {**spec[part], field: value}})
+
+    assert message in " ".join(broken)
+
+
+def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match=r"sequence_length: 40961.*16 to 40960"):
+        plan(MODELS["Qwen/Qwen3-8B"], parse("8xH100"), sequence_length=40961, lora_rank=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count", "gib"),
+    [
+        ("8xH100", "H100-80", 8, 79),
+        ("1xa100-40", "A100-40", 1, 39),
+        ("16xB200", "B200-192", 16, 178),
+        ("2x48GiB", "48GiB", 2, 48),
+    ],
+)
+def test_gpus_are_written_as_people_write_them(text: str, name: str, count: int, gib: int) -> None:
+    fleet = parse(text)
+
+    assert (fleet.gpu.name, fleet.count, fleet.gpu.memory) == (name, count, gib << 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("H100", "expected a number, x and a kind"),
+        ("8xA100", "accepted: .*A100-40, A100-80"),
+        ("0xH100", "nodes of 8"),
+        ("12xH100", "multiple of 8"),
+    ],
+)
+def test_gpus_that_are_none_are_refused_with_what_is_accepted(text: str, message: str) -> None:
+    with pytest.raises(UnknownGpus, match=message):
+        parse(text)

@@ -1,0 +1,189 @@
+"""Estimates against what the torch trainer and transformers allocate on this machine.
+
+Nothing here measures a GPU: its kernels keep other activations than these do.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_crds.planning.architecture import Architecture, read
+from tinkercloud_crds.planning.fleet import gpu
+from tinkercloud_crds.planning.memory import (
+    Layout,
+    adapter_parameters,
+    kv_bytes_per_token,
+    layer_values,
+    sampling,
+    training,
+)
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.models import smollm2, tiny_llama, tiny_qwen3
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+PUBLIC_MODELS: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "public_models.json").read_text()
+)
+RANK = 8
+TOKENS = 256
+
+
+def a_smollm2() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32)
+
+
+every_model = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, a_smollm2])
+tiny_models = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the memory behind tensors; what several share counts once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def architecture_of(model: PreTrainedModel) -> Architecture:
+    return read(model.config.to_dict())
+
+
+def trained_bytes(model: PreTrainedModel, config: LoraConfig | None) -> int:
+    """Return what the torch trainer holds of a model that has taken a step."""
+    trainer = TorchTrainer(BaseModel(model, packed=False), max_batch_tokens=64)
+    trainer.add_model("m", config)
+    trainer.optim_step("m", AdamParams())
+    held = trainer._models["m"]
+    moments = [t for t in held.optimizer.state[held.trainable.flat].values() if t.ndim]
+    return bytes_of([held.trainable.flat, held.trainable.gradient, *moments])
+
+
+def saved_bytes(model: torch.nn.Module, trunk: torch.nn.Module, hidden: int) -> int:
+    """Return what a forward pass of so many TOKENS keeps for the backward pass."""
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    inputs = torch.randn(1, TOKENS, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trunk(inputs_embeds=inputs, use_cache=False)
+    return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
+
+
+def shortened(name: str, layers: int) -> dict[str, Any]:
+    """Return the configuration of a public model with few layers and a small vocabulary."""
+    return {**PUBLIC_MODELS[name]["config"], "num_hidden_layers": layers, "vocab_size": 512}
+
+
+def built(config: dict[str, Any]) -> PreTrainedModel:
+    settings = AutoConfig.for_model(**config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    return model.requires_grad_(requires_grad=False).train()
+
+
+def adapted(model: PreTrainedModel) -> PeftModel:
+    config = PeftConfig(r=RANK, target_modules="all-linear")
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+@every_model
+def test_an_adapter_takes_what_is_estimated(make: Any) -> None:
+    model = make()
+
+    estimate = training(architecture_of(model), Layout(), tokens=1, lora_rank=RANK)
+
+    assert trained_bytes(model, LoraConfig(rank=RANK)) == estimate.trained
+    assert estimate.trained == 16 * adapter_parameters(architecture_of(model), RANK)
+
+
+@tiny_models
+def test_a_fully_trained_model_takes_what_is_estimated(make: Any) -> None:
+    model = make()
+
+    estimate = training(architecture_of(model), Layout(), tokens=1, lora_rank=None)
+
+    assert trained_bytes(model, None) == estimate.trained
+
+
+@every_model
+def test_weights_take_what_is_estimated(make: Any) -> None:
+    model = make().to(torch.bfloat16)
+
+    estimate = training(architecture_of(model), Layout(), tokens=1, lora_rank=RANK)
+
+    assert bytes_of(model.parameters()) == estimate.weights
+
+
+@tiny_models
+def test_keys_and_values_take_what_is_estimated(make: Any) -> None:
+    model = make().to(torch.bfloat16)
+    cache = DynamicCache()
+
+    with torch.no_grad():
+        model(torch.arange(TOKENS)[None] % 200, past_key_values=cache)
+
+    held = bytes_of(t for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == TOKENS * kv_bytes_per_token(architecture_of(model), tensor=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"]
+)
+def test_what_a_layer_keeps_is_estimated_within_a_tenth(name: str) -> None:
+    one, two = (adapted(built(shortened(name, layers))) for layers in (1, 2))
+    model = read(shortened(name, 2))
+
+    measured = saved_bytes(two, two.model.model, model.hidden_size) - saved_bytes(
+        one, one.model.model, model.hidden_size
+    )
+
+    estimate = TOKENS * layer_values(model, model.repeated, Layout(), RANK)
+    assert estimate == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint.*")
+def test_a_layer_that_is_computed_again_keeps_its_input_only() -> None:
+    name = "Qwen/Qwen3-0.6B"
+    two, four = (built(shortened(name, layers)) for layers in (2, 4))
+    two.gradient_checkpointing_enable({"use_reentrant": False})
+    four.gradient_checkpointing_enable({"use_reentrant": False})
+    width = read(shortened(name, 2)).hidden_size
+
+    measured = saved_bytes(four, four.model, width) - saved_bytes(two, two.model, width)
+
+    estimates = [
+        training(read(shortened(name, layers)), Layout(), tokens=TOKENS, lora_rank=RANK)
+        for layers in (2, 4)
+    ]
+    assert estimates[1].activations - estimates[0].activations == measured
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3"])
+def test_ranks_together_hold_the_model_once_and_what_is_not_divided_often(name: str) -> None:
+    model = read(PUBLIC_MODELS[name]["config"])
+
+    whole = training(model, Layout(), tokens=1, lora_rank=RANK).weights
+    split = training(model, Layout(tensor=8, expert=8, data=8), tokens=1, lora_rank=RANK).weights
+
+    divided = 64 if model.experts else 8
+    assert whole / divided < split < whole / 4
+
+
+def test_an_engine_gives_all_that_is_left_to_keys_and_values() -> None:
+    model, kind = read(PUBLIC_MODELS["Qwen/Qwen3-8B"]["config"]), gpu("H100")
+
+    memory = sampling(model, 1, gpu=kind, reserve=kind.reserve(1), lora_rank=RANK)
+
+    assert memory.total == kind.memory
+    assert memory.kv_cache > kind.memory // 2

@@ -1,0 +1,154 @@
+"""`tinkercloud plan`, as people and scripts use it."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tinkercloud_api.cli import app
+from tinkercloud_crds.shapes import SamplerShape, TrainerShape
+
+CONFIGS: dict[str, Any] = {
+    name: model["config"]
+    for name, model in json.loads(
+        (Path(__file__).parent / "public_models.json").read_text()
+    ).items()
+}
+NO_HUB = "http://127.0.0.1:9"
+
+
+def folder_with(config: object, folder: Path) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture
+def qwen3_8b(tmp_path: Path) -> str:
+    return folder_with(CONFIGS["Qwen/Qwen3-8B"], tmp_path / "qwen3-8b")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *arguments])
+
+
+def run_with_hub(url: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a program, since the hub's address is read when it starts."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        "COLUMNS": "200",
+    }
+    command = [sys.executable, "-m", "tinkercloud_api", "plan", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """A hub that has one file: the configuration of `acme/tiny`."""
+    content = json.dumps(CONFIGS["Qwen/Qwen2.5-0.5B"]).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            known = self.path == "/acme/tiny/resolve/main/config.json"
+            self.send_response(200 if known else 404)
+            self.send_header("ETag", hashlib.sha1(content, usedforsecurity=False).hexdigest())
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(content)
+
+        def log_message(self, *_arguments: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_the_plan_is_printed_with_its_reasons_and_its_memory(qwen3_8b: str) -> None:
+    result = run(qwen3_8b, "--gpus", "8xH100", "--lora-rank", "16")
+
+    assert result.exit_code == 0
+    assert "8.19B parameters on 8xH100-80, sequences of 32768 tokens, LoRA rank 16" in result.output
+    assert "4 train, 4 sample" in result.output
+    for part in ("tensor", "maxBatchTokens", "weights", "activations", "kv cache", "reserve"):
+        assert part in result.output
+
+
+def test_json_is_part_of_a_base_models_spec(qwen3_8b: str) -> None:
+    result = run(qwen3_8b, "--gpus", "16xH100", "--sequence-length", "8192", "--json")
+
+    spec = json.loads(result.output)
+    trainer = TrainerShape.model_validate(spec["trainer"])
+    sampler = SamplerShape.model_validate(spec["sampler"])
+    assert spec["maxContextLength"] == 8192
+    assert spec["limits"]["maxLoraRank"] == 32
+    assert (trainer.backend, trainer.replicas, trainer.gpus_per_replica) == ("megatron", 1, 8)
+    assert (sampler.backend, sampler.replicas * sampler.gpus_per_replica) == ("sglang", 8)
+
+
+def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:
+    adapter = run(qwen3_8b, "--gpus", "2xH100")
+    full = run(qwen3_8b, "--gpus", "2xH100", "--full")
+
+    assert adapter.exit_code == 0
+    assert full.exit_code == 1
+    assert "a full fine-tune of this model (qwen3, 8.2B parameters)" in full.output
+    assert "What would fit: 4xH100-80" in full.output
+    assert "LoRA of rank 32" in full.output
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({"model_type": "mamba"}, ["--gpus", "8xH100"], "model_type: 'mamba'"),
+        ([], ["--gpus", "8xH100"], "expected a JSON object, got list"),
+        (CONFIGS["Qwen/Qwen3-8B"], ["--gpus", "8xH1"], "GPU 'H1' is not known"),
+        (
+            CONFIGS["Qwen/Qwen3-8B"],
+            ["--gpus", "8xH100", "--sequence-length", "50000"],
+            "16 to 40960 tokens",
+        ),
+    ],
+)
+def test_what_can_not_be_planned_is_refused_in_one_sentence(
+    config: object, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    result = run(folder_with(config, tmp_path / "model"), *arguments)
+
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_configuration_comes_from_the_hub_once_and_from_the_cache_then(
+    hub: str, tmp_path: Path
+) -> None:
+    fetched = run_with_hub(hub, tmp_path, "acme/tiny", "--gpus", "1xL4")
+    cached = run_with_hub(NO_HUB, tmp_path, "acme/tiny", "--gpus", "1xL4")
+
+    assert "0.49B parameters on 1xL4-24" in fetched.stdout
+    assert cached.stdout == fetched.stdout
+
+
+def test_a_model_that_is_nowhere_is_refused_with_what_to_do(hub: str, tmp_path: Path) -> None:
+    result = run_with_hub(hub, tmp_path, "acme/absent", "--gpus", "1xL4")
+
+    assert result.returncode == 1
+    assert "'acme/absent' is neither a folder nor a model in the local" in result.stderr
+    assert "Traceback" not in result.stderr
