@@ -242,6 +242,13 @@ def test_the_rules_that_plans_are_checked_against_can_be_broken(
     assert message in " ".join(broken)
 
 
+def test_a_refusal_says_when_nothing_known_is_enough() -> None:
+    with pytest.raises(DoesNotFit, match="an engine has to fit one node"):
+        plan(
+            MODELS["deepseek-ai/DeepSeek-V3"], parse("64xH100"), sequence_length=8192, lora_rank=32
+        )
+
+
 def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:
     with pytest.raises(DoesNotFit, match=r"sequence_length: 40961.*16 to 40960"):
         plan(MODELS["Qwen/Qwen3-8B"], parse("8xH100"), sequence_length=40961, lora_rank=8)

@@ -126,7 +126,7 @@ def _resources(gpus: int, weights: int) -> Resources:
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
     layout = division.trainer.layout
     axes = ["tensor", "pipeline", "context", *(["expert"] if demand.architecture.experts else [])]
-    copies = f"{layout.gpus} GPUs train; tensor x pipeline x context is {layout.ways}"
+    copies = f"what is left: {layout.gpus} that train / tensor x pipeline x context"
     return [
         _why_these_gpus(fleet, division),
         *(_why_axis(demand, fleet, division, axis) for axis in axes),

@@ -21,11 +21,15 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     model = demand.architecture
     what = "a full fine-tune" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
     remedies = _remedies(demand, fleet)
-    would = f" What would fit: {'; '.join(remedies)}." if remedies else ""
+    would = (
+        f"What would fit: {'; '.join(remedies)}."
+        if remedies
+        else "Nothing would that is known here; an engine has to fit one node."
+    )
     return DoesNotFit(
         f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}."
-        f" {_needs(demand, fleet)}{would}"
+        f" {_needs(demand, fleet)} {would}"
     )
 
 
