@@ -7,9 +7,9 @@ Compatibility: `version` rises when an old reader would misread the file. Unknow
 so that a setting which does nothing cannot pass for one that works.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
 
@@ -41,14 +41,36 @@ class Listen(_Config):
 class TrainerConfig(_Config):
     """How to train."""
 
-    backend: Literal["torch"] = "torch"
-    """The engine that trains. `torch`: any Hugging Face causal language model, in one process."""
+    backend: Literal["torch", "megatron"] = "torch"
+    """The engine that trains. `torch`: any Hugging Face causal language model, a whole copy at each
+    rank. `megatron`: adapters of Llama and Qwen models, divided over ranks."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Processes that train together. More than one, and megatron's, are Ray actors."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that each weight is divided over. megatron only."""
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that the layers are divided over. megatron only."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
     """Padded tokens of one micro-batch; a single longer datum is a micro-batch of its own."""
     packed_weights: bool = True
     """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        divided = self.tensor_parallel * self.pipeline_parallel
+        if self.backend == "torch" and divided > 1:
+            raise ValueError(
+                "tensor_parallel and pipeline_parallel: backend torch keeps a whole copy at each"
+                " rank; set them to 1, or backend to megatron"
+            )
+        if self.ranks % divided:
+            raise ValueError(
+                f"ranks: {self.ranks} is not a multiple of tensor_parallel x pipeline_parallel,"
+                f" {divided}"
+            )
+        return self
 
 
 class SamplerConfig(_Config):

@@ -1,6 +1,6 @@
 """`python -m tinkercloud_worker CONFIG.json`: run a session head.
 
-The only place that knows which trainer and sampler there are.
+The only place that knows which sampler there is; which trainer, `build_trainer` decides.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.head.app import HeadApp
@@ -27,7 +28,6 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 log = structlog.get_logger(__name__)
 
@@ -40,11 +40,7 @@ def build_backend(config: HeadConfig) -> Backend:
         packed=config.trainer.packed_weights,
     )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    trainer = TorchTrainer(
-        base,
-        max_batch_tokens=config.trainer.max_batch_tokens,
-        max_context_length=config.limits.max_context_length,
-    )
+    trainer = build_trainer(config, base)
     thread = EngineThread(on_crash=_end_process)
     sampler = TorchSampler(
         base,

@@ -107,14 +107,15 @@ def _column_term(x: Tensor, target: Target, active: Active) -> Tensor:
         size = target.out_features // parallel_state.get_tensor_model_parallel_world_size()
         return x.new_zeros(*x.shape[:-1], size)
     a, b = active.tensors[target.a_name], _slice(active.tensors[target.b_name], 0)
-    low = copy_to_tensor_model_parallel_region(x @ a.T)
+    low: Tensor = copy_to_tensor_model_parallel_region(x @ a.T)
     return low @ b.T * active.scale
 
 
 def _slice(tensor: Tensor, dim: int) -> Tensor:
     """Return this rank's part of an adapter's tensor."""
     parts = tensor.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim)
-    return parts[parallel_state.get_tensor_model_parallel_rank()]
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return parts[rank]
 
 
 def concatenated(terms: Sequence[Tensor]) -> Tensor:

@@ -52,5 +52,5 @@ def logprobs(logits_RV: Tensor, targets_RK: Tensor, group: dist.ProcessGroup) ->
         targets_RK: int64 ids in the whole vocabulary.
         group: the ranks the vocabulary is divided over, in order.
     """
-    result: Tensor = _VocabParallelLogprobs.apply(logits_RV, targets_RK, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _VocabParallelLogprobs.apply(logits_RV, targets_RK, group)
     return result

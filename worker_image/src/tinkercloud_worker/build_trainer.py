@@ -1,0 +1,77 @@
+"""Which trainer a configuration asks for.
+
+One rank of the torch trainer computes in the head's process, on the sampler's own copy of the base.
+All others are Ray actors with copies, or parts, of their own.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+
+def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
+    """Return the trainer, its ranks started.
+
+    Args:
+        config: of the head.
+        base: the head's copy of the base model.
+
+    Raises:
+        RanksUnavailable: the ranks could not be started.
+    """
+    if config.trainer.backend == "torch" and config.trainer.ranks == 1:
+        return TorchTrainer(
+            base,
+            max_batch_tokens=config.trainer.max_batch_tokens,
+            max_context_length=config.limits.max_context_length,
+        )
+    # Ray takes seconds and a hundred megabytes, which a head of one process does not owe.
+    from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect  # noqa: PLC0415
+    from tinkercloud_worker.actors.ranked_trainer import RankedTrainer  # noqa: PLC0415
+
+    shape = GroupShape(config.trainer.ranks)
+    factory: Callable[[], object] = partial(
+        torch_rank if config.trainer.backend == "torch" else megatron_rank, config
+    )
+    connect(shape)
+    return RankedTrainer(lambda: RankGroup(shape, factory))
+
+
+def torch_rank(config: HeadConfig) -> DataParallelTrainer:
+    """Return a rank's torch trainer."""
+    base = BaseModel.load(
+        config.model.path,
+        getattr(torch, config.trainer.dtype),
+        packed=config.trainer.packed_weights,
+    )
+    return DataParallelTrainer(
+        base,
+        max_batch_tokens=config.trainer.max_batch_tokens,
+        max_context_length=config.limits.max_context_length,
+    )
+
+
+def megatron_rank(config: HeadConfig) -> object:
+    """Return a rank's MegatronTrainer."""
+    # megatron-core is in trainers' images only; here it would be imported by every head.
+    from tinkercloud_worker.megatron_trainer.model import Parallelism, load  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer  # noqa: PLC0415
+
+    trainer = config.trainer
+    base = load(
+        config.model.path,
+        getattr(torch, trainer.dtype),
+        Parallelism(trainer.tensor_parallel, trainer.pipeline_parallel),
+    )
+    return MegatronTrainer(
+        base,
+        max_batch_tokens=trainer.max_batch_tokens,
+        max_context_length=config.limits.max_context_length,
+    )
