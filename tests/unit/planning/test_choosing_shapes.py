@@ -116,6 +116,20 @@ def test_whatever_is_divided_is_divided_evenly(demand: Demand, fleet: Fleet) -> 
 
 
 @often
+@given(models, fleets)
+def test_every_layout_that_is_considered_divides_evenly(model: Architecture, fleet: Fleet) -> None:
+    considered = list(layouts(model, fleet.count, min(fleet.count, fleet.per_node)))
+
+    assert considered
+    assert all(layout.gpus == fleet.count for layout in considered)
+    assert {model.kv_heads % layout.tensor for layout in considered} == {0}
+    assert {model.heads % layout.tensor for layout in considered} == {0}
+    assert {model.layers % layout.pipeline for layout in considered} == {0}
+    assert {max(model.experts, 1) % layout.expert for layout in considered} == {0}
+    assert {layout.context * layout.data % layout.expert for layout in considered} == {0}
+
+
+@often
 @given(demands, fleets)
 def test_no_gpu_holds_more_than_it_has(demand: Demand, fleet: Fleet) -> None:
     division = a_plan(demand, fleet).division
