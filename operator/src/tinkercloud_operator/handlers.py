@@ -119,6 +119,8 @@ def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.queueing.exit_timeout = 0.1
     for resource in _CHILDREN.values():
         chosen.watching.label_selectors[resource] = labels.SESSION_LABEL
+    chosen.persistence.diffbase_storage = _NoEssence()
+    chosen.persistence.progress_storage = _NoProgress()
     chosen.watching.field_selectors[_LEASE] = f"metadata.name={settings.lease_name}"
     return chosen
 
@@ -135,3 +137,35 @@ class _Backoffs:
     def __next__(self) -> float:
         self._next = min(self._next * 2, 10.0)
         return self._next
+
+
+class _NoEssence(kopf.DiffBaseStorage):
+    """Nothing of an object is kept to compare it with: copies of all that is seen cost most."""
+
+    def build(self, **_: object) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, **_: object) -> None:
+        return None
+
+    def store(self, **_: object) -> None:
+        return
+
+
+class _NoProgress(kopf.ProgressStorage):
+    """Nothing is kept of what handlers have done: they take note of events, and have no state."""
+
+    def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
+        return essence
+
+    def fetch(self, **_: object) -> None:
+        return None
+
+    def store(self, **_: object) -> None:
+        return
+
+    def purge(self, **_: object) -> None:
+        return
+
+    def touch(self, **_: object) -> None:
+        return
