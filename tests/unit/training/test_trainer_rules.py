@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import smollm2, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel, UnsupportedModelError
 from tinkercloud_worker.checkpoints import formats
@@ -325,3 +325,9 @@ def test_a_saved_file_is_safetensors(tmp_path: Path) -> None:
     save_file(dict(snapshot.tensors), tmp_path / "x.safetensors")
 
     assert formats.encode_weights(snapshot, "tiny")["adapter_config.json"]
+
+
+def test_a_real_model_is_served_in_bfloat16() -> None:
+    base = BaseModel.load(str(smollm2()), torch.bfloat16, packed=False)
+
+    assert base.dtype == torch.bfloat16

@@ -259,13 +259,20 @@ class BaseModel:
             UnsupportedModelError: they differ: the model scales or caps its logits, or is not
                 causal, in a way this class does not know.
         """
-        ids_BT = torch.arange(1, _SELF_CHECK_TOKENS + 1).unsqueeze(0) % self.vocab_size
+        # From all over the vocabulary: the first ones are often never trained, and what a model
+        # makes of those in bfloat16 is noise.
+        stride = self.vocab_size // (_SELF_CHECK_TOKENS + 1)
+        ids_BT = (torch.arange(1, _SELF_CHECK_TOKENS + 1) * stride).unsqueeze(0)
         with torch.no_grad():
             theirs_TV = self._model(input_ids=ids_BT).logits[0].float()
             padded_BT = torch.cat([ids_BT, ids_BT], dim=1)
             ours_TV = self.logits(self.hidden(padded_BT, ())[0, :_SELF_CHECK_TOKENS], ())
-        error = float((ours_TV - theirs_TV).abs().max() / theirs_TV.abs().max().clamp(min=1e-6))
-        tolerance = _SELF_CHECK_TOLERANCE * (1 if self.dtype == torch.float32 else 30)
+        errors_T = (ours_TV - theirs_TV).abs().amax(1) / theirs_TV.abs().max().clamp(min=1e-6)
+        # In bfloat16 two ways to compute the same may part at a token or two of many; a model
+        # that is computed differently parts everywhere.
+        exact = self.dtype == torch.float32
+        error = float(errors_T.max() if exact else errors_T.median())
+        tolerance = _SELF_CHECK_TOLERANCE * (1 if exact else 30)
         if not error <= tolerance:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} computes its logits in a way this engine does not"
