@@ -102,8 +102,10 @@ def world(definitions: Cluster, cluster_folder: Path) -> Iterator[World]:
     with a_world(definitions, cluster_folder, "faults") as made:
         made.operator.program.start()
         # They grow idle while other tests run.
-        for kind in product(("Suspend", "Delete"), MOMENTS, range(1, MOST_WRITES + 1)):
-            made.sessions.make(idle_session(*kind))
+        kinds = product(("Suspend", "Delete"), MOMENTS, range(1, MOST_WRITES + 1))
+        names = [made.sessions.make(idle_session(*kind)) for kind in kinds]
+        for name in names:
+            made.sessions.wait_for(name, "condition=Ready")
         yield made
 
 
@@ -222,9 +224,13 @@ def test_an_outage_restarts_nothing_and_tears_nothing_down(
     assert world.operator.get("/livez") == "ok"
     control_plane.api_server.start()
     answered = monotonic()
-    world.sessions.make_ready("after-the-outage")
+    world.sessions.make("after-the-outage")
+    namespace = world.sessions.namespace
+    cluster = world.sessions.cluster
+    cluster.wait_for("raycluster/after-the-outage", "create", namespace, SOON_SECONDS)
+    sys.stdout.write(f"a RayCluster was made {monotonic() - answered:.1f} s after the outage\n")
+    world.sessions.wait_for("after-the-outage", "condition=Ready")
 
-    sys.stdout.write(f"a session was Ready {monotonic() - answered:.1f} s after the outage\n")
     assert identities(world.sessions, "steady") == before
     assert world.sessions.status("steady")["phase"] == "Ready"
     assert world.operator.program.process is process

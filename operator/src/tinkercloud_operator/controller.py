@@ -4,8 +4,10 @@ import asyncio
 import base64
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 import structlog
@@ -208,6 +210,9 @@ class Controller:
         moment = asyncio.get_running_loop().time()
         if uid == observed.uid and moment - seen_at < self._settings.resync_seconds:
             return True
+        if not observed.children:
+            # They are made together; creating it tells whether it is there all the same.
+            return False
         try:
             secret = await self._cluster.get(_secret_of(observed))
         except NotThere:
@@ -236,14 +241,16 @@ class Controller:
             ClusterError: something could not be done. If it was refused, the status says so.
         """
         again, refusal = False, None
-        for action in plan.actions:
-            try:
-                again |= await self._do(observed, action)
-            except Refused as error:
-                again |= self._apply_errors.get(observed.name) != str(error)
-                self._apply_errors[observed.name] = str(error)
-                refusal = error
+        for _, actions in groupby(plan.actions, _is_independent):
+            done = await asyncio.gather(
+                *(self._do(observed, action) for action in actions), return_exceptions=True
+            )
+            refusal = _first_refusal(done)
+            if refusal is not None:
+                again |= self._apply_errors.get(observed.name) != str(refusal)
+                self._apply_errors[observed.name] = str(refusal)
                 break
+            again |= any(done)
         else:
             again |= self._apply_errors.pop(observed.name, None) is not None
         if plan.status is not None and not again:
@@ -353,6 +360,24 @@ def _secret_of(observed: Observed) -> ObjectRef:
 def _is_owned(manifest: Manifest, observed: Observed) -> bool:
     owners = manifest["metadata"].get("ownerReferences", [])
     return any(owner["uid"] == observed.uid for owner in owners)
+
+
+def _is_independent(action: Action) -> bool | int:
+    """Tell children that may be made at once, with others, from actions that keep their order."""
+    if isinstance(action, CreateSecret):
+        return True
+    if isinstance(action, Apply) and action.manifest["kind"] != "RayCluster":
+        return True
+    return id(action)
+
+
+def _first_refusal(results: Sequence[bool | BaseException]) -> Refused | None:
+    """Return what was refused, if anything; raise what failed for another reason."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if not isinstance(error, Refused):
+            raise error
+    return next((error for error in errors if isinstance(error, Refused)), None)
 
 
 def _became_ready(observed: Observed, status: TrainingSessionStatus) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.client import Cluster, Refused
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.programs import wait_until
@@ -76,6 +76,9 @@ class Result:
     """Both together: what the operator adds."""
     whole: Percentiles
     """From the session to its Ready, KubeRay's and the nodes' part included."""
+    one_write: Percentiles
+    """What the API server took for the creation of a session, meanwhile: the operator makes four
+    writes one after the other before a RayCluster, so this bounds it on a busy machine."""
     steady_writes_per_second: float
     """Of the operator when nothing happens, besides the renewals of its Lease."""
     rss_bytes: int
@@ -98,6 +101,7 @@ class Result:
             _row("last Ready pod to Ready session", self.to_ready),
             _row("added by the operator", self.added),
             _row("session to Ready, all together", self.whole),
+            _row("one write to the API server", self.one_write),
             f"writes/s when nothing happens     {self.steady_writes_per_second:8.3f}",
             f"most memory, MB                   {self.rss_bytes / 1e6:8.0f}",
             f"CPU until all were Ready, s       {self.cpu_seconds:8.1f}",
@@ -121,6 +125,8 @@ class Seen:
     ready: dict[str, float] = field(default_factory=dict)
     pods: dict[str, dict[str, float]] = field(default_factory=dict)
     """When each pod was Ready."""
+    writes: list[float] = field(default_factory=list)
+    """Seconds that each session's creation took."""
     is_complete: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether all sessions have been Ready."""
 
@@ -163,6 +169,14 @@ def prepare(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) ->
         kwok.add(f"scale-{number}", gpus=_SESSIONS_PER_NODE * _GPUS_PER_SESSION)
     sampler = {"backend": "sglang", "replicas": 2, "gpusPerReplica": 1}
     cluster.apply(a_base_model(namespace, sampler=sampler), *a_volume(namespace))
+    # An API server that has just learned of a kind does not list it at once.
+    wait_until(lambda: _can_list(cluster, namespace), "sessions can be listed")
+
+
+def _can_list(cluster: Cluster, namespace: str) -> bool:
+    with contextlib.suppress(Refused):
+        return not cluster.objects("tsess,rayclusters", namespace)
+    return False
 
 
 def measure(cluster: Cluster, operator: RunningOperator, load: Load) -> Result:
@@ -197,6 +211,7 @@ def measure(cluster: Cluster, operator: RunningOperator, load: Load) -> Result:
         to_ready=Percentiles.of(list(to_ready.values())),
         added=Percentiles.of([to_cluster[name] + to_ready[name] for name in to_ready]),
         whole=Percentiles.of(whole),
+        one_write=Percentiles.of(seen.writes),
         steady_writes_per_second=writes / load.steady_seconds,
         rss_bytes=_most_memory(operator),
         cpu_seconds=cpu_seconds,
@@ -222,7 +237,7 @@ async def _create(cluster: Cluster, namespace: str, load: Load) -> Seen:
             await asyncio.sleep(start + number / load.creates_per_second - time.monotonic())
             session = a_session(namespace, f"s-{number}", owner=f"owner-{number % 50}")
             path = f"/apis/tinkercloud.dev/v1alpha1/namespaces/{namespace}/trainingsessions"
-            tasks.create_task(_post(client, path, session))
+            tasks.create_task(_post(client, path, session, seen))
         async with asyncio.timeout(load.patience_seconds):
             await seen.is_complete.wait()
         for watch in watches:
@@ -230,9 +245,12 @@ async def _create(cluster: Cluster, namespace: str, load: Load) -> Seen:
     return seen
 
 
-async def _post(client: aiohttp.ClientSession, path: str, manifest: Mapping[str, Any]) -> None:
+async def _post(
+    client: aiohttp.ClientSession, path: str, manifest: Mapping[str, Any], seen: Seen
+) -> None:
+    begun = time.monotonic()
     async with client.post(path, json=manifest, raise_for_status=True):
-        return
+        seen.writes.append(time.monotonic() - begun)
 
 
 async def _watch(client: aiohttp.ClientSession, path: str, kind: str, seen: Seen) -> None:
