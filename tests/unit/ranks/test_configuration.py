@@ -1,0 +1,20 @@
+"""What a head may be told about ranks."""
+
+import pytest
+from pydantic import ValidationError
+
+from tinkercloud_protocol.launch import TrainerConfig
+
+
+def test_megatron_ranks_are_a_multiple_of_what_the_model_is_divided_over() -> None:
+    config = TrainerConfig(backend="megatron", ranks=8, tensor_parallel=2, pipeline_parallel=2)
+
+    assert config.ranks == 8
+    with pytest.raises(ValidationError, match=r"ranks: 6 is not a multiple of .*, 4"):
+        TrainerConfig(backend="megatron", ranks=6, tensor_parallel=2, pipeline_parallel=2)
+
+
+@pytest.mark.parametrize("field", ["tensor_parallel", "pipeline_parallel"])
+def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field) -> None:
+    with pytest.raises(ValidationError, match="backend to megatron"):
+        TrainerConfig(ranks=2, **{field: 2})
