@@ -46,6 +46,10 @@ from tinkercloud_operator.watched import CHILD_KINDS, Surroundings, Watched
 
 log = structlog.get_logger(__name__)
 
+_MANY_CHANGES = frozenset({"Pod", "RayCluster"})
+_GATHER_SECONDS = 0.25
+"""For how long changes of pods, which come in bursts, are gathered before their session is looked
+at: each look may write a status."""
 _OFFER_SECONDS = 2.0
 """For how long changes of sessions are gathered before their BaseModel's status is written."""
 _NODES_SECONDS = 60.0
@@ -93,7 +97,10 @@ class Controller:
         """Take note of how an object is, or was when it went."""
         name = manifest["metadata"]["name"]
         for session in self.watched.note(kind, manifest, is_gone=is_gone):
-            self.queue.add(session)
+            if kind in _MANY_CHANGES:
+                self.queue.add_after(session, _GATHER_SECONDS)
+            else:
+                self.queue.add(session)
         if kind == "BaseModel":
             self._offers.add(name)
         elif kind == "TrainingSession":

@@ -74,8 +74,8 @@ class Settings(BaseSettings):
     resync_seconds: Annotated[int, Field(ge=5)] = 300
     """Everything is listed, and every session looked at, again after this long, whether anything
     happened or not."""
-    max_concurrent: Annotated[int, Field(ge=1)] = 32
-    """Sessions looked at at the same time."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 64
+    """Sessions looked at at the same time; most of it is waiting for the API server."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""
 
