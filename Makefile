@@ -1,7 +1,7 @@
 # Everything a contributor or a new user runs. `make help` lists it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test test-cluster e2e scale lint type docs generate check bench clean
+.PHONY: help install run demo test test-engines test-cluster e2e scale lint type docs generate check bench clean
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -34,9 +34,12 @@ run: .venv/.installed $(MODEL_FOLDER) ## serve a real small language model on 12
 demo: .venv/.installed ## train, sample and resume against `make run`, in a second terminal
 	@$(BIN)/python examples/demo.py
 
-test: .venv/.installed ## run all tests that need no cluster
+test: .venv/.installed ## run all tests that need no cluster and one rank
 	@$(BIN)/pytest tests/house tests/unit
 	@$(BIN)/pytest tests/conformance tests/chaos
+
+test-engines: .venv/.installed ## run the tests of trainers of many ranks
+	@$(BIN)/pytest tests/engines
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
 	@$(BIN)/pytest tests/cluster --ignore=tests/cluster/test_installation.py

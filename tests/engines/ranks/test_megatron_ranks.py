@@ -8,6 +8,7 @@ import pytest
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
@@ -15,11 +16,6 @@ from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-
-pytest.importorskip("megatron.core", reason="needs megatron-core and mbridge")
-pytest.importorskip("mbridge", reason="needs megatron-core and mbridge")
-
-from tinkercloud_testing.megatron import megatron_factory
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,22 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.base_model import BaseModel, UnsupportedModelError
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-
-pytest.importorskip("megatron.core", reason="needs megatron-core and mbridge")
-pytest.importorskip("mbridge", reason="needs megatron-core and mbridge")
-
-from megatron.core import parallel_state
-
-from tinkercloud_testing.megatron import megatron_trainer
 
 pytestmark = [
     pytest.mark.slow,
