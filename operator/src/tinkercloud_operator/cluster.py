@@ -9,7 +9,7 @@ ClusterError
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from tinkercloud_operator.observed import Manifest
 Json = dict[str, Any]
 
 _TIMEOUT_SECONDS = 30
+_PAGE_SIZE = 250
+"""Objects that are listed at a time: a page of pods takes some megabytes while it is read."""
 _APPLY = "application/apply-patch+yaml"
 _MAX_MESSAGE_LENGTH = 512
 """Of the API server's answers, so that nothing secret in them travels far."""
@@ -70,7 +72,7 @@ class Refused(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All objects of a kind at one moment."""
+    """Objects of a kind at one moment: some of them, or all."""
 
     items: list[Json]
     version: int
@@ -99,15 +101,22 @@ class Cluster:
         self._namespace = namespace
         self._may_act = may_act
 
-    async def objects(self, kind: str, label_selector: str = "") -> Listed:
-        """Return all objects of a kind.
+    async def pages(self, kind: str, label_selector: str = "") -> AsyncIterator[Listed]:
+        """Yield all objects of a kind, some at a time; they are of one moment.
 
         Raises:
             ClusterError: see the module.
         """
-        query = [("labelSelector", label_selector)] if label_selector else []
-        answer = await self._call("GET", self._path(kind), query=query)
-        return Listed(answer["items"], int(answer["metadata"]["resourceVersion"]))
+        query = [("limit", str(_PAGE_SIZE))]
+        if label_selector:
+            query.append(("labelSelector", label_selector))
+        following: str | None = ""
+        while following is not None:
+            asked = [*query, ("continue", following)] if following else query
+            answer = await self._call("GET", self._path(kind), query=asked)
+            metadata = answer["metadata"]
+            yield Listed(answer["items"], int(metadata["resourceVersion"]))
+            following = metadata.get("continue") or None
 
     async def get(self, ref: ObjectRef) -> Json:
         """Return one object.

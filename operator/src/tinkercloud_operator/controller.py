@@ -124,13 +124,20 @@ class Controller:
         for kind in kinds:
             is_own = kind in {"BaseModel", "TrainingSession"}
             selector = "" if is_own else labels.SESSION_LABEL
-            listed = await self._cluster.objects(kind, selector)
-            self.watched.replace(kind, listed.items, listed.version)
+            await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)
         for name in self.watched.base_models:
             self._offers.add(name)
         self._is_complete.set()
+
+    async def _list(self, kind: str, selector: str) -> None:
+        kept: list[Manifest] = []
+        version = 0
+        async for page in self._cluster.pages(kind, selector):
+            kept += [seen.slim(kind, item) for item in page.items]
+            version = page.version
+        self.watched.replace(kind, kept, version)
 
     async def work(self) -> None:
         """Look at sessions as they come, without end; several of these run at once."""
@@ -235,7 +242,8 @@ class Controller:
         if not self._settings.judges_nodes or moment - listed_at < _NODES_SECONDS:
             return nodes
         try:
-            nodes = tuple(map(seen.node, (await self._cluster.objects("Node")).items))
+            listed = [item async for page in self._cluster.pages("Node") for item in page.items]
+            nodes = tuple(map(seen.node, listed))
         except Refused:
             nodes = None
         self._nodes = (moment, nodes)
@@ -248,7 +256,7 @@ class Controller:
             ClusterError: something could not be done. If it was refused, the status says so.
         """
         again, refusal = False, None
-        for _, actions in groupby(plan.actions, _is_independent):
+        for _, actions in groupby(plan.actions, _step):
             done = await asyncio.gather(
                 *(self._do(observed, action) for action in actions), return_exceptions=True
             )
@@ -369,12 +377,16 @@ def _is_owned(manifest: Manifest, observed: Observed) -> bool:
     return any(owner["uid"] == observed.uid for owner in owners)
 
 
-def _is_independent(action: Action) -> bool | int:
-    """Tell children that may be made at once, with others, from actions that keep their order."""
-    if isinstance(action, CreateSecret):
-        return True
-    if isinstance(action, Apply) and action.manifest["kind"] != "RayCluster":
-        return True
+def _step(action: Action) -> str | int:
+    """Return what tells actions that may be done at once, with others, from those that follow.
+
+    Pods come after all that they are told and bound by. The head's Service may come with them: it
+    costs most, since the API server gives out cluster addresses one at a time.
+    """
+    if isinstance(action, Apply) and action.manifest["kind"] in {"RayCluster", "Service"}:
+        return "pods"
+    if isinstance(action, Apply | CreateSecret):
+        return "what pods need"
     return id(action)
 
 

@@ -110,6 +110,7 @@ def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 310
     chosen.watching.connect_timeout = 30
+    chosen.watching.chunk_size = 250
     # Outages are waited out, however long.
     chosen.networking.error_backoffs = _Backoffs()
     # Each object has a worker of its own, which only takes note of events: any number of them may

@@ -88,9 +88,9 @@ def children(build: Build) -> list[Json]:
     policies = [surroundings.network_policy(build)] if build.settings.network_policies else []
     return [
         surroundings.config_map(build),
-        surroundings.head_service(build),
         *policies,
         surroundings.disruption_budget(build),
+        surroundings.head_service(build),
         ray_cluster(build),
     ]
 

@@ -54,7 +54,7 @@ def test_each_child_of_a_session_has_a_key_of_its_own() -> None:
 
     kinds = [key_of(manifest).kind for manifest in children(build)]
 
-    assert kinds == ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "RayCluster"]
+    assert kinds == ["ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "RayCluster"]
 
 
 def test_without_network_policies_there_is_none() -> None:
