@@ -77,8 +77,8 @@ class Result:
     whole: Percentiles
     """From the session to its Ready, KubeRay's and the nodes' part included."""
     one_write: Percentiles
-    """What the API server took for the creation of a session, meanwhile: the operator makes four
-    writes one after the other before a RayCluster, so this bounds it on a busy machine."""
+    """What the API server took for the creation of a session, meanwhile: the least that each of the
+    operator's writes costs, of which two follow each other before a RayCluster is there."""
     steady_writes_per_second: float
     """Of the operator when nothing happens, besides the renewals of its Lease."""
     rss_bytes: int
