@@ -1,7 +1,7 @@
 # Everything a contributor or a new user runs. `make help` lists it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test test-engines test-cluster e2e scale lint type docs generate check bench clean
+.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check bench clean
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -11,6 +11,7 @@ BIN := .venv/bin
 MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
+LONG_CLUSTER_TESTS := test_installation.py test_operator_faults.py test_operator_scale.py
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 
 help: ## list the targets
@@ -42,7 +43,10 @@ test-engines: .venv/.installed ## run the tests of trainers of many ranks
 	@$(BIN)/pytest tests/engines
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
-	@$(BIN)/pytest tests/cluster --ignore=tests/cluster/test_installation.py
+	@$(BIN)/pytest tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
+
+test-faults: .venv/.installed ## kill the operator at every write, let the API server fail, make 200 sessions
+	@$(BIN)/pytest tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
 e2e: .venv/.installed $(MODEL_FOLDER) ## install, train, upgrade, resume and uninstall on that Kubernetes
 	@$(BIN)/pytest tests/cluster/test_installation.py
