@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -256,8 +256,7 @@ class Controller:
             ClusterError: something could not be done. If it was refused, the status says so.
         """
         again, refusal = False, None
-        deeds = [action for action in plan.actions if not isinstance(action, Announce)]
-        for _, actions in groupby(deeds, _step):
+        for _, actions in groupby(plan.actions, _step):
             done = await asyncio.gather(
                 *(self._do(observed, action) for action in actions), return_exceptions=True
             )
@@ -269,19 +268,11 @@ class Controller:
             again |= any(done)
         else:
             again |= self._apply_errors.pop(observed.name, None) is not None
-        if again:
-            return True
-        told: list[Awaitable[object]] = [
-            self._announce(observed, action)
-            for action in plan.actions
-            if isinstance(action, Announce)
-        ]
-        if plan.status is not None:
-            told.append(self._write_status(observed, plan.status))
-        refusal = refusal or _first_refusal(await asyncio.gather(*told, return_exceptions=True))
-        if refusal is not None:
+        if plan.status is not None and not again:
+            await self._write_status(observed, plan.status)
+        if refusal is not None and not again:
             raise refusal
-        return False
+        return again
 
     async def _do(self, observed: Observed, action: Action) -> bool:
         match action:
@@ -394,12 +385,12 @@ def _step(action: Action) -> str | int:
     """
     if isinstance(action, Apply) and action.manifest["kind"] in {"RayCluster", "Service"}:
         return "pods"
-    if isinstance(action, Apply | CreateSecret) or action == HoldFinalizer(held=True):
+    if isinstance(action, Apply | CreateSecret):
         return "what pods need"
     return id(action)
 
 
-def _first_refusal(results: Sequence[object]) -> Refused | None:
+def _first_refusal(results: Sequence[bool | BaseException]) -> Refused | None:
     """Return what was refused, if anything; raise what failed for another reason."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:

@@ -254,16 +254,11 @@ async def _post(
 
 
 async def _watch(client: aiohttp.ClientSession, path: str, kind: str, seen: Seen) -> None:
-    """Note all that a watch delivers, for as long as it is not cancelled.
-
-    The API server ends a watch that can't keep up; the next begins with all there is.
-    """
-    while True:
-        async with client.get(path, params={"watch": "1"}, raise_for_status=True) as stream:
-            with contextlib.suppress(aiohttp.ClientPayloadError):
-                async for line in stream.content:
-                    event = json.loads(line)
-                    seen.note(kind, event["object"], time.monotonic())
+    """Note all that a watch delivers, from its beginning, for as long as it is not cancelled."""
+    async with client.get(path, params={"watch": "1"}, raise_for_status=True) as stream:
+        async for line in stream.content:
+            event = json.loads(line)
+            seen.note(kind, event["object"], time.monotonic())
 
 
 @contextlib.asynccontextmanager
