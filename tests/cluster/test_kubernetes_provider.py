@@ -224,6 +224,7 @@ def server(world: World) -> Iterator[Server]:
     one = world.server("one")
     one.start()
     yield one
+    one.close_clients()
     one.stop()
 
 
@@ -304,6 +305,7 @@ def test_another_replica_answers_for_a_run_it_never_saw(world: World, server: Se
     answer = other.result(f"{training.model_id}:1")
     info = other.post("get_info", {"model_id": training.model_id})
 
+    other.close_clients()
     other.stop()
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/x-protobuf"

@@ -31,9 +31,11 @@ def a_config_map(name: str, namespace: str, owner: dict[str, Any] | None = None)
 
 
 def a_fake_pod_template(gpus: int) -> dict[str, Any]:
+    """Return a template whose pods want the node `gpu-a`, whichever others there are."""
     limits = {"cpu": "1", "memory": "1Gi", "nvidia.com/gpu": str(gpus)}
     ray = {"name": "ray", "image": "ray", "resources": {"limits": limits}}
-    return {"spec": {"containers": [ray], **PLACEMENT}}
+    node = {"kubernetes.io/hostname": "gpu-a"}
+    return {"spec": {"containers": [ray], **PLACEMENT, "nodeSelector": node}}
 
 
 def a_raycluster(name: str, namespace: str, workers: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Server:
     settings: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    clients: list[tinker.ServiceClient] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -140,7 +141,14 @@ class Server:
 
     def client(self, key: str = API_KEY) -> tinker.ServiceClient:
         """Return an SDK client of this server."""
-        return tinker.ServiceClient(base_url=self.url, api_key=key)
+        client = tinker.ServiceClient(base_url=self.url, api_key=key)
+        self.clients.append(client)
+        return client
+
+    def close_clients(self) -> None:
+        """End the heartbeats of its SDK clients, which would complain of its end for ever."""
+        for client in self.clients:
+            client.holder.close()
 
     def rest(self, key: str = API_KEY) -> tinker.RestClient:
         """Return an SDK client of the REST calls."""
@@ -193,5 +201,6 @@ def a_server(
         server.start()
         yield server
     finally:
+        server.close_clients()
         server.stop()
         server.kill_heads()
