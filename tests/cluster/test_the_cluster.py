@@ -164,30 +164,6 @@ def test_a_pod_that_wants_more_gpus_than_there_are_stays_unscheduled(
         cluster.wait_for(f"pod/{waiting}", unschedulable, namespace)
 
 
-def test_the_cluster_remembers_through_an_outage_of_its_api(control_plane: ControlPlane) -> None:
-    cluster = control_plane.cluster
-    with cluster.a_namespace() as namespace:
-        cluster.apply(a_config_map("kept", namespace))
-
-        control_plane.api_server.kill()
-        assert not cluster.is_healthy()
-        control_plane.api_server.start()
-
-        assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"
-
-
-def test_a_killed_etcd_comes_back_with_what_it_held(control_plane: ControlPlane) -> None:
-    cluster = control_plane.cluster
-    with cluster.a_namespace() as namespace:
-        cluster.apply(a_config_map("kept", namespace))
-
-        control_plane.etcd.kill()
-        control_plane.etcd.start()
-        control_plane.api_server.wait_until_ready()
-
-        assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"
-
-
 @pytest.fixture(scope="session")
 def python_image(real_node: RealNode) -> Image:
     """An image with Python in it, on the node."""
@@ -285,3 +261,27 @@ def test_a_killed_kubelet_comes_back_to_pods_that_went_on(
         wait_until(lambda: answers(cluster, "sleeper", namespace), "a command in the pod")
         [status] = cluster.get("pod", "sleeper", namespace)["status"]["containerStatuses"]
         assert status["restartCount"] == 0
+
+
+def test_the_cluster_remembers_through_an_outage_of_its_api(control_plane: ControlPlane) -> None:
+    cluster = control_plane.cluster
+    with cluster.a_namespace() as namespace:
+        cluster.apply(a_config_map("kept", namespace))
+
+        control_plane.api_server.kill()
+        assert not cluster.is_healthy()
+        control_plane.api_server.start()
+
+        assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"
+
+
+def test_a_killed_etcd_comes_back_with_what_it_held(control_plane: ControlPlane) -> None:
+    cluster = control_plane.cluster
+    with cluster.a_namespace() as namespace:
+        cluster.apply(a_config_map("kept", namespace))
+
+        control_plane.etcd.kill()
+        control_plane.etcd.start()
+        control_plane.api_server.wait_until_ready()
+
+        assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"

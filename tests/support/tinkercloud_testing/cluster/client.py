@@ -100,7 +100,7 @@ class Cluster:
         self.kubectl("delete", kind, name, where, "--wait=false", "--ignore-not-found")
 
     def wait_for(
-        self, what: str, condition: str, namespace: str = "default", seconds: int = 60
+        self, what: str, condition: str, namespace: str = "default", seconds: int = 180
     ) -> None:
         """Wait as `kubectl wait` does.
 
