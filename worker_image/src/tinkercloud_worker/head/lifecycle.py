@@ -6,7 +6,8 @@ each goes on with it; what is not in the object store when the time is over is l
 The head serves health checks from its first moment, loads its engine in the background, and is
 ready after that. It stops when told to, and also by itself when the API server that runs it has
 been gone for longer than `Timings.orphan_grace_seconds`: a laptop's head must not outlive its
-server for ever, but a restarted server should find it as it was.
+server for ever, but a restarted server should find it as it was. While it loads nobody can hold its
+lease, so that time, which may be long, does not count.
 """
 
 import asyncio
@@ -67,7 +68,6 @@ class Lifecycle:
     def start(self) -> None:
         """Begin to load."""
         self._loading = asyncio.create_task(self._load())
-        self._watch_for_owner()
 
     async def _load(self) -> None:
         try:
@@ -79,6 +79,7 @@ class Lifecycle:
         self._thread = backend.thread
         self._service = HeadService(backend)
         self._ready.set()
+        self._watch_for_owner()
         log.info("ready", model=backend.config.model.name)
 
     def check_alive(self) -> None:
@@ -137,7 +138,7 @@ class Lifecycle:
             self._orphan_timer.cancel()
             self._orphan_timer = None
         grace = self._timings.orphan_grace_seconds
-        if self._leases == 0 and grace is not None:
+        if self._ready.is_set() and self._leases == 0 and grace is not None:
             loop = asyncio.get_running_loop()
             self._orphan_timer = loop.call_later(grace, self._orphaned)
 

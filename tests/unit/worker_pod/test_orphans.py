@@ -1,0 +1,72 @@
+"""A head whose API server is gone: when it ends by itself, and when not."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Timings
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+
+TIMINGS = Timings(orphan_grace_seconds=0.01, drain_seconds=1, suspend_seconds=1)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        scratch_dir=str(tmp_path / "scratch"),
+    )
+    store = CheckpointStore(open_store(config.checkpoint_root))
+    with an_engine(tiny_llama(), tmp_path / "scratch") as engine:
+        yield Backend(config, engine.trainer, engine.sampler, engine.thread, store, frozenset())
+
+
+@pytest.fixture
+async def told_to_stop() -> asyncio.Event:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    return told
+
+
+async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(backend, told_to_stop) -> None:
+    may_load = threading.Event()
+
+    def build() -> Backend:
+        may_load.wait()
+        return backend
+
+    lifecycle = Lifecycle(TIMINGS, build)
+    lifecycle.start()
+    await asyncio.sleep(20 * TIMINGS.orphan_grace_seconds)
+    was_told = told_to_stop.is_set()
+    may_load.set()
+    await lifecycle.wait_until_ready()
+
+    assert not was_told
+    await told_to_stop.wait()
+    await lifecycle.stop()
+
+
+async def test_a_head_lives_as_long_as_its_lease_is_held(backend, told_to_stop) -> None:
+    lifecycle = Lifecycle(TIMINGS, lambda: backend)
+    lifecycle.start()
+
+    with lifecycle.held_lease():
+        await lifecycle.wait_until_ready()
+        await asyncio.sleep(20 * TIMINGS.orphan_grace_seconds)
+        was_told = told_to_stop.is_set()
+
+    assert not was_told
+    await told_to_stop.wait()
+    await lifecycle.stop()
