@@ -1,4 +1,8 @@
-"""One started server with a tiny model, shared by the conformance tests."""
+"""One started server with a tiny model, shared by the conformance tests.
+
+`--trainer NAME` runs what a trainer has to do with on a server whose heads have that trainer; it
+may be given several times. Without it heads train in their own process.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +11,26 @@ import pytest
 import tinker
 
 from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import TRAINERS, Server, a_server
 
 MODEL = "tiny/llama"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--trainer", action="append", choices=list(TRAINERS), help="of the heads")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "trainers(*names): with which of the trainers it runs")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with every trainer that was asked for and that its `trainers` mark names."""
+    if "trainer" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("trainer") or ["torch"]
+        mark = metafunc.definition.get_closest_marker("trainers")
+        fit = [name for name in wanted if mark is None or name in mark.args]
+        metafunc.parametrize("trainer", fit, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +40,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, trainer: str
+) -> Iterator[Server]:
     """Run a server for all tests of the session."""
-    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
+    state_dir = tmp_path_factory.mktemp("state")
+    with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
         yield running
 
 

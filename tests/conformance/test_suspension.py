@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import TRAINERS, Server, a_server
 
 MODEL = "tiny/llama"
 PATIENCE = 240
@@ -23,9 +23,12 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 
 @pytest.fixture(scope="module")
-def own_server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
+def own_server(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, trainer: str
+) -> Iterator[Server]:
     """Run a server that these tests stop and start."""
-    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
+    state_dir = tmp_path_factory.mktemp("state")
+    with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
         yield running
 
 

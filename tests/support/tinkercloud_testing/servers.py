@@ -19,6 +19,17 @@ import tinker
 API_KEY = "tml-the-first-owner"
 _START_SECONDS = 120
 
+TRAINERS: Mapping[str, Mapping[str, str]] = {
+    "torch": {},
+    "torch-2": {"TINKERCLOUD_TRAINER__RANKS": "2"},
+    "megatron-tp2": {
+        "TINKERCLOUD_TRAINER__BACKEND": "megatron",
+        "TINKERCLOUD_TRAINER__RANKS": "2",
+        "TINKERCLOUD_TRAINER__TENSOR_PARALLEL": "2",
+    },
+}
+"""Settings of a server, by the trainer of its heads: in the head's process, or of two ranks."""
+
 
 def free_port() -> int:
     """Return a port nobody listens on."""
@@ -148,7 +159,9 @@ class Server:
     def close_clients(self) -> None:
         """End the heartbeats of its SDK clients, which would complain of its end for ever."""
         for client in self.clients:
-            client.holder.close()
+            # The public property makes a session for a client that has none, or is closed.
+            if client._session_holder is not None:
+                client._session_holder.close()
 
     def rest(self, key: str = API_KEY) -> tinker.RestClient:
         """Return an SDK client of the REST calls."""
