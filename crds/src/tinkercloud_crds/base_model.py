@@ -91,8 +91,8 @@ class BaseModelSpec(Part):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "!has(self.sampler) || !self.sampler.colocated || self.trainer.replicas >= 1",
-                "sampler.colocated: there are no trainer GPUs to share; set trainer.replicas",
+                "!has(self.sampler) || !self.sampler.colocated || self.trainer.gpusPerReplica >= 1",
+                "sampler.colocated: there are no trainer GPUs to share; set trainer.gpusPerReplica",
             ),
             (
                 "!has(self.sampler) || self.sampler.backend != 'sglang' || self.sampler.colocated"

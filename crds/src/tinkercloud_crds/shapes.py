@@ -37,7 +37,7 @@ class Resources(Part):
 
 
 class Parallelism(Part):
-    """How one copy of the model is split over GPUs; data parallelism is what is left."""
+    """How one copy of the model is split over ranks; data parallelism is what is left."""
 
     tensor: Size = 1
     """Ranks that share each matrix."""
@@ -64,15 +64,25 @@ class TrainerShape(Part):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "self.replicas == 0 ? self.gpusPerReplica == 0 : self.gpusPerReplica >= 1",
-                "replicas and gpusPerReplica: either both are 0 (the head trains, on its CPU) or"
-                " both are 1 or more",
+                "self.replicas == 0 ? self.gpusPerReplica + self.cpuRanksPerReplica == 0"
+                " : (self.gpusPerReplica >= 1) != (self.cpuRanksPerReplica >= 1)",
+                "replicas: 0 (the head trains, on its CPU) goes with neither gpusPerReplica nor"
+                " cpuRanksPerReplica; 1 or more goes with exactly one of them",
             ),
             (
-                "self.replicas == 0 || (self.replicas * self.gpusPerReplica)"
+                "self.replicas == 0 || (self.replicas"
+                " * (self.gpusPerReplica + self.cpuRanksPerReplica))"
                 " % (self.parallelism.tensor * self.parallelism.pipeline"
                 " * self.parallelism.context) == 0",
-                "parallelism: tensor x pipeline x context must divide replicas x gpusPerReplica",
+                "parallelism: tensor x pipeline x context must divide the ranks, replicas x"
+                " gpusPerReplica (or cpuRanksPerReplica)",
+            ),
+            (
+                "self.backend != 'torch' || self.parallelism.tensor"
+                " * self.parallelism.pipeline * self.parallelism.context"
+                " * self.parallelism.expert == 1",
+                "parallelism: backend torch keeps a whole copy at each rank; leave it out, or set"
+                " backend to megatron",
             ),
             (
                 "self.backend != 'megatron' || self.replicas >= 1",
@@ -88,7 +98,9 @@ class TrainerShape(Part):
     replicas: Annotated[int, Field(ge=0, le=512)] = 0
     """Worker pods; 0 means that the head trains, on its CPU."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
-    """GPUs of each worker pod."""
+    """GPUs of each worker pod, and its ranks: each has a GPU to itself."""
+    cpu_ranks_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
+    """Ranks of each worker pod that has no GPUs: processes that train together, on its cores."""
     resources: Resources = Resources()
     """What each worker's container needs besides GPUs."""
     parallelism: Parallelism = Parallelism()
@@ -97,6 +109,11 @@ class TrainerShape(Part):
     """Of the frozen base weights; adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = 8192
     """Padded tokens of one micro-batch and data-parallel rank."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of each worker pod."""
+        return self.gpus_per_replica or self.cpu_ranks_per_replica
 
 
 class SamplerShape(Part):

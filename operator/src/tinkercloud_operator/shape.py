@@ -139,12 +139,12 @@ def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
     ]
     if spec.trainer is not None and spec.trainer.replicas and not found:
         parallelism = trainer.parallelism
-        ranks = spec.trainer.replicas * trainer.gpus_per_replica
+        ranks = spec.trainer.replicas * trainer.ranks_per_replica
         copies = parallelism.tensor * parallelism.pipeline * parallelism.context
         if ranks % copies:
             found.append(
-                f"spec.trainer.replicas: {spec.trainer.replicas} pods have {ranks} GPUs, which a"
-                f" model copy of {copies} GPUs does not divide"
+                f"spec.trainer.replicas: {spec.trainer.replicas} pods have {ranks} ranks, which a"
+                f" model copy of {copies} ranks does not divide"
             )
     return found
 

@@ -44,12 +44,20 @@ class TrainerConfig(_Config):
     backend: Literal["torch", "megatron"] = "torch"
     """The engine that trains. `torch`: any Hugging Face causal language model, a whole copy at each
     rank. `megatron`: adapters of Llama and Qwen models, divided over ranks."""
-    ranks: Annotated[int, Field(ge=1)] = 1
-    """Processes that train together. More than one, and megatron's, are Ray actors."""
+    ranks: Annotated[int, Field(ge=0)] = 0
+    """Processes that train together, each a Ray actor. 0: the head's own process trains, for which
+    the backend must be torch."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that each weight is divided over. megatron only."""
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that the layers are divided over. megatron only."""
+    context_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that each sequence is divided over. megatron only."""
+    expert_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that the experts of a mixture are divided over, among those that are there anyway.
+    megatron only."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where ranks compute. `cuda`: each has a GPU to itself, which Ray hands out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
@@ -59,31 +67,80 @@ class TrainerConfig(_Config):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        divided = self.tensor_parallel * self.pipeline_parallel
-        if self.backend == "torch" and divided > 1:
+        divided = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if self.backend == "torch" and divided * self.expert_parallel > 1:
             raise ValueError(
-                "tensor_parallel and pipeline_parallel: backend torch keeps a whole copy at each"
-                " rank; set them to 1, or backend to megatron"
+                "tensor_parallel, pipeline_parallel, context_parallel and expert_parallel: backend"
+                " torch keeps a whole copy at each rank; set them to 1, or backend to megatron"
             )
+        if self.backend == "megatron" and self.ranks == 0:
+            raise ValueError("ranks: backend megatron trains at ranks; set it to 1 or more")
         if self.ranks % divided:
             raise ValueError(
-                f"ranks: {self.ranks} is not a multiple of tensor_parallel x pipeline_parallel,"
-                f" {divided}"
+                f"ranks: {self.ranks} is not a multiple of tensor_parallel x pipeline_parallel x"
+                f" context_parallel, {divided}"
             )
         return self
+
+
+class InferenceConfig(_Config):
+    """Servers that sample in the head's place. None of it concerns backend torch."""
+
+    kind: Literal["sglang", "vllm"] = "sglang"
+    """What the servers run, and so what they are asked in."""
+    urls: tuple[str, ...] = ()
+    """Where they listen, `http://host:port`. Each holds the same base model; a sampling session
+    keeps to one of them, where its prompts are cached."""
+    model: str | None = None
+    """What vLLM calls the base model; absent means what SDK users call it."""
+    key_file: str | None = None
+    """File holding the key that the servers want, if they want one."""
+    adapters_dir: str | None = None
+    """Folder for adapters, which the servers read too. Absent means one in scratch_dir, which suits
+    servers on the same machine."""
+    adapters_dir_there: str | None = None
+    """The same folder as the servers see it; absent means under the same path."""
+    max_concurrent_requests: Annotated[int, Field(ge=1)] = 256
+    """Requests that a server has at the same time; more wait in the head."""
+    recovery_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """How long requests wait for a server that does not answer, when no other one does."""
+    colocated: bool = False
+    """Whether the servers share their GPUs with the trainer: they give their memory back while it
+    computes. sglang only, started with --enable-memory-saver."""
 
 
 class SamplerConfig(_Config):
     """How to sample."""
 
-    max_running_sequences: Annotated[int, Field(ge=1)] = 64
-    """Sequences decoded together."""
+    backend: Literal["torch", "sglang", "external"] = "torch"
+    """What samples. `torch`: the head itself. `sglang`: SGLang engines that serve this head alone.
+    `external`: a running vLLM or SGLang server that someone else operates, whose base weights are
+    left alone."""
+    inference: InferenceConfig = InferenceConfig()
     max_queued_requests: Annotated[int, Field(ge=1)] = 4096
     """Beyond this, asample is answered 429 and the SDK backs off."""
+    max_running_sequences: Annotated[int, Field(ge=1)] = 64
+    """Sequences decoded together. This and what follows concern backend torch."""
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
     """Prompt tokens computed between two decoding steps of the other sequences."""
     max_cached_tokens: Annotated[int, Field(ge=1)] = 1 << 17
     """Room for keys and values, in tokens over all sequences."""
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> Self:
+        inference = self.inference
+        if self.backend == "torch" and inference != InferenceConfig():
+            raise ValueError(
+                "inference: backend torch asks no server; leave it out, or set backend to sglang or"
+                " external"
+            )
+        if self.backend != "torch" and not inference.urls:
+            raise ValueError(f"inference.urls: backend {self.backend} needs one or more of them")
+        if self.backend == "sglang" and inference.kind != "sglang":
+            raise ValueError("inference.kind: vllm is for backend external")
+        if inference.colocated and self.backend != "sglang":
+            raise ValueError("inference.colocated: only engines of this head can be; see backend")
+        return self
 
 
 class Limits(_Config):

@@ -14,7 +14,14 @@ def test_megatron_ranks_are_a_multiple_of_what_the_model_is_divided_over() -> No
         TrainerConfig(backend="megatron", ranks=6, tensor_parallel=2, pipeline_parallel=2)
 
 
-@pytest.mark.parametrize("field", ["tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize(
+    "field", ["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
+)
 def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field) -> None:
     with pytest.raises(ValidationError, match="backend to megatron"):
         TrainerConfig(ranks=2, **{field: 2})
+
+
+def test_the_megatron_trainer_is_refused_without_ranks() -> None:
+    with pytest.raises(ValidationError, match="set it to 1 or more"):
+        TrainerConfig(backend="megatron")

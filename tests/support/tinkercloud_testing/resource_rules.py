@@ -53,6 +53,13 @@ def trainer(replicas: int, gpus: int, backend: str = "torch", **parallelism: int
     return base_model(trainer={"backend": backend, **counts, "parallelism": parallelism})
 
 
+def cpu_trainer(
+    replicas: int, ranks: int, gpus: int = 0, backend: str = "megatron", **parallelism: int
+) -> Json:
+    counts = {"replicas": replicas, "gpusPerReplica": gpus, "cpuRanksPerReplica": ranks}
+    return base_model(trainer={"backend": backend, **counts, "parallelism": parallelism})
+
+
 def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
     counts = {"replicas": replicas, "gpusPerReplica": gpus}
     return base_model(trainer=TRAINERS, sampler={"backend": backend, **counts, **others})
@@ -101,27 +108,54 @@ CREATION_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "replicas and gpusPerReplica: either both are 0 (the head trains, on its CPU) or both are"
-        " 1 or more",
-        {"neither": trainer(0, 0), "one": trainer(1, 1), "many": trainer(4, 8)},
+        "replicas: 0 (the head trains, on its CPU) goes with neither gpusPerReplica nor"
+        " cpuRanksPerReplica; 1 or more goes with exactly one of them",
+        {
+            "the head": trainer(0, 0),
+            "one GPU": trainer(1, 1),
+            "many GPUs": trainer(4, 8),
+            "one rank on a CPU": cpu_trainer(1, 1),
+            "many ranks on CPUs": cpu_trainer(512, 64),
+        },
         {
             "replicas alone": trainer(1, 0),
             "many replicas alone": trainer(4, 0),
             "GPUs alone": trainer(0, 8),
+            "ranks alone": cpu_trainer(0, 1, backend="torch"),
+            "ranks besides GPUs": cpu_trainer(1, 2, gpus=2),
         },
     ),
     Rule(
         "spec.trainer",
-        "parallelism: tensor x pipeline x context must divide replicas x gpusPerReplica",
+        "parallelism: tensor x pipeline x context must divide the ranks, replicas x gpusPerReplica"
+        " (or cpuRanksPerReplica)",
         {
-            "one copy": trainer(2, 8, tensor=8, pipeline=2),
-            "two copies": trainer(1, 8, tensor=2, context=2),
-            "experts": trainer(1, 4, tensor=2, expert=64),
+            "one copy": trainer(2, 8, "megatron", tensor=8, pipeline=2),
+            "two copies": trainer(1, 8, "megatron", tensor=2, context=2),
+            "experts": trainer(1, 4, "megatron", tensor=2, expert=64),
+            "over CPUs": cpu_trainer(2, 1, tensor=2),
         },
         {
-            "more ranks than GPUs": trainer(1, 4, tensor=8),
-            "no divisor": trainer(1, 8, tensor=3),
-            "the product is none": trainer(2, 2, tensor=2, pipeline=2, context=2),
+            "more ranks than GPUs": trainer(1, 4, "megatron", tensor=8),
+            "no divisor": trainer(1, 8, "megatron", tensor=3),
+            "the product is none": trainer(2, 2, "megatron", tensor=2, pipeline=2, context=2),
+            "more ranks than CPUs have": cpu_trainer(2, 1, tensor=4),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "parallelism: backend torch keeps a whole copy at each rank; leave it out, or set backend"
+        " to megatron",
+        {
+            "megatron": trainer(1, 4, "megatron", tensor=2),
+            "ones": trainer(1, 4, tensor=1, pipeline=1, context=1, expert=1),
+            "nothing said": cpu_trainer(2, 2, backend="torch"),
+        },
+        {
+            "tensor": trainer(1, 4, tensor=2),
+            "pipeline": cpu_trainer(2, 2, backend="torch", pipeline=2),
+            "context": trainer(1, 4, context=2),
+            "expert": trainer(1, 4, expert=2),
         },
     ),
     Rule(
@@ -154,7 +188,7 @@ CREATION_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.colocated: there are no trainer GPUs to share; set trainer.replicas",
+        "sampler.colocated: there are no trainer GPUs to share; set trainer.gpusPerReplica",
         {
             "with trainers": sampler("sglang", 1, colocated=True),
             "of its own": base_model(sampler=SAMPLERS),
@@ -163,7 +197,8 @@ CREATION_RULES = (
         {
             "without trainers": base_model(sampler={**SAMPLERS, "colocated": True}),
             "beside a CPU trainer": base_model(
-                trainer={"replicas": 0}, sampler={**SAMPLERS, "colocated": True}
+                trainer={"replicas": 2, "cpuRanksPerReplica": 1},
+                sampler={**SAMPLERS, "colocated": True},
             ),
             "torch in the head": base_model(sampler={"colocated": True}),
         },

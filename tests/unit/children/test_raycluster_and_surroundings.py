@@ -25,6 +25,15 @@ from tinkercloud_testing.sessions import (
 MAX_RAY_CLUSTER_NAME = 53
 LONGEST = "s" * MAX_NAME_LENGTH
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
+CPU_TRAINERS = a_base_model(
+    trainer={
+        "backend": "megatron",
+        "replicas": 2,
+        "cpuRanksPerReplica": 2,
+        "parallelism": {"tensor": 2},
+        "resources": {"cpu": "7", "sharedMemory": "2Gi"},
+    }
+)
 QUEUED = a_base_model(trainer=TRAINERS, placement={"queueName": "research"})
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,12}[a-z0-9])?", fullmatch=True)
@@ -105,11 +114,46 @@ def test_the_head_is_started_beside_ray_in_the_container_that_kuberay_makes() ->
     assert "exec python -m tinkercloud_worker /etc/tinkercloud/head.json" in command[-1]
 
 
-def test_no_ray_task_runs_on_the_head() -> None:
-    params = ray_cluster(a_build())["spec"]["headGroupSpec"]["rayStartParams"]
+def ray_params(build: Build) -> dict[str, Json]:
+    """Return what each group's `ray start` is told."""
+    spec = ray_cluster(build)["spec"]
+    workers = {group["groupName"]: group["rayStartParams"] for group in spec["workerGroupSpecs"]}
+    return {"head": spec["headGroupSpec"]["rayStartParams"], **workers}
 
-    assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
-    assert all(isinstance(value, str) for value in params.values())
+
+def test_ranks_have_room_on_trainers_alone_one_for_each_gpu() -> None:
+    params = ray_params(a_build(WORKERS))
+
+    rooms = {name: told["num-cpus"] for name, told in params.items()}
+    assert rooms == {"head": "0", "trainer": "4", "sampler": "0"}
+    assert params["head"]["num-gpus"] == "0"
+
+
+def test_ranks_of_a_pod_without_gpus_share_its_cores() -> None:
+    build = a_build(CPU_TRAINERS)
+
+    [trainers] = ray_cluster(build)["spec"]["workerGroupSpecs"]
+
+    [worker] = trainers["template"]["spec"]["containers"]
+    assert ray_params(build)["trainer"]["num-cpus"] == "2"
+    assert {"name": "OMP_NUM_THREADS", "value": "3"} in worker["env"]
+
+
+def test_objects_of_ray_fit_into_shared_memory_and_all_it_is_told_is_text() -> None:
+    params = ray_params(a_build(CPU_TRAINERS))
+
+    stores = {name: int(told["object-store-memory"]) for name, told in params.items()}
+    assert stores == {"head": int(0.8 * 2**30), "trainer": int(0.8 * 2**31)}
+    assert all(isinstance(value, str) for told in params.values() for value in told.values())
+
+
+def test_workers_stay_for_as_long_as_their_head_saves_what_they_hold() -> None:
+    groups = ray_cluster(a_build(WORKERS))["spec"]["workerGroupSpecs"]
+
+    pods = [group["template"]["spec"] for group in groups]
+    hooks = [pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] for pod in pods]
+    assert all("/dev/tcp/$FQ_RAY_IP/6379" in hook for hook in hooks)
+    assert all(pod["shareProcessNamespace"] for pod in pods)
 
 
 def test_the_longest_name_of_a_session_is_short_enough_for_kuberay() -> None:
@@ -203,8 +247,13 @@ def what_the_head_reads(build: Build) -> Json:
 
 @pytest.mark.parametrize(
     "build",
-    [a_build(), a_build(WORKERS), a_build(WORKERS, a_session(role="Sampler", lora=None))],
-    ids=["head alone", "workers", "samplers alone"],
+    [
+        a_build(),
+        a_build(WORKERS),
+        a_build(CPU_TRAINERS),
+        a_build(WORKERS, a_session(role="Sampler", lora=None)),
+    ],
+    ids=["head alone", "workers", "trainers without GPUs", "samplers alone"],
 )
 def test_the_head_reads_what_was_written_for_it(build: Build) -> None:
     text = surroundings.config_map(build)["data"]["head.json"]
@@ -228,6 +277,35 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
     assert (config.limits.max_lora_rank, config.limits.max_context_length) == (64, 2048)
     assert config.timings.suspend_seconds == 90
     assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's
+
+
+def test_the_head_is_told_how_the_trainer_pods_train() -> None:
+    offered = a_base_model(
+        trainer={
+            **TRAINERS,
+            "parallelism": {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
+        }
+    )
+
+    on_gpus = surroundings.head_config(a_build(offered)).trainer
+    on_cpus = surroundings.head_config(a_build(CPU_TRAINERS)).trainer
+
+    assert (on_gpus.backend, on_gpus.ranks, on_gpus.device) == ("megatron", 8, "cuda")
+    assert (on_gpus.tensor_parallel, on_gpus.pipeline_parallel) == (2, 2)
+    assert (on_gpus.context_parallel, on_gpus.expert_parallel) == (2, 2)
+    assert (on_cpus.ranks, on_cpus.tensor_parallel, on_cpus.device) == (4, 2, "cpu")
+
+
+def test_a_session_of_fewer_trainer_pods_has_fewer_ranks() -> None:
+    build = a_build(CPU_TRAINERS, a_session(trainer={"replicas": 1}))
+
+    assert surroundings.head_config(build).trainer.ranks == 2
+
+
+def test_a_head_without_trainer_pods_trains_by_itself() -> None:
+    trainer = surroundings.head_config(a_build()).trainer
+
+    assert (trainer.backend, trainer.ranks) == ("torch", 0)
 
 
 def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None:

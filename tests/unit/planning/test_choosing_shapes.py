@@ -240,7 +240,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
 @pytest.mark.parametrize(
     ("part", "field", "value", "message"),
     [
-        ("trainer", "replicas", 0, "both are 0"),
+        ("trainer", "replicas", 0, "replicas: 0"),
         ("trainer", "parallelism", {"tensor": 3, "pipeline": 1, "context": 1}, "must divide"),
         ("sampler", "replicas", 0, "sglang needs 1 or more"),
     ],

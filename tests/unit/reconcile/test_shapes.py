@@ -52,7 +52,7 @@ def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Sha
         ("maxLifetimeSeconds", "86401", "86400", {"maxLifetimeSeconds": 86401}),
         ("queueName", "'mine'", "research, urgent", {"queueName": "mine"}),
         ("priorityClassName", "'top'", "high, normal", {"priorityClassName": "top"}),
-        ("trainer.replicas", "3 pods have 12 GPUs", "of 8 GPUs", {"trainer": {"replicas": 3}}),
+        ("trainer.replicas", "3 pods have 12 ranks", "of 8 ranks", {"trainer": {"replicas": 3}}),
     ],
 )
 def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(

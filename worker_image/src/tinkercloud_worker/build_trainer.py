@@ -1,7 +1,7 @@
 """Which trainer a configuration asks for.
 
-One rank of the torch trainer computes in the head's process, on the sampler's own copy of the base.
-All others are Ray actors with copies, or parts, of their own.
+Without ranks the torch trainer computes in the head's process, on the sampler's own copy of the
+base. Ranks are Ray actors with copies, or parts, of their own.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -26,7 +27,7 @@ def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
     Raises:
         RanksUnavailable: the ranks could not be started.
     """
-    if config.trainer.backend == "torch" and config.trainer.ranks == 1:
+    if config.trainer.ranks == 0:
         return TorchTrainer(
             base,
             max_batch_tokens=config.trainer.max_batch_tokens,
@@ -36,8 +37,9 @@ def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
     from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect  # noqa: PLC0415
     from tinkercloud_worker.actors.ranked_trainer import RankedTrainer  # noqa: PLC0415
 
-    shape = GroupShape(config.trainer.ranks)
-    factory: Callable[[], object] = partial(
+    gpus = 1.0 if config.trainer.device == "cuda" else 0.0
+    shape = GroupShape(config.trainer.ranks, gpus_per_rank=gpus)
+    factory: Callable[[], RankTrainer] = partial(
         torch_rank if config.trainer.backend == "torch" else megatron_rank, config
     )
     connect(shape)
@@ -58,7 +60,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
     )
 
 
-def megatron_rank(config: HeadConfig) -> object:
+def megatron_rank(config: HeadConfig) -> RankTrainer:
     """Return a rank's MegatronTrainer."""
     # megatron-core is in trainers' images only; here it would be imported by every head.
     from tinkercloud_worker.megatron_trainer.model import Parallelism, load  # noqa: PLC0415

@@ -1,14 +1,17 @@
 """The RayCluster: a head, and groups of trainers and samplers.
 
 The head container runs Tinkercloud's head beside `ray start` (KubeRay hands the generated command
-over in a variable when it is told not to run it itself). With a CPU shape there is the head alone.
+over in a variable when it is told not to run it itself). Without workers there is the head alone.
+Ray's logical CPUs are ranks: a trainer pod has as many as it is to hold, the others none, so that
+ranks are where they belong.
 Kueue owns `spec.suspend` wherever a queue is named, so it is never set here: a session is
 suspended by deleting its RayCluster.
 """
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import SamplerShape, TrainerShape
+from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.children.pods import CONFIG_FOLDER, Build, Json, container, pod_template
+from tinkercloud_operator.quantities import parse_quantity
 
 API_VERSION = "ray.io/v1"
 
@@ -16,6 +19,9 @@ _START_HEAD = (
     'eval "$KUBERAY_GEN_RAY_START_CMD" & '
     f"exec python -m tinkercloud_worker {CONFIG_FOLDER}/head.json"
 )
+# What a worker holds is wanted for as long as the head saves what it knows: when a node is drained,
+# both are told to stop at once.
+_OUTLIVE_HEAD = "while (: < /dev/tcp/$FQ_RAY_IP/6379) 2> /dev/null; do sleep 1; done"
 _PORTS = (
     ("http", labels.HEAD_PORT),
     ("gcs-server", 6379),
@@ -36,12 +42,12 @@ _RAY_HEAD_PARAMS = {
     # No Ray task runs on the head: its cores are the sequencer's, or the CPU engine's.
     "num-cpus": "0",
     "num-gpus": "0",
-    # No object lies there either, in bytes. Ray's own choice, 30% of the memory, outgrows /dev/shm.
-    "object-store-memory": "104857600",
     "include-dashboard": "false",
     # KubeRay leaves out what is "false", and this is on unless it is told otherwise.
     "include-log-monitor": "0",
 }
+_LEAST_OBJECT_STORE = 100 << 20
+"""Bytes; Ray refuses less than three quarters of it."""
 _STARTUP_SECONDS = 1800
 """How long a container may take to serve; loading the model comes after that."""
 _WORKER_START_SECONDS = 120
@@ -84,24 +90,39 @@ def _head(build: Build) -> Json:
     # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
     # only after seconds of imports, and must bury what Ray's processes leave. Here it is not first.
     template["spec"]["shareProcessNamespace"] = True
-    return {"rayStartParams": _RAY_PARAMS | _RAY_HEAD_PARAMS, "template": template}
+    params = _RAY_PARAMS | _RAY_HEAD_PARAMS | _object_store(head.resources)
+    return {"rayStartParams": params, "template": template}
+
+
+def _object_store(resources: Resources) -> Json:
+    """Return the size of a node's object store: Ray's own choice outgrows /dev/shm."""
+    size = int(parse_quantity(resources.shared_memory) * 0.8)
+    return {"object-store-memory": str(max(_LEAST_OBJECT_STORE, size))}
 
 
 def _trainers(build: Build) -> Json | None:
     trainer = build.shape.trainer
     if trainer is None or trainer.replicas == 0:
         return None
-    return _group(build, "trainer", trainer, trainer.gpus_per_replica)
+    ranks = trainer.ranks_per_replica
+    group = _group(build, "trainer", trainer, trainer.gpus_per_replica, ranks)
+    # Ray would give every rank one thread, the one logical CPU it takes.
+    threads = max(1, int(parse_quantity(trainer.resources.cpu)) // ranks)
+    [worker] = group["template"]["spec"]["containers"]
+    worker["env"] = [*worker["env"], {"name": "OMP_NUM_THREADS", "value": str(threads)}]
+    return group
 
 
 def _samplers(build: Build) -> Json | None:
     sampler = build.shape.sampler
     if sampler.replicas == 0:
         return None
-    return _group(build, "sampler", sampler, build.shape.gpus_per_sampler)
+    return _group(build, "sampler", sampler, build.shape.gpus_per_sampler, ranks=0)
 
 
-def _group(build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int) -> Json:
+def _group(
+    build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int, ranks: int
+) -> Json:
     image = worker.image or build.shape.base_model.head.image
     # KubeRay names the container's command. Its probes would ask Ray's dashboard agent, which
     # serves nothing unless Ray's dashboard is installed; a worker lives as its raylet does.
@@ -109,14 +130,19 @@ def _group(build: Build, component: str, worker: TrainerShape | SamplerShape, gp
     body = container(build, "worker", image, worker.resources, gpus) | {
         "readinessProbe": alive,
         "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/bash", "-c", _OUTLIVE_HEAD]}}},
     }
+    template = pod_template(build, component, body, worker.resources)
+    # KubeRay's shell would be deaf to SIGTERM as the first process.
+    template["spec"]["shareProcessNamespace"] = True
+    params = {"node-manager-port": str(_RAYLET_PORT), "num-cpus": str(ranks)}
     return {
         "groupName": component,
         "replicas": worker.replicas,
         "minReplicas": worker.replicas,
         "maxReplicas": worker.replicas,
-        "rayStartParams": _RAY_PARAMS | {"node-manager-port": str(_RAYLET_PORT)},
-        "template": pod_template(build, component, body, worker.resources),
+        "rayStartParams": _RAY_PARAMS | params | _object_store(worker.resources),
+        "template": template,
     }
 
 

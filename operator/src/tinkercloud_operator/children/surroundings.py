@@ -1,6 +1,7 @@
 """What surrounds the pods: Service, Secret, configuration, NetworkPolicy, disruption budget."""
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.shapes import TrainerShape
 from tinkercloud_operator.children.pods import (
     SCRATCH_FOLDER,
     TOKEN_FOLDER,
@@ -35,8 +36,7 @@ def token_secret(build: Build) -> Json:
 
 def head_config(build: Build) -> HeadConfig:
     """Return what the head is told at birth."""
-    settings, trainer = build.settings, build.shape.trainer
-    base_model = build.shape.base_model
+    settings, base_model = build.settings, build.shape.base_model
     return HeadConfig(
         head=build.names.session,
         model=BaseModelSource(name=base_model.model_name, path=model_path(base_model)),
@@ -44,9 +44,7 @@ def head_config(build: Build) -> HeadConfig:
         checkpoint_root=settings.checkpoint_root,
         scratch_dir=f"{SCRATCH_FOLDER}/head",
         listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
-        trainer=TrainerConfig()
-        if trainer is None
-        else TrainerConfig(dtype=trainer.dtype, max_batch_tokens=trainer.max_batch_tokens),
+        trainer=_trainer_config(build.shape.trainer),
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
@@ -54,6 +52,23 @@ def head_config(build: Build) -> HeadConfig:
         timings=Timings(
             drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
         ),
+    )
+
+
+def _trainer_config(trainer: TrainerShape | None) -> TrainerConfig:
+    if trainer is None:
+        return TrainerConfig()
+    parallelism = trainer.parallelism
+    return TrainerConfig(
+        backend=trainer.backend,
+        ranks=trainer.replicas * trainer.ranks_per_replica,
+        tensor_parallel=parallelism.tensor,
+        pipeline_parallel=parallelism.pipeline,
+        context_parallel=parallelism.context,
+        expert_parallel=parallelism.expert,
+        device="cuda" if trainer.gpus_per_replica else "cpu",
+        dtype=trainer.dtype,
+        max_batch_tokens=trainer.max_batch_tokens,
     )
 
 
