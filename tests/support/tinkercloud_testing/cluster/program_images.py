@@ -1,8 +1,8 @@
 """Images of our programs, of what this machine has: its Debian, its Python, the environment.
 
 Layers, lowest first: a minimal Debian; the interpreter; what the API server and the operator
-import; what the worker imports besides; our packages. The programs run as nobody in particular,
-write nowhere, and are started by `python -m`.
+import; what the worker imports besides, and what trainers do; our packages. The programs run as
+nobody in particular, write nowhere, and are started by `python -m`.
 """
 
 import functools
@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -34,13 +34,16 @@ from tinkercloud_testing.cluster.images import (
 )
 from tinkercloud_testing.cluster.programs import ROOT, build_folder, system_tool
 
-PROGRAMS = {
-    "api-server": ("tinkercloud-api", "tinkercloud_api"),
-    "operator": ("tinkercloud-operator", "tinkercloud_operator"),
-    "worker": ("tinkercloud-worker", "tinkercloud_worker"),
-}
-"""Image name: its distribution, and the package that `python -m` runs."""
 _LIGHT = ("tinkercloud-api", "tinkercloud-operator")
+_WORKER = ("tinkercloud-worker",)
+_TRAINER = ("tinkercloud-worker[megatron]",)
+PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
+    "api-server": ("tinkercloud_api", [_LIGHT]),
+    "operator": ("tinkercloud_operator", [_LIGHT]),
+    "worker": ("tinkercloud_worker", [_LIGHT, _WORKER]),
+    "trainer": ("tinkercloud_worker", [_LIGHT, _WORKER, _TRAINER]),
+}
+"""Image name: the package that `python -m` runs, and what is imported, a layer each."""
 _VENV = "/opt/venv"
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"{_VENV}/lib/{_PYTHON}/site-packages"
@@ -60,15 +63,15 @@ def program_image(name: str) -> Image:
     Args:
         name: A key of `PROGRAMS`.
     """
-    root, package = PROGRAMS[name]
-    light = _closure(_LIGHT)
-    needed = _closure([root])
-    further = {key: value for key, value in needed.items() if key not in light}
-    layers = [_base(), _interpreter(), _libraries(light)]
-    layers += [_libraries(further)] if further else []
+    package, imported = PROGRAMS[name]
+    layers, present = [_base(), _interpreter()], dict[str, Distribution]()
+    for roots in imported:
+        needed = _closure(roots)
+        layers.append(_libraries({key: needed[key] for key in needed if key not in present}))
+        present |= needed
     return Image(
         f"tinkercloud.test/{name}:test",
-        [*layers, _commands(needed), _sources()],
+        [*layers, _commands(_closure(imported[-1])), _sources()],
         [f"{_VENV}/bin/python", "-m", package],
         {"PATH": f"{_VENV}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp"},  # noqa: S108 - in a container
     )
