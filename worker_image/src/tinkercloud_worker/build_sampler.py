@@ -1,0 +1,102 @@
+"""Which sampler a configuration asks for, and the thread that computes beside it.
+
+The torch sampler takes turns with training on that thread, on the head's copy of the base model.
+Inference servers compute by themselves; those that share the trainer's GPUs take turns with it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.sampler import Sampler
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.inference.adapters import AdapterFolder
+from tinkercloud_worker.inference.client import InferenceClient
+from tinkercloud_worker.inference.colocation import ColocatedThread
+from tinkercloud_worker.inference.dialect import Dialect
+from tinkercloud_worker.inference.engine import Engine
+from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import SglangDialect
+from tinkercloud_worker.inference.sglang_control import SglangControl
+from tinkercloud_worker.inference.vllm import VllmDialect
+from tinkercloud_worker.torch_sampler.sampler import TorchSampler
+from tinkercloud_worker.torch_sampler.versions import Versions
+
+OnCrash = Callable[[BaseException], None]
+
+
+def build_sampler(
+    config: HeadConfig, base: BaseModel, tokenizer: PreTrainedTokenizerBase, on_crash: OnCrash
+) -> tuple[Sampler, EngineThread]:
+    """Return the sampler, and the started thread for training jobs.
+
+    Args:
+        config: of the head.
+        base: the head's copy of the base model.
+        tokenizer: of that model.
+        on_crash: see `EngineThread`.
+
+    Raises:
+        OSError: the file with the servers' key can't be read.
+    """
+    if config.sampler.backend == "torch":
+        thread = EngineThread(on_crash)
+        sampler = TorchSampler(
+            base,
+            tokenizer,
+            config.sampler,
+            versions=Versions(
+                Path(config.scratch_dir), config.limits.max_sampler_bytes, base.device
+            ),
+            wake=thread.wake,
+        )
+        thread.start(sampler)
+        return sampler, thread
+    servers = inference_sampler(config)
+    colocated = config.sampler.inference.colocated
+    thread = ColocatedThread(servers.training, on_crash) if colocated else EngineThread(on_crash)
+    thread.start(NoBackground())
+    return servers, thread
+
+
+def inference_sampler(config: HeadConfig) -> InferenceSampler:
+    """Return the sampler that asks the configured servers.
+
+    Raises:
+        OSError: the file with their key can't be read.
+    """
+    inference = config.sampler.inference
+    folder = AdapterFolder(
+        Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters"),
+        there=Path(inference.adapters_dir_there) if inference.adapters_dir_there else None,
+        owner=f"{config.head}-{config.generation}",
+        base_path=Path(config.model.path),
+    )
+    dialects = [_dialect(config, client) for client in _clients(inference)]
+    controls = {}
+    if config.sampler.backend == "sglang":
+        controls = {
+            dialect.client.url: SglangControl(dialect, folder)
+            for dialect in dialects
+            if isinstance(dialect, SglangDialect)
+        }
+    engines = [Engine(dialect, folder) for dialect in dialects]
+    return InferenceSampler(engines, controls, folder, config.sampler, config.model.name)
+
+
+def _clients(inference: InferenceConfig) -> list[InferenceClient]:
+    key = Path(inference.key_file).read_text().strip() if inference.key_file else None
+    return [
+        InferenceClient(url, key=key, max_concurrent=inference.max_concurrent_requests)
+        for url in inference.urls
+    ]
+
+
+def _dialect(config: HeadConfig, client: InferenceClient) -> Dialect:
+    inference = config.sampler.inference
+    if inference.kind == "sglang":
+        return SglangDialect(client)
+    return VllmDialect(client, inference.model or config.model.name)

@@ -1,0 +1,75 @@
+"""Published weights as files that inference servers read, each folder under a name of its own.
+
+A name says who wrote it, down to the process, and is never used again. So a server that keeps
+prompts by the adapter's name never mixes two up. Where the folder is in memory (/dev/shm, or a
+volume of that kind that a pod's containers share), nothing touches a disk.
+"""
+
+import itertools
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker import lora
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+
+
+class AdapterFolder:
+    """Files of published weights. Methods block; they may be called from several threads."""
+
+    def __init__(self, folder: Path, *, there: Path | None, owner: str, base_path: Path) -> None:
+        """Make a folder's keeper; the folder itself is made when first needed.
+
+        Args:
+            folder: where to write.
+            there: the same folder as servers see it; None means under the same path.
+            owner: differs between any two processes that ever write there.
+            base_path: Hugging Face folder of the base model.
+        """
+        self._folder = folder
+        self._there = there or folder
+        self._owner = owner
+        self._base_path = base_path
+        self._numbers = itertools.count(1)
+
+    def write(self, weights: WeightsSnapshot, base_model: str) -> str:
+        """Write weights and return their name.
+
+        An adapter is in PEFT's format; all weights of a model are a Hugging Face folder.
+        """
+        name = f"{self._owner}-{next(self._numbers)}"
+        target = self._folder / name
+        target.mkdir(parents=True)
+        if weights.lora is None:
+            for path in self._base_path.glob("*.json"):
+                if not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, target / path.name)
+        for file_name, content in formats.encode_weights(weights, base_model).items():
+            (target / file_name).write_bytes(content)
+        return name
+
+    def there(self, name: str) -> Path:
+        """Return where servers find what was written under a name."""
+        return self._there / name
+
+    def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
+        """Read weights back.
+
+        Raises:
+            NotFound: somebody has removed them.
+        """
+        file = FULL_WEIGHTS if config is None else ADAPTER_WEIGHTS
+        try:
+            tensors = load_file(self._folder / name / file)
+        except FileNotFoundError:
+            raise NotFound(f"{self._folder / name} is gone: save the weights again") from None
+        return WeightsSnapshot(config, lora.from_peft_names(tensors))
+
+    def remove(self, name: str) -> None:
+        """Remove what was written under a name. It may be gone."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""What is asked of an inference server, whatever program it is.
+
+A dialect turns our requests into one program's own and its answers back. It keeps nothing: what a
+server holds, and which server is asked, is decided above (`engine`, `sampler`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.payloads import PromptScores, SampledSequence
+from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.inference.client import InferenceClient
+
+SEED_MASK = (1 << 62) - 1
+"""Seeds that leave room for adding a sample's index within 63 bits."""
+
+
+class Dialect(Protocol):
+    """How one program is asked. Methods raise ServerError when the server fails."""
+
+    client: InferenceClient
+
+    async def check_health(self) -> None:
+        """Return if the server would answer requests now."""
+
+    async def check_model(self) -> None:
+        """Return if the server holds the base model.
+
+        Raises:
+            ServerError: it holds another; the message names both.
+        """
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a PEFT adapter from a folder under a name. It may be loaded already.
+
+        Raises:
+            InvalidRequest: the server does not take such an adapter, for its rank or its layers.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. It may be unknown."""
+
+    async def draw(
+        self, request: SamplingRequest, adapter: str | None
+    ) -> Sequence[SampledSequence]:
+        """Draw the request's samples, sample k with seed + k; the prompt's questions are ignored.
+
+        Raises:
+            InvalidRequest: the server can't draw like this.
+            NotThere: the server does not hold the adapter.
+        """
+
+    async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
+        """Answer the questions about the prompt.
+
+        Raises:
+            InvalidRequest: the server can't answer one of them.
+            NotThere: the server does not hold the adapter.
+        """
+
+
+def refuse_alternatives(request: SamplingRequest) -> None:
+    """Refuse to draw other tokens at the prompt's positions, which no server offers.
+
+    Raises:
+        InvalidRequest: the request asks for them.
+    """
+    if request.questions.alternatives_k:
+        raise InvalidRequest(
+            "prompt_alt_tokens_k: this model's sampler is an inference server, which does not draw"
+            " at positions of the prompt; leave it out, or ask a sampler with backend torch"
+        )

@@ -1,0 +1,178 @@
+"""One inference server, and what it holds of ours.
+
+Adapters are loaded when first needed, each once however many requests wait for it, while others go
+on. A server that restarts has forgotten them; that shows when it is asked for one, which is then
+loaded again, at most once for a request.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+import structlog
+
+from tinkercloud_protocol.errors import WireError
+from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.inference.adapters import AdapterFolder
+from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
+from tinkercloud_worker.inference.dialect import Dialect
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+_RECOVERY_SECONDS = 1.0
+"""Between two looks at a server that does not answer."""
+_PROBED_TOKENS = 16
+_TOLERANCE = 0.25
+"""Mean difference of logprobs that rounding can explain, and another temperature can't."""
+
+
+class Engine:
+    """One server. Belongs to one event loop."""
+
+    def __init__(self, dialect: Dialect, folder: AdapterFolder) -> None:
+        self.dialect = dialect
+        self.url = dialect.client.url
+        self.running = 0
+        """Requests it has now."""
+        self._folder = folder
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._introduction: asyncio.Task[None] | None = None
+        self._recovery: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has answered when it was last asked."""
+        return self._recovery is None
+
+    async def recovered(self) -> None:
+        """Return once it is up."""
+        while self._recovery is not None:
+            await asyncio.shield(self._recovery)
+
+    async def run(self, adapter: str | None, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something with an adapter (None: with the base model), which is loaded for it.
+
+        Raises:
+            ServerUnreachable: the server does not answer. It is looked after from now on.
+            ServerError: it does not do it.
+        """
+        self.running += 1
+        try:
+            await self._introduced()
+            if adapter is None:
+                return await work()
+            await self._loaded(adapter)
+            load = self._loads.get(adapter)
+            try:
+                return await work()
+            except NotThere:
+                log.info("an inference server has lost an adapter", url=self.url, adapter=adapter)
+                self._forget(adapter, load)
+            await self._loaded(adapter)
+            return await work()
+        except ServerUnreachable as error:
+            self._look_after(error)
+            raise
+        finally:
+            self.running -= 1
+
+    async def unload(self, adapter: str) -> None:
+        """Let go of an adapter that nobody needs any more. It may not be loaded."""
+        load = self._loads.pop(adapter, None)
+        if load is None:
+            return
+        try:
+            await asyncio.wait({load})
+            await self.dialect.unload_adapter(adapter)
+        except WireError as error:
+            log.warning("an adapter stays loaded", url=self.url, adapter=adapter, reason=str(error))
+
+    async def close(self) -> None:
+        """Unload what was loaded, and end the connections."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+        elif self._loads:
+            await asyncio.gather(*[self.unload(adapter) for adapter in list(self._loads)])
+        await self.dialect.client.close()
+
+    async def _loaded(self, adapter: str) -> None:
+        load = self._loads.get(adapter)
+        if load is None:
+            folder = self._folder.there(adapter)
+            load = asyncio.create_task(self.dialect.load_adapter(adapter, folder))
+            self._loads[adapter] = load
+        try:
+            # One request that gives up must not end the load for the others.
+            await asyncio.shield(load)
+        except Exception:
+            self._forget(adapter, load)
+            raise
+
+    def _forget(self, adapter: str, load: asyncio.Task[None] | None) -> None:
+        if self._loads.get(adapter) is load:
+            del self._loads[adapter]
+
+    async def _introduced(self) -> None:
+        introduction = self._introduction
+        if introduction is None:
+            introduction = self._introduction = asyncio.create_task(self._introduce())
+        try:
+            await asyncio.shield(introduction)
+        except Exception:
+            if self._introduction is introduction:
+                self._introduction = None
+            raise
+
+    async def _introduce(self) -> None:
+        """Check, before anything is believed, that the server is what it should be.
+
+        A server that returns logprobs of the temperature it drew at would bias training in silence.
+        """
+        await self.dialect.check_model()
+        drawn = _probe([1], PromptQuestions())
+        [sequence] = await self.dialect.draw(drawn, None)
+        scored = _probe([1, *sequence.tokens], PromptQuestions(logprobs_from=1))
+        logprobs = (await self.dialect.score(scored, None)).logprobs
+        assert logprobs is not None  # noqa: S101 - they were asked for
+        error = float(np.abs(np.asarray(sequence.logprobs) - logprobs[1:]).mean())
+        if not error <= _TOLERANCE:
+            raise ServerError(
+                f"the inference server {self.url} returns logprobs that are not the model's own"
+                f" (off by {error:.2f} on average at temperature {drawn.temperature}): start"
+                " SGLang with SGLANG_RETURN_ORIGINAL_LOGPROB=1, vLLM with --logprobs-mode"
+                " raw_logprobs"
+            )
+        log.info("inference server", url=self.url, logprob_error=round(error, 6))
+
+    def _look_after(self, error: ServerUnreachable) -> None:
+        if self._recovery is None:
+            log.warning("an inference server is lost", url=self.url, reason=error.message)
+            self._introduction = None
+            self._recovery = asyncio.create_task(self._recover())
+
+    async def _recover(self) -> None:
+        while True:
+            await asyncio.sleep(_RECOVERY_SECONDS)
+            try:
+                await self.dialect.check_health()
+            except ServerError:
+                continue
+            log.info("an inference server is back", url=self.url)
+            self._recovery = None
+            return
+
+
+def _probe(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+    return SamplingRequest(
+        prompt=np.asarray(prompt, dtype=np.int32),
+        num_samples=1,
+        max_tokens=_PROBED_TOKENS,
+        seed=1,
+        temperature=2.0,
+        top_k=0,
+        top_p=1.0,
+        stop=StopRules(frozenset(), ()),
+        questions=questions,
+    )

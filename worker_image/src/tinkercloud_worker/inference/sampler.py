@@ -1,0 +1,277 @@
+"""The sampler whose tokens come from inference servers: SGLang engines, or vLLM.
+
+What is published is written to a folder that the servers read, and loaded where it is first needed.
+Publishing one model's weights holds up nobody else's requests. A version's files and adapters go
+when it has been retired and its last request has ended.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.payloads import PromptScores, SampledSequence
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.inference import routing
+from tinkercloud_worker.inference.adapters import AdapterFolder
+from tinkercloud_worker.inference.client import NotThere, ServerUnreachable
+from tinkercloud_worker.inference.engine import Engine
+from tinkercloud_worker.inference.sglang_control import BASE, TRAINING, SglangControl
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+_ATTEMPTS = 3
+"""Servers that a request may be lost with before it is taken to be the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What a published name stands for."""
+
+    lora: LoraConfig | None
+    """None for whole models, and for the base model."""
+    name: str | None
+    """Of its files; None for the base model."""
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of its adapter, if it is one."""
+        return self.name if self.lora is not None else None
+
+    @property
+    def kind(self) -> str:
+        """Which weights a server must have under it."""
+        return BASE if self.name is None or self.lora is not None else self.name
+
+
+_BASE_MODEL = _Version(None, None)
+
+
+class InferenceSampler:
+    """See `engine.sampler.Sampler`, whose contract it fulfils. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        controls: Mapping[str, SglangControl],
+        folder: AdapterFolder,
+        config: SamplerConfig,
+        base_model: str,
+    ) -> None:
+        """Make a sampler; no server is asked yet.
+
+        Args:
+            engines: equal servers of the base model.
+            controls: of those whose weights and memory are this head's to change, by URL.
+            folder: where to write what they load.
+            config: bounds and patience.
+            base_model: name of the base model.
+        """
+        self._engines = {engine.url: engine for engine in engines}
+        self._controls = controls
+        self._folder = folder
+        self._config = config
+        self._base_model = base_model
+        self._versions: dict[str, _Version] = {}
+        self._users: Counter[str] = Counter()
+        """Versions and requests that need the files of a name."""
+        self._queued = 0
+        self._cleaning: set[asyncio.Task[None]] = set()
+
+    async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
+        """See `Sampler.publish`. Returns once one server has loaded what it needs.
+
+        Raises:
+            InvalidRequest: the servers don't take such weights.
+            ServerError: no server is there to take them.
+        """
+        if version in self._versions:
+            return
+        if weights is None:
+            self._versions[version] = _BASE_MODEL
+            return
+        if weights.lora is None and not self._controls:
+            raise InvalidRequest(
+                "this model's sampler is a server that someone else operates, whose weights stay as"
+                " they are: it samples from adapters; create the model with a LoRA rank, or save"
+                " its weights under a name and sample from them elsewhere"
+            )
+        name = await asyncio.to_thread(self._folder.write, weights, self._base_model)
+        published = _Version(weights.lora, name)
+        self._users[name] += 1
+        try:
+            await self._ask(version, published, _nothing)
+        except BaseException:
+            self._let_go(name)
+            raise
+        self._versions[version] = published
+
+    async def retire(self, version: str) -> None:
+        """See `Sampler.retire`."""
+        published = self._versions.pop(version, None)
+        if published is not None and published.name is not None:
+            self._let_go(published.name)
+
+    async def export(self, version: str) -> WeightsSnapshot | None:
+        """See `Sampler.export`."""
+        published = self._known(version)
+        if published.name is None:
+            return None
+        return await asyncio.to_thread(self._folder.read, published.name, published.lora)
+
+    async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
+        """See `Sampler.sample`.
+
+        Raises:
+            InvalidRequest: the servers can't do what is asked.
+            ServerError: no server is there, or it failed.
+        """
+        if self._queued >= self._config.max_queued_requests:
+            raise Overloaded(
+                f"{self._queued} sampling requests wait already; slow down and send this one again"
+            )
+        published = self._known(version)
+        self._queued += 1
+        if published.name is not None:
+            self._users[published.name] += 1
+        try:
+            return await self._ask(version, published, _sampling(request, published.adapter))
+        finally:
+            self._queued -= 1
+            if published.name is not None:
+                self._let_go(published.name)
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Have the GPUs of colocated servers for as long as the context lasts."""
+        async with AsyncExitStack() as stack:
+            for control in self._controls.values():
+                await stack.enter_async_context(control.turns.of(TRAINING))
+            yield
+
+    async def close(self) -> None:
+        """Unload all adapters, so that a server which lives on does not keep them."""
+        await asyncio.gather(*self._cleaning, return_exceptions=True)
+        await asyncio.gather(*[engine.close() for engine in self._engines.values()])
+
+    def _known(self, version: str) -> _Version:
+        if version not in self._versions:
+            raise NotFound(
+                f"sampling session {version!r} is unknown here: it was deleted, or its weights"
+                " lived only in a head that has stopped; save the weights again"
+            )
+        return self._versions[version]
+
+    async def _ask(
+        self,
+        version: str,
+        published: _Version,
+        work: Callable[[Engine], Awaitable[T]],
+    ) -> T:
+        """Do something on a server that has the weights of a version; try others if it is lost."""
+        # Inflight versions of one model belong together.
+        key = version.partition("@")[0]
+        deadline = time.monotonic() + self._config.inference.recovery_seconds
+        for attempt in range(1, _ATTEMPTS + 1):
+            engine = await self._choose(key, deadline)
+            try:
+                return await self._on(engine, published, work)
+            except ServerUnreachable:
+                self._restarted(engine)
+                if attempt == _ATTEMPTS:
+                    raise
+            except NotThere:
+                # An adapter has been loaded again by then: whole models have not.
+                if published.kind == BASE or attempt == _ATTEMPTS:
+                    raise
+                self._controls[engine.url].lost()
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _on(
+        self, engine: Engine, published: _Version, work: Callable[[Engine], Awaitable[T]]
+    ) -> T:
+        control = self._controls.get(engine.url)
+        if control is None:
+            return await engine.run(published.adapter, lambda: work(engine))
+        async with control.turns.of(published.kind):
+            return await engine.run(published.adapter, lambda: work(engine))
+
+    def _restarted(self, engine: Engine) -> None:
+        if (control := self._controls.get(engine.url)) is not None:
+            control.restarted()
+
+    async def _choose(self, key: str, deadline: float) -> Engine:
+        while True:
+            up = {url: e.running for url, e in self._engines.items() if e.is_up}
+            if up:
+                return self._engines[routing.choose(key, up)]
+            recoveries = [asyncio.create_task(e.recovered()) for e in self._engines.values()]
+            patience = max(deadline - time.monotonic(), 0)
+            done, waiting = await asyncio.wait(
+                recoveries, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in waiting:
+                task.cancel()
+            if not done:
+                raise ServerUnreachable(
+                    f"no inference server answers ({', '.join(self._engines)}), and none came back"
+                    f" within {self._config.inference.recovery_seconds:.0f} s"
+                )
+
+    def _let_go(self, name: str) -> None:
+        self._users[name] -= 1
+        if self._users[name] == 0:
+            del self._users[name]
+            task = asyncio.create_task(self._clean(name))
+            self._cleaning.add(task)
+            task.add_done_callback(self._cleaning.discard)
+
+    async def _clean(self, name: str) -> None:
+        await asyncio.gather(*[engine.unload(name) for engine in self._engines.values()])
+        if name not in self._users:
+            await asyncio.to_thread(self._folder.remove, name)
+
+
+def _sampling(
+    request: SamplingRequest, adapter: str | None
+) -> Callable[[Engine], Awaitable[SamplingResult]]:
+    """Return the work that a request is: drawing, and scoring the prompt beside it if asked."""
+
+    async def sample(engine: Engine) -> SamplingResult:
+        questions = request.questions
+        asks = questions.first_position is not None or questions.targets is not None
+        if not asks:
+            return SamplingResult(await engine.dialect.draw(request, adapter), PromptScores())
+        drawing = asyncio.create_task(_drawn(engine, request, adapter))
+        scoring = asyncio.create_task(_scored(engine, request, adapter))
+        try:
+            return SamplingResult(*await asyncio.gather(drawing, scoring))
+        finally:
+            drawing.cancel()
+            scoring.cancel()
+
+    return sample
+
+
+async def _drawn(
+    engine: Engine, request: SamplingRequest, adapter: str | None
+) -> Sequence[SampledSequence]:
+    return await engine.dialect.draw(request, adapter)
+
+
+async def _scored(engine: Engine, request: SamplingRequest, adapter: str | None) -> PromptScores:
+    return await engine.dialect.score(request, adapter)
+
+
+async def _nothing(_: Engine) -> None:
+    """Ask nothing but what comes before."""

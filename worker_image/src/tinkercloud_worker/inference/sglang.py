@@ -1,0 +1,216 @@
+"""SGLang's native API: `/generate` with token ids, adapters by name, memory and weights on demand.
+
+Engines must be started with `--enable-lora --lora-target-modules all --max-lora-rank R`, with
+SGLANG_RETURN_ORIGINAL_LOGPROB=1 (otherwise logprobs are those of the temperature drawn at) and with
+`--enable-deterministic-inference`, without which seeds mean nothing.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.payloads import (
+    EMPTY_TOP_LOGPROB,
+    EMPTY_TOP_TOKEN,
+    FloatArray,
+    PromptScores,
+    SampledSequence,
+    TopLogprobs,
+)
+from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
+from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
+
+_LOAD_SECONDS = 600.0
+_CALL_SECONDS = 60.0
+
+Entry = Sequence[Any]
+"""[logprob, token id, text or None]; at the first position its logprob is None."""
+
+
+class SglangDialect:
+    """See `dialect.Dialect`."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self.client = client
+        self.weight_version: str | None = None
+        """What the engine should say its weights are; None where nobody has said so."""
+
+    async def check_health(self) -> None:
+        """See `Dialect.check_health`. The engine draws a token for it, so it is asked rarely."""
+        await self.client.get("/health_generate", seconds=_CALL_SECONDS)
+
+    async def check_model(self) -> None:
+        """See `Dialect.check_model`. SGLang knows its model by its folder only: any will do."""
+        info = await self.client.get("/model_info", seconds=_CALL_SECONDS)
+        if not info.get("is_generation", True):
+            raise ServerError(f"{self.client.url} serves {info['model_path']}, which draws no text")
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Dialect.load_adapter`."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            await self.client.post("/load_lora_adapter", body, seconds=_LOAD_SECONDS)
+        except InvalidRequest as error:
+            if "already loaded" not in error.message:
+                raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Dialect.unload_adapter`. SGLang waits for the adapter's requests to end."""
+        try:
+            await self.client.post(
+                "/unload_lora_adapter", {"lora_name": name}, seconds=_LOAD_SECONDS
+            )
+        except InvalidRequest as error:
+            if "does not exist" not in error.message and "not loaded" not in error.message:
+                raise
+
+    async def draw(
+        self, request: SamplingRequest, adapter: str | None
+    ) -> Sequence[SampledSequence]:
+        """See `Dialect.draw`.
+
+        A batch of one prompt many times, since the samples of SGLang's own `n` share one seed.
+        """
+        seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
+        body = {
+            "input_ids": [request.prompt.tolist()] * request.num_samples,
+            "sampling_params": [_sampling_params(request, seed) for seed in seeds],
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": request.top_logprobs,
+        }
+        items = await self._generate(body, adapter)
+        return [self._sequence(item, request.top_logprobs) for item in items]
+
+    async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
+        """See `Dialect.score`."""
+        refuse_alternatives(request)
+        asked = request.questions
+        first = (asked.first_position or 1) - 1
+        targets = asked.targets if asked.targets is not None else np.empty(0, np.int64)
+        wanted = [int(token) for token in np.unique(targets) if token >= 0]
+        body: dict[str, Any] = {
+            "input_ids": [request.prompt.tolist()],
+            "sampling_params": [{"max_new_tokens": 0, "temperature": 0.0}],
+            "return_logprob": True,
+            "logprob_start_len": first,
+            "top_logprobs_num": asked.top_k,
+        }
+        if wanted:
+            body["token_ids_logprob"] = [wanted]
+        [item] = await self._generate(body, adapter)
+        return _scores(request, item["meta_info"], first)
+
+    async def model_path(self) -> str:
+        """Return the folder or name that the engine was started with."""
+        return str((await self.client.get("/model_info", seconds=_CALL_SECONDS))["model_path"])
+
+    async def _generate(self, body: dict[str, Any], adapter: str | None) -> Sequence[Json]:
+        if adapter is not None:
+            body["lora_path"] = adapter
+        try:
+            answer = await self.client.post("/generate", body)
+        except InvalidRequest as error:
+            missing = "never been loaded" in error.message or "not loaded" in error.message
+            if adapter is None or not missing:
+                raise
+            raise NotThere(error.message) from None
+        items: Sequence[Json] = answer["items"]
+        for item in items:
+            version = item["meta_info"].get("weight_version")
+            if self.weight_version is not None and version != self.weight_version:
+                raise NotThere(
+                    f"the inference server {self.client.url} has weights {version!r}, not"
+                    f" {self.weight_version!r}"
+                )
+        return items
+
+    def _sequence(self, item: Json, top_k: int) -> SampledSequence:
+        meta = item["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            raise ServerError(
+                f"the inference server {self.client.url} gave a request up:"
+                f" {meta['finish_reason'].get('message', 'no reason given')}"
+            )
+        drawn = meta["output_token_logprobs"]
+        return SampledSequence(
+            tokens=[int(token) for _, token, *_ in drawn],
+            logprobs=[float(logprob) for logprob, *_ in drawn],
+            stopped=meta["finish_reason"]["type"] == "stop",
+            top=_top(meta["output_top_logprobs"], top_k) if top_k else None,
+        )
+
+
+def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
+    # Every default is stated: a model's own generation configuration may have others.
+    return {
+        "max_new_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_k": request.top_k or -1,
+        "top_p": request.top_p,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "sampling_seed": seed,
+        "stop": list(request.stop.strings),
+        "stop_token_ids": sorted(request.stop.token_ids),
+        # It would switch our stop tokens off too. Where there are any, the model's own are among
+        # them.
+        "ignore_eos": not request.stop.token_ids,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+
+
+def _top(positions: Sequence[Sequence[Entry] | None], k: int) -> TopLogprobs:
+    """Read the k best entries of each position; one that has none stays empty."""
+    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
+    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
+    for row, entries in enumerate(positions):
+        for column, (logprob, token, *_) in enumerate(entries or ()):
+            ids[row, column], values[row, column] = token, logprob
+    return TopLogprobs(ids, values)
+
+
+def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
+    """Read what begins at position `first`, whose own entries hold nothing."""
+    asked, length = request.questions, len(request.prompt)
+    scores = PromptScores()
+    logprobs, top, targets = scores.logprobs, scores.top, scores.targets
+    if asked.logprobs_from is not None:
+        logprobs = np.full(length, np.nan, np.float32)
+        values = [entry[0] for entry in meta["input_token_logprobs"]]
+        logprobs[first + 1 :] = values[1:]
+        logprobs[: asked.logprobs_from] = np.nan
+    if asked.top_k:
+        start = asked.logprobs_from or 1
+        skipped = [None] * start
+        top = _top([*skipped, *meta["input_top_logprobs"][start - first :]], asked.top_k)
+    if asked.targets is not None:
+        targets = _targets(asked.targets, meta.get("input_token_ids_logprobs", ()), first)
+    return PromptScores(
+        logprobs=logprobs,
+        top=top,
+        targets=targets,
+        cached_tokens=int(meta.get("cached_tokens", 0)),
+    )
+
+
+def _targets(
+    asked: npt.NDArray[np.int64], positions: Sequence[Sequence[Entry] | None], first: int
+) -> FloatArray:
+    """Pick each row's tokens, [P - 1, K], from the entries of positions first, first + 1, ..."""
+    found = np.full(asked.shape, np.nan, np.float32)
+    for index, entries in enumerate(positions):
+        row = first + index - 1
+        if row < 0 or not entries:
+            continue
+        known = {int(token): logprob for logprob, token, *_ in entries}
+        found[row] = [known.get(int(token), np.nan) for token in asked[row]]
+    return found

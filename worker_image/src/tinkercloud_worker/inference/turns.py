@@ -1,0 +1,86 @@
+"""Takes turns between kinds of work that exclude each other, where changing over is expensive.
+
+A server holds one set of base weights at a time, and gives its memory away while a trainer computes
+on the same GPUs. Work of one kind runs together; work of another waits until it has ended and the
+server has been changed over. Who came first goes first, so no kind starves another.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+_Waiting = tuple[str, "asyncio.Future[None]"]
+
+
+class Turns:
+    """Belongs to one event loop."""
+
+    def __init__(self, change: Callable[[str | None, str], Awaitable[None]], kind: str) -> None:
+        """Make turns.
+
+        Args:
+            change: changes over from one kind to another; from None where the last change failed.
+            kind: of work that needs no change to begin with.
+        """
+        self._change = change
+        self._kind: str | None = kind
+        self._running = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._changing: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def of(self, kind: str) -> AsyncIterator[None]:
+        """Wait for a turn, and have it for as long as the context lasts.
+
+        Raises:
+            Exception: whatever changing over raised.
+        """
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((kind, turn))
+        self._advance()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._leave()
+            raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def reset(self, kind: str | None) -> None:
+        """Take it that the server is ready for a kind, as after a restart; None for none at all."""
+        self._kind = kind
+
+    def _leave(self) -> None:
+        self._running -= 1
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._waiting and self._changing is None:
+            kind, turn = self._waiting[0]
+            if turn.done():
+                self._waiting.popleft()
+            elif kind == self._kind:
+                self._waiting.popleft()
+                self._running += 1
+                turn.set_result(None)
+            elif self._running == 0:
+                self._changing = asyncio.create_task(self._change_over(kind))
+            else:
+                return
+
+    async def _change_over(self, kind: str) -> None:
+        try:
+            await self._change(self._kind, kind)
+            self._kind = kind
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits for this turn
+            self._kind = None
+            for waiting_kind, turn in self._waiting:
+                if waiting_kind == kind and not turn.done():
+                    turn.set_exception(error)
+        finally:
+            self._changing = None
+            self._advance()

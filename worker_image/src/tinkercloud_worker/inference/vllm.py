@@ -1,0 +1,181 @@
+"""vLLM's OpenAI-compatible server: completions by token ids, adapters loaded while it runs.
+
+The server must be started with `--enable-lora`, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and with
+an adapter rank and a number of logprobs (`--max-lora-rank`, `--max-logprobs`) that suffice.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.payloads import (
+    EMPTY_TOP_LOGPROB,
+    EMPTY_TOP_TOKEN,
+    PromptScores,
+    SampledSequence,
+    TopLogprobs,
+)
+from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
+from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
+
+_COMPLETIONS = "/v1/completions"
+_LOAD_SECONDS = 600.0
+_CALL_SECONDS = 30.0
+# A server may have other defaults, from the model's generation configuration.
+_NEUTRAL = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    # End tokens are among our stop tokens, unless the request wants to go on after them.
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+
+
+class VllmDialect:
+    """See `dialect.Dialect`."""
+
+    def __init__(self, client: InferenceClient, model: str) -> None:
+        """Make a dialect.
+
+        Args:
+            client: of the server.
+            model: what the server calls the base model (its `--served-model-name`).
+        """
+        self.client = client
+        self._model = model
+
+    async def check_health(self) -> None:
+        """See `Dialect.check_health`."""
+        await self.client.get("/health", seconds=_CALL_SECONDS)
+
+    async def check_model(self) -> None:
+        """See `Dialect.check_model`."""
+        listed = (await self.client.get("/v1/models", seconds=_CALL_SECONDS))["data"]
+        served = [entry["id"] for entry in listed if entry.get("parent") is None]
+        if self._model not in served:
+            raise ServerError(
+                f"the inference server {self.client.url} serves {', '.join(served)}, not"
+                f" {self._model!r}; set sampler.inference.model to its name for this model"
+            )
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Dialect.load_adapter`."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
+        except InvalidRequest as error:
+            if "already been loaded" not in error.message:
+                raise
+        except NotThere as error:
+            raise ServerError(
+                f"{error.message}. vLLM reads adapters from sampler.inference.adapters_dir, which"
+                " it must see, and loads them when it is started with --enable-lora and"
+                " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            ) from None
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Dialect.unload_adapter`."""
+        try:
+            await self.client.post(
+                "/v1/unload_lora_adapter", {"lora_name": name}, seconds=_CALL_SECONDS
+            )
+        except NotThere:
+            return
+
+    async def draw(
+        self, request: SamplingRequest, adapter: str | None
+    ) -> Sequence[SampledSequence]:
+        """See `Dialect.draw`. vLLM itself draws sample k with seed + k."""
+        body = self._body(request, adapter) | {
+            "n": request.num_samples,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_k": request.top_k,
+            "top_p": request.top_p,
+            "seed": request.seed & SEED_MASK,
+            "stop": list(request.stop.strings),
+            "stop_token_ids": sorted(request.stop.token_ids),
+            "include_stop_str_in_output": True,
+            "logprobs": request.top_logprobs,
+        }
+        answer = await self.client.post(_COMPLETIONS, body)
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        return [self._sequence(choice, request.top_logprobs) for choice in choices]
+
+    async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
+        """See `Dialect.score`."""
+        asked = request.questions
+        refuse_alternatives(request)
+        if asked.targets is not None:
+            raise InvalidRequest(
+                "target_prompt_logprobs: this model's sampler is a vLLM server, which scores a"
+                " prompt's own tokens and the most likely ones only; leave it out"
+            )
+        body = self._body(request, adapter) | {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": asked.top_k,
+        }
+        [choice] = (await self.client.post(_COMPLETIONS, body))["choices"]
+        return _scores(request, choice["prompt_logprobs"])
+
+    def _body(self, request: SamplingRequest, adapter: str | None) -> dict[str, Any]:
+        return {
+            "model": adapter or self._model,
+            "prompt": request.prompt.tolist(),
+            **_NEUTRAL,
+        }
+
+    def _sequence(self, choice: Json, top_k: int) -> SampledSequence:
+        if choice["finish_reason"] not in {"stop", "length"}:
+            raise ServerError(
+                f"the inference server {self.client.url} gave a request up:"
+                f" {choice['finish_reason']}"
+            )
+        logprobs = choice["logprobs"]
+        return SampledSequence(
+            tokens=choice["token_ids"],
+            logprobs=logprobs["token_logprobs"],
+            stopped=choice["finish_reason"] == "stop",
+            top=_top_drawn(logprobs["top_logprobs"], top_k) if top_k else None,
+        )
+
+
+def _top_drawn(positions: Sequence[Mapping[str, float]], k: int) -> TopLogprobs:
+    """Read `{"token_id:7": -0.5, ...}` of each position, which names the drawn token too."""
+    ids = np.zeros((len(positions), k), np.int32)
+    values = np.zeros((len(positions), k), np.float32)
+    for row, position in enumerate(positions):
+        ranked = sorted(position.items(), key=lambda item: -item[1])[:k]
+        ids[row] = [int(name.removeprefix("token_id:")) for name, _ in ranked]
+        values[row] = [value for _, value in ranked]
+    return TopLogprobs(ids, values)
+
+
+def _scores(
+    request: SamplingRequest, positions: Sequence[Mapping[str, Json] | None]
+) -> PromptScores:
+    """Read `{"7": {"logprob": -0.5, "rank": 3}, ...}` of each position; the first has none."""
+    asked, length = request.questions, len(request.prompt)
+    logprobs = np.full(length, np.nan, np.float32)
+    ids = np.full((length, asked.top_k), EMPTY_TOP_TOKEN, np.int32)
+    values = np.full((length, asked.top_k), EMPTY_TOP_LOGPROB, np.float32)
+    start = asked.logprobs_from or 1
+    for index in range(start, length):
+        position = positions[index] or {}
+        logprobs[index] = position[str(request.prompt[index])]["logprob"]
+        ranked = sorted(position.items(), key=lambda item: int(item[1]["rank"]))[: asked.top_k]
+        ids[index] = [int(token) for token, _ in ranked]
+        values[index] = [entry["logprob"] for _, entry in ranked]
+    return PromptScores(
+        logprobs=logprobs if asked.logprobs_from is not None else None,
+        top=TopLogprobs(ids, values) if asked.top_k else None,
+    )
