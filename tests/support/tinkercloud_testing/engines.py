@@ -49,7 +49,7 @@ def an_engine(
         base,
         byte_tokenizer(),
         config or SamplerConfig(),
-        versions=Versions(scratch_dir, max_sampler_bytes),
+        versions=Versions(scratch_dir, max_sampler_bytes, base.device),
         wake=thread.wake,
     )
     thread.start(sampler)

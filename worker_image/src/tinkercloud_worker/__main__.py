@@ -1,6 +1,6 @@
 """`python -m tinkercloud_worker CONFIG.json`: run a session head.
 
-The only place that knows which sampler there is; which trainer, `build_trainer` decides.
+Which trainer and which sampler there are, `build_trainer` and `build_sampler` decide.
 """
 
 import asyncio
@@ -20,14 +20,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.build_sampler import build_sampler
 from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
-from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.torch_sampler.sampler import TorchSampler
-from tinkercloud_worker.torch_sampler.versions import Versions
 
 log = structlog.get_logger(__name__)
 
@@ -41,15 +39,7 @@ def build_backend(config: HeadConfig) -> Backend:
     )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = build_trainer(config, base)
-    thread = EngineThread(on_crash=_end_process)
-    sampler = TorchSampler(
-        base,
-        tokenizer,
-        config.sampler,
-        versions=Versions(Path(config.scratch_dir), config.limits.max_sampler_bytes),
-        wake=thread.wake,
-    )
-    thread.start(sampler)
+    sampler, thread = build_sampler(config, base, tokenizer, _end_process)
     return Backend(
         config=config,
         trainer=trainer,

@@ -36,14 +36,16 @@ class TrainedModel:
         self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
 
 
-def new_adapter(targets: Sequence[lora.Target], config: LoraConfig) -> TrainedModel:
+def new_adapter(
+    targets: Sequence[lora.Target], config: LoraConfig, device: torch.device | None = None
+) -> TrainedModel:
     """Return a fresh adapter of those of the targets that the configuration selects.
 
     Raises:
         InvalidRequest: it selects none.
     """
     selected = lora.select(targets, config)
-    trainable = Trainable(lora.layout(selected, config.rank))
+    trainable = Trainable(lora.layout(selected, config.rank), device)
     seed = config.seed if config.seed is not None else torch.seed()
     lora.initialize(trainable.tensors, selected, seed)
     return TrainedModel(config, trainable)
@@ -108,7 +110,7 @@ class AdamTrainer(ABC):
         state, layout = model.optimizer.state[model.trainable.flat], model.trainable.layout
         moments: dict[str, Tensor] = {}
         for moment in ("exp_avg", "exp_avg_sq"):
-            flat = state[moment].clone() if state else torch.zeros(layout.size)
+            flat = state[moment].clone() if state else torch.zeros_like(model.trainable.gradient)
             moments |= {f"{name}.{moment}": view for name, view in layout.views(flat).items()}
         return TrainingState(self.snapshot(model_id), moments, _step(model))
 
@@ -116,17 +118,17 @@ class AdamTrainer(ABC):
         """See `Trainer.import_state`."""
         model = self._models[model_id]
         layout, flat = model.trainable.layout, model.trainable.flat
-        fresh = torch.empty(layout.size)
+        fresh = torch.empty_like(model.trainable.gradient)
         layout.fill(fresh, state.weights.tensors, "checkpoint")
         moments: dict[str, Tensor] = {}
         for moment in ("exp_avg", "exp_avg_sq") if state.moments is not None else ():
-            moments[moment] = torch.empty(layout.size)
+            moments[moment] = torch.empty_like(fresh)
             layout.fill(moments[moment], _moment(state.moments, moment), "optimizer state")
         flat.detach().copy_(fresh)
         model.trainable.gradient.zero_()
         model.reset_optimizer()
         if moments and state.step:
-            step = torch.tensor(float(state.step))
+            step = torch.tensor(float(state.step), device=flat.device)
             model.optimizer.state[flat] = {"step": step, **moments}
 
     def export_gradient(self, model_id: str) -> Gradient | None:

@@ -99,8 +99,21 @@ class BaseModel:
         self._check()
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype, *, packed: bool = True) -> "BaseModel":
+    def load(
+        cls,
+        path: str,
+        dtype: torch.dtype,
+        *,
+        packed: bool = True,
+        device: torch.device | None = None,
+    ) -> "BaseModel":
         """Load a model from a local folder in Hugging Face layout.
+
+        Args:
+            path: of the folder.
+            dtype: that its weights are kept in.
+            packed: whether memory may be spent on packed weights (`frozen_linear`).
+            device: where it computes; None means this machine's accelerator, or else its CPU.
 
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
@@ -110,6 +123,7 @@ class BaseModel:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
+        nn.Module.to(model, device or _own_device())
         return cls(model, packed=packed)
 
     @property
@@ -127,6 +141,12 @@ class BaseModel:
         """Of the base weights and of hidden states."""
         dtype: torch.dtype = self._model.dtype
         return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and what goes in and comes out."""
+        device: torch.device = self._model.device
+        return device
 
     @property
     def vocab_size(self) -> int:
@@ -262,7 +282,7 @@ class BaseModel:
         # From all over the vocabulary: the first ones are often never trained, and what a model
         # makes of those in bfloat16 is noise.
         stride = self.vocab_size // (_SELF_CHECK_TOKENS + 1)
-        ids_BT = (torch.arange(1, _SELF_CHECK_TOKENS + 1) * stride).unsqueeze(0)
+        ids_BT = torch.arange(1, _SELF_CHECK_TOKENS + 1, device=self.device)[None] * stride
         with torch.no_grad():
             theirs_TV = self._model(input_ids=ids_BT).logits[0].float()
             padded_BT = torch.cat([ids_BT, ids_BT], dim=1)
@@ -279,6 +299,11 @@ class BaseModel:
                 f" reproduce (relative difference {error:.1e}); it can't be served"
             )
         log.debug("base model checked", relative_difference=error)
+
+
+def _own_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator or torch.device("cpu")
 
 
 def _freeze(module: nn.Linear, *, packed: bool) -> None:

@@ -31,7 +31,7 @@ class MicroBatch:
 
     def split(self, values_RK: Tensor) -> list[tuple[int, FloatArray]]:
         """Cut per-position values into per-example arrays in the client's shape."""
-        array = values_RK.numpy()
+        array = values_RK.cpu().numpy()
         parts, start = [], 0
         for index, example in self.examples:
             stop, width = start + len(example.tokens), example.targets.shape[1]
@@ -41,16 +41,20 @@ class MicroBatch:
         return parts
 
 
-def collate_all(batch: Batch, max_tokens: int) -> list[MicroBatch]:
+def collate_all(
+    batch: Batch, max_tokens: int, device: torch.device | None = None
+) -> list[MicroBatch]:
     """Divide a batch into micro-batches of at most so many padded tokens."""
     lengths = [len(example.tokens) for example in batch.examples]
     return [
-        collate([(index, batch.examples[index]) for index in group])
+        collate([(index, batch.examples[index]) for index in group], device)
         for group in micro_batches(lengths, max_tokens)
     ]
 
 
-def collate(examples: Sequence[tuple[int, Example]]) -> MicroBatch:
+def collate(
+    examples: Sequence[tuple[int, Example]], device: torch.device | None = None
+) -> MicroBatch:
     """Right-pad examples into one batch, and lay their positions one after another."""
     lengths = torch.tensor([len(example.tokens) for _, example in examples])
     ids_BT = torch.zeros(len(examples), int(lengths.max()), dtype=torch.int64)
@@ -59,15 +63,15 @@ def collate(examples: Sequence[tuple[int, Example]]) -> MicroBatch:
     width = max(example.targets.shape[1] for _, example in examples)
     names = examples[0][1].inputs
     return MicroBatch(
-        ids_BT=ids_BT,
-        valid_BT=torch.arange(ids_BT.shape[1]) < lengths.unsqueeze(1),
-        targets_RK=_stack([example.targets for _, example in examples], width),
+        ids_BT=ids_BT.to(device),
+        valid_BT=(torch.arange(ids_BT.shape[1]) < lengths.unsqueeze(1)).to(device),
+        targets_RK=_stack([example.targets for _, example in examples], width).to(device),
         inputs=LossInputs(
             {
-                name: _stack([example.inputs[name] for _, example in examples], width)
+                name: _stack([example.inputs[name] for _, example in examples], width).to(device)
                 for name in names
             },
-            datum_of_row=torch.repeat_interleave(torch.arange(len(examples)), lengths),
+            datum_of_row=torch.repeat_interleave(torch.arange(len(examples)), lengths).to(device),
             num_data=len(examples),
         ),
         examples=examples,

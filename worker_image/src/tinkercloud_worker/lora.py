@@ -89,7 +89,9 @@ def initialize(tensors: Mapping[str, Tensor], targets: Iterable[Target], seed: i
         for target in targets:
             a = tensors[target.a_name]
             bound = 1.0 / math.sqrt(target.in_features)
-            a.uniform_(-bound, bound, generator=_generator(seed, target.name))
+            # Drawn on the CPU, so that a seed means the same values on every device.
+            drawn = torch.empty(a.shape)
+            a.copy_(drawn.uniform_(-bound, bound, generator=_generator(seed, target.name)))
             tensors[target.b_name].zero_()
 
 

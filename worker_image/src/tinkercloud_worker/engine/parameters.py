@@ -82,10 +82,10 @@ class Trainable:
     autograd adds into it in place, so a backward pass needs no further step.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
         self.layout = layout
-        self.flat = torch.nn.Parameter(torch.zeros(layout.size))
-        self.flat.grad = torch.zeros(layout.size)
+        self.flat = torch.nn.Parameter(torch.zeros(layout.size, device=device))
+        self.flat.grad = torch.zeros(layout.size, device=device)
         self.tensors = layout.views(self.flat.detach())
         gradients = layout.views(self.flat.grad)
         for name, tensor in self.tensors.items():

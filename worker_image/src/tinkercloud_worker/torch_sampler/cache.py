@@ -111,7 +111,7 @@ class _SlotLayer(_Layer):
         assert keys is not None  # noqa: S101 - a step runs only after a sequence was inserted
         assert values is not None  # noqa: S101 - as above
         positions_B = self._owner.positions_B
-        rows_B = torch.arange(len(positions_B))
+        rows_B = torch.arange(len(positions_B), device=positions_B.device)
         keys[rows_B, :, positions_B] = key_states[:, :, 0]
         values[rows_B, :, positions_B] = value_states[:, :, 0]
         count, length = len(positions_B), self._owner.read_length
@@ -145,10 +145,10 @@ class SlotCache(Cache):
                 if tensor is not None:
                     tensor[target, :, :length] = tensor[source, :, :length]
 
-    def begin_step(self, positions_B: Tensor) -> None:
-        """Say where the coming pass writes, and make room there."""
+    def begin_step(self, positions_B: Tensor, read_length: int) -> None:
+        """Say where the coming pass writes and how much it reads, and make room there."""
         self.positions_B = positions_B
-        self.read_length = int(positions_B.max()) + 1
+        self.read_length = read_length
         for layer in self._own:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = _with_room(layer.keys, layer.keys[0], 0, self.read_length)

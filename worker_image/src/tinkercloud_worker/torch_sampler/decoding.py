@@ -60,8 +60,8 @@ class Running:
         top = None
         if self.request.top_logprobs:
             top = TopLogprobs(
-                np.stack([ids.numpy().astype(np.int32) for ids, _ in self.top]),
-                np.stack([values.numpy() for _, values in self.top]),
+                np.stack([ids.cpu().numpy().astype(np.int32) for ids, _ in self.top]),
+                np.stack([values.cpu().numpy() for _, values in self.top]),
             )
         return SampledSequence(self.tokens, self.logprobs, self.stopped, top)
 
@@ -115,7 +115,8 @@ class Masks:
 
         A boolean tensor [B, 1, 1, L], or one for each kind of layer where a model has several.
         """
-        query_B1, key_L = positions_B.unsqueeze(1), torch.arange(length)
+        query_B1 = positions_B.unsqueeze(1)
+        key_L = torch.arange(length, device=positions_B.device)
         causal_BL = key_L <= query_B1
         masks = {}
         for kind in self._kinds:
@@ -141,8 +142,9 @@ class DecodingBatch:
         self, cache: PrefillCache, tokens: Sequence[int], start: int, weights: ActiveWeights | None
     ) -> Tensor:
         """Read tokens at positions start, start + 1, ...; return their hidden states [T, D]."""
-        ids_BT = torch.tensor([list(tokens)], dtype=torch.int64)
-        positions_BT = torch.arange(start, start + len(tokens)).unsqueeze(0)
+        device = self._base.device
+        ids_BT = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
+        positions_BT = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
         with torch.no_grad():
             hidden_BTD = self._base.hidden(
                 ids_BT, [Route(slice(None), weights)], position_ids_BT=positions_BT, cache=cache
@@ -160,9 +162,11 @@ class DecodingBatch:
 
     def step(self) -> list[Running]:
         """Draw one token for every sequence; return those that ended, which have left."""
-        positions_B = torch.tensor([sequence.position for sequence in self.sequences])
-        self._cache.begin_step(positions_B)
-        ids_BT = torch.tensor([[sequence.tokens[-1]] for sequence in self.sequences])
+        device = self._base.device
+        positions = [sequence.position for sequence in self.sequences]
+        positions_B = torch.tensor(positions, device=device)
+        self._cache.begin_step(positions_B, max(positions) + 1)
+        ids_BT = torch.tensor([[sequence.tokens[-1]] for sequence in self.sequences], device=device)
         routes = _routes(self.sequences)
         with torch.no_grad():
             hidden_BTD = self._base.hidden(

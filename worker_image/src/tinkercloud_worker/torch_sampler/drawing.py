@@ -81,7 +81,8 @@ def draw(logits_BV: Tensor, policies: list[Policy], uniforms: list[float]) -> Te
     rows = [row for row, policy in enumerate(policies) if not policy.is_greedy]
     if rows:
         scaled_BV = torch.stack([filter_logits(logits_BV[row], policies[row]) for row in rows])
-        numbers_B = torch.tensor([uniforms[row] for row in rows], dtype=torch.float64)
+        numbers = [uniforms[row] for row in rows]
+        numbers_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
         tokens_B[rows] = invert(torch.softmax(scaled_BV, 1), numbers_B)
     return tokens_B
 

@@ -63,21 +63,22 @@ class PromptScorer:
             return
         rows_RV = logprobs_RV[skip:]
         if asked.logprobs_from is not None:
-            tokens_R1 = torch.tensor(self._request.prompt[scored, None], dtype=torch.int64)
-            self._logprobs[scored] = rows_RV.gather(1, tokens_R1)[:, 0].numpy()
+            tokens_R1 = torch.from_numpy(self._request.prompt[scored, None].astype(np.int64))
+            chosen_R1 = rows_RV.gather(1, tokens_R1.to(rows_RV.device))
+            self._logprobs[scored] = chosen_R1[:, 0].cpu().numpy()
         if asked.top_k:
             top = torch.topk(rows_RV, min(asked.top_k, rows_RV.shape[1]), dim=1)
-            self._top_ids[scored, : top.indices.shape[1]] = top.indices.numpy()
-            self._top_logprobs[scored, : top.indices.shape[1]] = top.values.numpy()
+            self._top_ids[scored, : top.indices.shape[1]] = top.indices.cpu().numpy()
+            self._top_logprobs[scored, : top.indices.shape[1]] = top.values.cpu().numpy()
 
     def _add_targets(self, scored: slice, logprobs_RV: Tensor) -> None:
         targets = self._request.questions.targets
         if targets is None:
             return
         rows = slice(scored.start - 1, scored.stop - 1)
-        ids_RK = torch.from_numpy(targets[rows].copy())
+        ids_RK = torch.from_numpy(targets[rows].copy()).to(logprobs_RV.device)
         values_RK = logprobs_RV.gather(1, ids_RK.clamp(min=0))
-        self._targets[rows] = values_RK.masked_fill(ids_RK < 0, torch.nan).numpy()
+        self._targets[rows] = values_RK.masked_fill(ids_RK < 0, torch.nan).cpu().numpy()
 
     def _add_alternatives(self, scored: slice, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
         request, k = self._request, self._request.questions.alternatives_k
@@ -88,9 +89,10 @@ class PromptScorer:
                 policy = Policy(request.temperature, top_k=0, top_p=1.0)
                 probs_V = torch.softmax(filter_logits(logits_RV[row], policy), 0)
                 numbers_k = [uniform(request.seed, 0, position, draw + 1) for draw in range(k)]
-                ids_k = invert(probs_V.expand(k, -1), torch.tensor(numbers_k, dtype=torch.float64))
-            self._alternatives[position - 1] = ids_k.numpy()
-            self._alternative_logprobs[position - 1] = logprobs_RV[row][ids_k].numpy()
+                numbers = torch.tensor(numbers_k, dtype=torch.float64, device=probs_V.device)
+                ids_k = invert(probs_V.expand(k, -1), numbers)
+            self._alternatives[position - 1] = ids_k.cpu().numpy()
+            self._alternative_logprobs[position - 1] = logprobs_RV[row][ids_k].cpu().numpy()
 
     def finish(self, cached_tokens: int) -> PromptScores:
         """Return everything asked for."""

@@ -6,10 +6,13 @@ but any of them may be sampled from again.
 
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.training import LoraConfig
@@ -32,9 +35,19 @@ class _Version:
 class Versions:
     """Names to weights. Not thread-safe."""
 
-    def __init__(self, scratch_dir: Path, max_bytes: int) -> None:
+    def __init__(
+        self, scratch_dir: Path, max_bytes: int, device: torch.device | None = None
+    ) -> None:
+        """Make an empty collection.
+
+        Args:
+            scratch_dir: where weights are written that memory is too short for.
+            max_bytes: of weights in memory.
+            device: where weights are used; None means the CPU.
+        """
         self._scratch_dir = scratch_dir
         self._max_bytes = max_bytes
+        self._device = device or torch.device("cpu")
         self._versions: OrderedDict[str, _Version | None] = OrderedDict()
 
     def __contains__(self, name: str) -> bool:
@@ -48,7 +61,7 @@ class Versions:
             self._versions[name] = None
             return
         version = _Version(weights.lora, None, weights.size_bytes)
-        active = ActiveWeights(weights.tensors, version.lora_scale)
+        active = self._active(weights.tensors, version)
         self._versions[name] = replace(version, in_memory=active)
         self._spill(keep=name)
 
@@ -68,7 +81,7 @@ class Versions:
         if version is None:
             return None
         if version.in_memory is None:
-            active = ActiveWeights(load_file(self._file(name)), version.lora_scale)
+            active = self._active(load_file(self._file(name)), version)
             version = replace(version, in_memory=active)
             self._versions[name] = version
             self._spill(keep=name)
@@ -86,6 +99,10 @@ class Versions:
         if version.in_memory is None:
             return WeightsSnapshot(version.lora, load_file(self._file(name)))
         return WeightsSnapshot(version.lora, version.in_memory.tensors)
+
+    def _active(self, tensors: Mapping[str, Tensor], version: _Version) -> ActiveWeights:
+        there = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        return ActiveWeights(there, version.lora_scale)
 
     def _known(self, name: str) -> _Version | None:
         if name not in self._versions:

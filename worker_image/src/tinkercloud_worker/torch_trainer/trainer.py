@@ -53,12 +53,12 @@ class TorchTrainer(AdamTrainer):
                 "train_mlp: this model keeps its experts in fused tensors, which the torch trainer"
                 " can't adapt; set train_mlp to false"
             )
-        return new_adapter(self._base.targets, lora_config)
+        return new_adapter(self._base.targets, lora_config, self._base.device)
 
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
         layout = Layout(TensorSpec(name, tuple(w.shape)) for name, w in weights.items())
-        trainable = Trainable(layout)
+        trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
 
@@ -67,7 +67,7 @@ class TorchTrainer(AdamTrainer):
         model = self._models[model_id]
         loss = losses.find(batch.loss_fn)
         output = PassOutput(len(batch.examples))
-        for micro_batch in collate_all(batch, self._max_batch_tokens):
+        for micro_batch in collate_all(batch, self._max_batch_tokens, self._base.device):
             with torch.no_grad():
                 hidden_RD = self._hidden(model, micro_batch)[micro_batch.valid_BT]
             lp_RK = logprobs(self._unembedding(model), hidden_RD, micro_batch.targets_RK)
@@ -82,7 +82,7 @@ class TorchTrainer(AdamTrainer):
         """See `Trainer.forward_backward`."""
         model = self._models[model_id]
         output = PassOutput(len(batch.examples))
-        for micro_batch in collate_all(batch, self._max_batch_tokens):
+        for micro_batch in collate_all(batch, self._max_batch_tokens, self._base.device):
             hidden_BTD = self._hidden(model, micro_batch)
             lp_RK, loss_sum, gradient_RD = self._unembed(
                 model, micro_batch, hidden_BTD.detach()[micro_batch.valid_BT], batch.loss_fn

@@ -20,7 +20,9 @@ from torch import Tensor
 from tinkercloud_worker.frozen_linear import FrozenLinear
 
 _LOGITS_BYTES = 64 << 20
-"""Size of the logits held at a time."""
+"""Size of the logits held at a time on a CPU."""
+_ACCELERATOR_LOGITS_BYTES = 256 << 20
+"""The same on an accelerator, which needs more rows to be busy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +50,7 @@ Derivative = Callable[[slice, Tensor], Tensor]
 @torch.no_grad()
 def logprobs(layer: Unembedding, hidden_RD: Tensor, targets_RK: Tensor) -> Tensor:
     """Return the logprobs [R, K] of targets."""
-    out_RK = torch.empty(targets_RK.shape, dtype=torch.float32)
+    out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     for rows in _chunks(layer, len(targets_RK)):
         logits_RV = layer.logits(hidden_RD[rows])
         chosen_RK = logits_RV.gather(1, targets_RK[rows])
@@ -65,7 +67,7 @@ def logprobs_and_gradient(
     Gradients of the layer's own trained tensors are added to their `.grad`. Rows whose derivative
     is zero (a prompt's weights, say) cost no backward pass.
     """
-    out_RK = torch.empty(targets_RK.shape, dtype=torch.float32)
+    out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     gradient_RD = torch.zeros_like(hidden_RD)
     for rows in _chunks(layer, len(targets_RK)):
         logits_RV = layer.logits(hidden_RD[rows])
@@ -118,5 +120,7 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
-    rows = max(1, _LOGITS_BYTES // (4 * layer.linear.weight.shape[0]))
+    weight = layer.linear.weight
+    size = _LOGITS_BYTES if weight.device.type == "cpu" else _ACCELERATOR_LOGITS_BYTES
+    rows = max(1, size // (4 * weight.shape[0]))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
