@@ -11,7 +11,7 @@ from pathlib import Path
 import tinker
 from tinker import types
 
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import Server, a_server, free_port
 
 MODEL = "tiny/llama"
 
@@ -121,6 +121,16 @@ def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path) -> None:
 
     assert result.returncode == 1
     assert f"127.0.0.1:{server.port} can't be listened on" in result.stderr
+
+
+def test_a_catalog_that_does_not_answer_is_named_without_its_password(server: Server) -> None:
+    away = f"postgresql+asyncpg://me:secret@127.0.0.1:{free_port()}/catalog"
+
+    refused = tinkercloud(server, "keys", "list", TINKERCLOUD_DATABASE_URL=away)
+
+    assert refused.returncode == 1
+    assert "database_url: the catalog at" in refused.stderr
+    assert "secret" not in refused.stderr
 
 
 def test_an_unknown_setting_is_refused_by_name(server: Server) -> None:

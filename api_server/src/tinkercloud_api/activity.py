@@ -8,6 +8,7 @@ from datetime import datetime
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
+from tinkercloud_protocol.errors import Unavailable
 
 
 class Activity:
@@ -27,10 +28,17 @@ class Activity:
         self._runs[run_id] = now()
 
     async def write(self) -> None:
-        """Write what has been noted since the last time."""
+        """Write what has been noted since the last time.
+
+        Raises:
+            Unavailable: the catalog does not answer; nothing is forgotten.
+        """
         sessions, self._sessions = self._sessions, set()
         runs, self._runs = self._runs, {}
-        if sessions:
-            await self._catalog.beat(list(sessions))
-        if runs:
+        try:
+            await self._catalog.beat(sessions)
             await self._catalog.touch_runs(runs)
+        except Unavailable:
+            self._sessions |= sessions
+            self._runs = runs | self._runs
+            raise

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tinkercloud_api import diagnosis, logs, planning, server
 from tinkercloud_api.auth import Role, hash_key, new_key
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.settings import Settings, UnknownSettingError, load_settings
@@ -98,7 +98,7 @@ def serve(
     logs.configure(settings)
     try:
         server.run(settings)
-    except (server.AlreadyRunningError, ModelNotFoundError) as error:
+    except (server.AlreadyRunningError, CatalogUnreachableError, ModelNotFoundError) as error:
         _fail(str(error))
 
 
@@ -112,7 +112,10 @@ def _with_catalog(work: Callable[[Catalog], Awaitable[T]]) -> T:
         finally:
             await catalog.close()
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    except CatalogUnreachableError as error:
+        _fail(str(error))
 
 
 @keys_app.command("create")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import aiohttp
 import obstore
-from sqlalchemy.exc import SQLAlchemyError
 
 from tinkercloud_api.catalog.database import open_database
 from tinkercloud_api.catalog.store import Catalog
@@ -17,6 +16,7 @@ from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, Cl
 from tinkercloud_api.server import running_server
 from tinkercloud_api.settings import Settings
 from tinkercloud_crds.labels import BASE_MODELS
+from tinkercloud_protocol.errors import Unavailable
 
 _LOW_DISK_BYTES = 5 << 30
 
@@ -96,8 +96,8 @@ async def _catalog(settings: Settings) -> Finding:
     catalog = Catalog(open_database(settings.catalog_url))
     try:
         await catalog.ping()
-    except (SQLAlchemyError, OSError) as error:
-        return Finding("catalog", is_good=False, detail=str(error).splitlines()[0])
+    except Unavailable as error:
+        return Finding("catalog", is_good=False, detail=str(error.__cause__).splitlines()[0])
     finally:
         await catalog.close()
     return Finding("catalog", is_good=True, detail="answers")

@@ -1,8 +1,8 @@
 """The catalog: its migrations make its tables, and its statements may be repeated."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import alembic.autogenerate
 import alembic.command
@@ -15,17 +15,27 @@ from tinkercloud_api.catalog.database import migrate, migration_config, open_dat
 from tinkercloud_api.catalog.store import Catalog, Page
 from tinkercloud_api.catalog.tables import Session, Table, TrainingRun
 from tinkercloud_protocol.checkpoints import Manifest
-from tinkercloud_protocol.errors import NotFound, Unauthenticated
+from tinkercloud_protocol.errors import NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.postgresql import PostgreSQL
 
 PATH = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "x")
 
 
 @pytest.fixture
-async def catalog(tmp_path: Path) -> AsyncIterator[Catalog]:
-    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'new' / 'catalog.db'}")
+async def catalog(database_url: str) -> AsyncIterator[Catalog]:
+    engine = open_database(database_url)
     await migrate(engine)
     await migrate(engine)
+    yield Catalog(engine)
+    await engine.dispose()
+
+
+@pytest.fixture
+async def of_another_replica(catalog: Catalog, database_url: str) -> AsyncIterator[Catalog]:
+    """The same catalog over connections of its own."""
+    del catalog
+    engine = open_database(database_url)
     yield Catalog(engine)
     await engine.dispose()
 
@@ -51,8 +61,8 @@ def a_manifest(created_at: datetime, **changes: object) -> Manifest:
     return Manifest.model_validate({**fields, **changes})
 
 
-async def test_the_migrations_make_the_tables(tmp_path: Path) -> None:
-    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+async def test_the_migrations_make_the_tables(database_url: str) -> None:
+    engine = open_database(database_url)
     await migrate(engine)
 
     def difference(connection: Connection) -> list[object]:
@@ -64,8 +74,8 @@ async def test_the_migrations_make_the_tables(tmp_path: Path) -> None:
     await engine.dispose()
 
 
-async def test_the_migrations_can_be_undone(tmp_path: Path) -> None:
-    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+async def test_the_migrations_can_be_undone(database_url: str) -> None:
+    engine = open_database(database_url)
     await migrate(engine)
 
     def undo(connection: Connection) -> None:
@@ -183,3 +193,81 @@ async def test_what_belongs_to_others_does_not_exist_but_for_admins(catalog: Cat
     assert user.listed_owner("accessible") == "me"
     assert admin.listed_owner("accessible") is None
     assert admin.listed_owner("owned") == "me"
+
+
+async def test_replicas_that_start_together_migrate_one_after_the_other(
+    postgresql: PostgreSQL,
+) -> None:
+    url = postgresql.new_database()
+    engines = [open_database(url) for _ in range(4)]
+
+    await asyncio.gather(*map(migrate, engines))
+
+    assert await Catalog(engines[0]).keys() == []
+    await asyncio.gather(*[engine.dispose() for engine in engines])
+
+
+async def test_a_row_that_replicas_add_at_once_is_one_row(
+    catalog: Catalog, of_another_replica: Catalog
+) -> None:
+    await catalog.add_session(a_session())
+
+    added = await asyncio.gather(
+        *[each.add_run(a_run()) for each in (catalog, of_another_replica) * 5]
+    )
+
+    assert len({run.created_at for run in added}) == 1
+    assert (await catalog.runs("me", Page(0, 10)))[1] == 1
+
+
+async def test_of_two_replicas_that_place_a_run_one_does(
+    catalog: Catalog, of_another_replica: Catalog
+) -> None:
+    await catalog.add_session(a_session())
+    await catalog.add_run(a_run())
+
+    placed = await asyncio.gather(
+        catalog.set_generation("s:train:0", "one", after=None),
+        of_another_replica.set_generation("s:train:0", "two", after=None),
+    )
+
+    run = await catalog.run("s:train:0")
+    assert run is not None
+    assert sorted(placed) == [False, True]
+    assert run.generation == ("one" if placed[0] else "two")
+
+
+async def test_replicas_that_note_the_same_runs_do_not_wait_for_each_other_for_ever(
+    catalog: Catalog, of_another_replica: Catalog
+) -> None:
+    await catalog.add_session(a_session())
+    runs = [await catalog.add_run(a_run(index)) for index in range(30)]
+    early, late = datetime(2030, 1, 1, tzinfo=UTC), datetime(2030, 1, 2, tzinfo=UTC)
+
+    for _ in range(5):
+        await asyncio.gather(
+            catalog.touch_runs({run.id: late for run in runs}),
+            of_another_replica.touch_runs({run.id: early for run in reversed(runs)}),
+        )
+
+    rows, _ = await catalog.runs("me", Page(0, 30))
+    assert {row.last_request_at for row in rows} == {late}
+
+
+async def test_while_the_database_is_away_requests_are_to_be_sent_again(
+    postgresql: PostgreSQL,
+) -> None:
+    engine = open_database(postgresql.new_database())
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await catalog.add_session(a_session())
+
+    postgresql.stop()
+    with pytest.raises(Unavailable, match="catalog"):
+        await catalog.session("s")
+    with pytest.raises(Unavailable, match="catalog"):
+        await catalog.add_run(a_run())
+    postgresql.start()
+
+    assert await catalog.session("s") is not None
+    await engine.dispose()

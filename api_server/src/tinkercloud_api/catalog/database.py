@@ -4,17 +4,33 @@ from pathlib import Path
 
 import alembic.command
 import alembic.config
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, event, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as NoConnectionFreeError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
+_MIGRATION_LOCK = int.from_bytes(b"tinker")
+"""Number of PostgreSQL's advisory lock. Any will do that nobody else takes in this database."""
+
+WRONG_STATEMENT = (IntegrityError, ProgrammingError, DataError)
+"""A database has answered, and refuses."""
+NO_ANSWER = (DBAPIError, NoConnectionFreeError, OSError)
+"""Otherwise it is away or gave up, and the same statement may succeed later."""
+
+
+class CatalogUnreachableError(Exception):
+    """The catalog's database can't be opened; the message says which and why."""
 
 
 def open_database(url: str) -> AsyncEngine:
     """Return an engine for a database URL; the folder of an SQLite file is made if needed."""
-    engine = create_async_engine(url, pool_pre_ping=not url.startswith("sqlite"))
+    # Parameters are users' words, and hashes of keys: nothing for a log.
+    engine = create_async_engine(
+        url, pool_pre_ping=not url.startswith("sqlite"), hide_parameters=True
+    )
     if engine.dialect.name == "sqlite":
         if engine.url.database:
             Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
@@ -41,12 +57,28 @@ def migration_config() -> alembic.config.Config:
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Bring the schema up to date."""
+    """Bring the schema up to date. Replicas that start together wait for each other.
+
+    Raises:
+        CatalogUnreachableError: the database does not answer.
+    """
 
     def upgrade(connection: Connection) -> None:
+        if connection.dialect.name == "postgresql":
+            lock = text("SELECT pg_advisory_xact_lock(:number)")
+            connection.execute(lock, {"number": _MIGRATION_LOCK})
         config = migration_config()
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 
-    async with engine.begin() as connection:
-        await connection.run_sync(upgrade)
+    try:
+        async with engine.begin() as connection:
+            await connection.run_sync(upgrade)
+    except WRONG_STATEMENT:
+        raise
+    except NO_ANSWER as error:
+        where = engine.url.render_as_string(hide_password=True)
+        reason = str(error).splitlines()[0]
+        raise CatalogUnreachableError(
+            f"database_url: the catalog at {where} can't be opened ({reason})"
+        ) from error

@@ -1,13 +1,16 @@
 """What the server asks of its catalog: named questions and statements, nothing else.
 
-Every statement may be repeated: creating what exists returns what exists.
+Every statement may be repeated: creating what exists returns what exists. One that the database
+does not answer raises Unavailable, which asks the client to send its request again.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
+import structlog
 from sqlalchemy import (
     ColumnElement,
     CursorResult,
@@ -22,8 +25,10 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
+from tinkercloud_api import metrics
+from tinkercloud_api.catalog.database import NO_ANSWER, WRONG_STATEMENT
 from tinkercloud_api.catalog.tables import (
     ApiKey,
     Checkpoint,
@@ -34,7 +39,10 @@ from tinkercloud_api.catalog.tables import (
     now,
 )
 from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
+
+log = structlog.get_logger(__name__)
 
 RowT = TypeVar("RowT", bound=Table)
 
@@ -60,7 +68,7 @@ class Catalog:
 
     async def ping(self) -> None:
         """Return if the database answers."""
-        async with self._sessions() as session:
+        async with self._reading() as session:
             await session.execute(select(1))
 
     # Keys
@@ -93,7 +101,7 @@ class Catalog:
 
     async def add_session(self, session: Session) -> None:
         """Record a new session."""
-        async with self._sessions.begin() as connection:
+        async with self._writing() as connection:
             connection.add(session)
 
     async def session(self, session_id: str) -> Session | None:
@@ -105,15 +113,26 @@ class Catalog:
         query = select(Session.id).order_by(Session.created_at.desc(), Session.id)
         if owner is not None:
             query = query.where(Session.owner == owner)
-        async with self._sessions() as connection:
+        async with self._reading() as connection:
             rows = await connection.scalars(query.offset(page.offset).limit(page.limit))
             return rows.all()
 
-    async def beat(self, session_ids: Sequence[str]) -> None:
+    async def beat(self, session_ids: Collection[str]) -> None:
         """Record that these sessions' clients are alive."""
-        await self._change(
-            update(Session).where(Session.id.in_(session_ids)).values(last_heartbeat_at=now())
+        async with self._writing() as connection:
+            # All replicas lock rows in one order, or two could wait for each other.
+            for session_id in sorted(session_ids):
+                await connection.execute(
+                    update(Session).where(Session.id == session_id).values(last_heartbeat_at=now())
+                )
+
+    async def count_live_sessions(self, since: datetime) -> int:
+        """Return how many sessions are not over and had a heartbeat since then."""
+        query = select(func.count()).where(
+            Session.finished_at.is_(None), Session.last_heartbeat_at >= since
         )
+        async with self._reading() as connection:
+            return await connection.scalar(query) or 0
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
         """Finish a session; return False if it was finished before (the first reason stays)."""
@@ -171,12 +190,13 @@ class Catalog:
         )
 
     async def touch_runs(self, moments: dict[str, datetime]) -> None:
-        """Record when runs were last used."""
-        async with self._sessions.begin() as connection:
-            for run_id, moment in moments.items():
+        """Record when runs were last used; what was recorded later stays."""
+        async with self._writing() as connection:
+            # All replicas lock rows in one order, or two could wait for each other.
+            for run_id, moment in sorted(moments.items()):
                 await connection.execute(
                     update(TrainingRun)
-                    .where(TrainingRun.id == run_id)
+                    .where(TrainingRun.id == run_id, TrainingRun.last_request_at < moment)
                     .values(last_request_at=moment)
                 )
 
@@ -265,9 +285,21 @@ class Catalog:
 
     # How
 
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[AsyncSession]:
+        with _an_answer():
+            async with self._sessions() as session:
+                yield session
+
+    @asynccontextmanager
+    async def _writing(self) -> AsyncIterator[AsyncSession]:
+        with _an_answer():
+            async with self._sessions.begin() as session:
+                yield session
+
     async def _insert(self, row: RowT, existing: Select[RowT]) -> RowT:
         try:
-            async with self._sessions.begin() as session:
+            async with self._writing() as session:
                 session.add(row)
         except IntegrityError:
             found = await self._one(existing)
@@ -277,23 +309,40 @@ class Catalog:
         return row
 
     async def _one(self, query: Select[RowT]) -> RowT | None:
-        async with self._sessions() as session:
+        async with self._reading() as session:
             return await session.scalar(query)
 
     async def _all(self, query: Select[RowT]) -> Sequence[RowT]:
-        async with self._sessions() as session:
+        async with self._reading() as session:
             return (await session.scalars(query)).all()
 
     async def _page(self, query: Select[RowT], page: Page) -> tuple[Sequence[RowT], int]:
-        async with self._sessions() as session:
+        async with self._reading() as session:
             count = select(func.count()).select_from(query.order_by(None).subquery())
             rows = await session.scalars(query.offset(page.offset).limit(page.limit))
             return rows.all(), await session.scalar(count) or 0
 
     async def _change(self, statement: Update | Delete) -> bool:
-        async with self._sessions.begin() as session:
+        async with self._writing() as session:
             result = await session.execute(statement)
             return isinstance(result, CursorResult) and bool(result.rowcount)
+
+
+@contextmanager
+def _an_answer() -> Iterator[None]:
+    """Tell a database that does not answer from a statement that it refuses.
+
+    Raises:
+        Unavailable: it does not answer.
+    """
+    try:
+        yield
+    except WRONG_STATEMENT:
+        raise
+    except NO_ANSWER as error:
+        metrics.CATALOG_ERRORS.inc()
+        log.warning("the catalog's database did not answer", error=str(error))
+        raise Unavailable("the catalog does not answer; send the request again") from error
 
 
 def _is(path: CheckpointPath) -> ColumnElement[bool]:

@@ -23,7 +23,9 @@ class UtcDateTime(TypeDecorator[datetime]):
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Read back as UTC."""
         del dialect
-        return value.replace(tzinfo=UTC) if value is not None else None
+        if value is None:
+            return None
+        return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
 
 
 def now() -> datetime:

@@ -3,9 +3,9 @@
 import obstore
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import SQLAlchemyError
 
 from tinkercloud_api.context import Server
+from tinkercloud_protocol.errors import Unavailable
 
 router = APIRouter(tags=["health"])
 
@@ -22,8 +22,8 @@ async def healthy(server: Server) -> JSONResponse:
     """Answer 200 if requests can be served, 503 with the reason if not."""
     try:
         await server.catalog.ping()
-    except (SQLAlchemyError, OSError) as error:
-        return JSONResponse({"status": "unavailable", "detail": f"catalog: {error}"}, 503)
+    except Unavailable as error:
+        return JSONResponse({"status": "unavailable", "detail": error.message}, 503)
     try:
         await server.checkpoints.ping()
     except (obstore.exceptions.BaseError, OSError) as error:

@@ -1,0 +1,128 @@
+"""A real PostgreSQL: programs of the operating system, a data folder of its own, a free port.
+
+It listens on the loopback alone, wants a password, and ends with the test run.
+"""
+
+import contextlib
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkercloud_testing.cluster.programs import ROOT, Program, state_folder, system_tool
+from tinkercloud_testing.servers import free_port
+
+_USER = "tinkercloud"
+_SYSTEM_USER = "postgres"
+_SETTINGS = {
+    "listen_addresses": "127.0.0.1",
+    "unix_socket_directories": "",
+    # What the machine would lose in a power cut is of no interest here.
+    "fsync": "off",
+}
+
+
+@dataclass(frozen=True)
+class PostgreSQL:
+    """A server. `start` and `stop` may alternate and may be repeated."""
+
+    program: Program
+    programs: Path
+    port: int
+    password: str
+
+    def start(self) -> None:
+        """Start it unless it runs."""
+        self.program.start()
+
+    def stop(self) -> None:
+        """Stop it at once, whoever is connected."""
+        if self.program.is_running and self.program.process is not None:
+            self.program.process.send_signal(signal.SIGINT)
+            self.program.process.wait()
+
+    def new_database(self) -> str:
+        """Make an empty database and return its URL, as `TINKERCLOUD_DATABASE_URL` wants it."""
+        name = f"db_{secrets.token_hex(8)}"
+        self._run("createdb", name)
+        return f"postgresql+asyncpg://{_USER}:{self.password}@127.0.0.1:{self.port}/{name}"
+
+    def _run(self, program: str, *arguments: str) -> None:
+        where = ("--host=127.0.0.1", f"--port={self.port}", f"--username={_USER}")
+        environment = {**os.environ, "PGPASSWORD": self.password}
+        command = [str(self.programs / program), *where, "--no-password", *arguments]
+        subprocess.run(command, env=environment, check=True)
+
+
+@contextlib.contextmanager
+def a_postgresql() -> Iterator[PostgreSQL]:
+    """Run PostgreSQL, which is installed first where it is missing (Debian, as root)."""
+    subprocess.run([str(ROOT / "tools" / "install_postgresql.sh")], check=True)
+    programs = _programs()
+    port, password = free_port(), secrets.token_urlsafe(16)
+    with state_folder() as folder:
+        data = _initialised(programs, folder, password)
+        options = [f"-c{name}={value}" for name, value in {**_SETTINGS, "port": str(port)}.items()]
+        # Giving up root undoes the order to die with this run, so it is given again: a fast
+        # shutdown, which leaves no shared memory behind.
+        as_nobody = _as_nobody_special("--pdeathsig", "INT")
+        command = [*as_nobody, str(programs / "postgres"), "-D", str(data)]
+        is_ready = [str(programs / "pg_isready"), "--quiet", "--host=127.0.0.1", f"--port={port}"]
+        program = Program(
+            "postgres",
+            [*command, *options],
+            folder / "postgres.log",
+            lambda: subprocess.run(is_ready, check=False).returncode == 0,
+        )
+        server = PostgreSQL(program, programs, port, password)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def _programs() -> Path:
+    """Return the folder of the newest installed version: Debian keeps most off the PATH."""
+    folders = Path("/usr/lib/postgresql").glob("*/bin")
+    found = max(folders, key=lambda path: int(path.parent.name), default=None)
+    return found or Path(system_tool("initdb")).resolve().parent
+
+
+def _initialised(programs: Path, folder: Path, password: str) -> Path:
+    """Return a new data folder, which belongs to whom the server runs as."""
+    # Root's folder, through which the server's user has to pass.
+    folder.chmod(0o711)
+    data, password_file = folder / "data", folder / "password"
+    data.mkdir(mode=0o700)
+    password_file.write_text(password)
+    password_file.chmod(0o600)
+    if os.geteuid() == 0:
+        shutil.chown(data, _SYSTEM_USER)
+        shutil.chown(password_file, _SYSTEM_USER)
+    subprocess.run(
+        [
+            *_as_nobody_special(),
+            *(str(programs / "initdb"), "--pgdata", str(data), f"--username={_USER}"),
+            *("--auth=scram-sha-256", f"--pwfile={password_file}"),
+            *("--encoding=UTF8", "--no-locale", "--no-sync"),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=folder,
+    )
+    return data
+
+
+def _as_nobody_special(*options: str) -> Sequence[str]:
+    """Return what to put before a command that refuses to run as root."""
+    if os.geteuid() != 0:
+        return ()
+    user = pwd.getpwnam(_SYSTEM_USER)
+    groups = (f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
+    return (system_tool("setpriv"), *groups, *options)
