@@ -1,6 +1,6 @@
-"""`make bench`: run the benchmarks, print one table, write `benchmarks/results/<date>-<host>.json`.
+"""`make bench`: run the benchmarks, print one table, write `benchmarks/results/cpu-<date>.json`.
 
-Arguments choose some: `python -m benchmarks training sampling`.
+Arguments choose some, which are printed only: `python -m benchmarks training sampling`.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.measuring import Measurement
 
-SUITES = ("training", "sampling", "service")
+SUITES = ("training", "sampling", "service", "loop")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkercloud"
 MODEL = os.environ.get("MODEL_FOLDER", str(CACHE / "SmolLM2-135M-Instruct"))
 
@@ -26,14 +26,16 @@ def main() -> None:
     if not Path(MODEL).is_dir():
         sys.exit(f"{MODEL} does not exist: run `make run` once, which makes it")
     measurements: list[Measurement] = []
-    for suite in sys.argv[1:] or SUITES:
+    chosen = sys.argv[1:]
+    for suite in chosen or SUITES:
         for measurement in importlib.import_module(f"benchmarks.{suite}").measure(MODEL):
             print(
                 f"{measurement.id} {measurement.what}: {measurement.value:.4g} {measurement.unit}"
             )
             measurements.append(measurement)
     show(measurements)
-    write(measurements)
+    if not chosen:
+        write(measurements)
 
 
 def show(measurements: list[Measurement]) -> None:

@@ -40,7 +40,7 @@ class Bench:
         self.thread.start(self.sampler)
         self.trainer = TorchTrainer(self.base, max_batch_tokens=2048)
         self.trainer.add_model("m", LoraConfig(rank=16, seed=1))
-        self.plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.plain = AutoModelForCausalLM.from_pretrained(folder)
         self.rng = np.random.default_rng(0)
         self.run(self.sampler.publish("base", None))
         self.run(self.sampler.publish("lora", self.trainer.snapshot("m")))
@@ -50,7 +50,7 @@ class Bench:
         return asyncio.run(coroutine)  # type: ignore[arg-type]
 
     def prompt(self, length: int) -> list[int]:
-        return self.rng.integers(0, self.base.vocab_size, length).tolist()
+        return [int(token) for token in self.rng.integers(0, self.base.vocab_size, length)]
 
     def sample(self, *requests: SamplingRequest, delay: float = 0.0) -> list[object]:
         async def one(index: int, request: SamplingRequest) -> object:
@@ -66,7 +66,7 @@ class Bench:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        self.plain.generate(
+        self.plain.generate(  # type: ignore[misc]  # transformers annotates self with a protocol
             ids, attention_mask=mask, max_new_tokens=max_tokens, min_new_tokens=max_tokens,
             do_sample=True, top_k=0, pad_token_id=0,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -32,7 +33,10 @@ def a_datum(length: int) -> types.Datum:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, length + 1).tolist()
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * length},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.array(tokens[1:])),
+            "weights": types.TensorData.from_numpy(np.ones(length, np.float32)),
+        },
     )
 
 
@@ -56,7 +60,7 @@ def _sdk(server: Server) -> Iterator[Measurement]:
         forward.result()
 
     def pipelined(of: tinker.TrainingClient, steps: int = 20) -> None:
-        futures = []
+        futures: list[tinker.APIFuture[Any]] = []
         for _ in range(steps):
             futures += [of.forward_backward(data, "cross_entropy"), of.optim_step(adam)]
         for future in futures:
@@ -88,7 +92,7 @@ def _sdk(server: Server) -> Iterator[Measurement]:
     others = [client.create_lora_training_client(MODEL, rank=4).result() for _ in range(7)]
 
     def together() -> None:
-        futures = []
+        futures: list[tinker.APIFuture[Any]] = []
         for _ in range(5):
             for of in [training, *others]:
                 futures += [of.forward_backward(data, "cross_entropy"), of.optim_step(adam)]

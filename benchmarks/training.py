@@ -61,7 +61,7 @@ class BareLoop:
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
         )
-        loss.backward()
+        torch.autograd.backward(loss)
         self.model.zero_grad()
 
 
@@ -92,6 +92,8 @@ def measure(folder: str) -> Iterator[Measurement]:
     )
 
     yield from _adapter_swap(trainer, vocab_size)
+    yield _adapters_together(trainer, vocab_size)
+    yield _split_in_chunks(trainer, vocab_size)
     yield from _head_memory()
     yield _packing()
 
@@ -110,6 +112,46 @@ def _adapter_swap(trainer: TorchTrainer, vocab_size: int) -> Iterator[Measuremen
     )
     yield Measurement(
         "C9", "steps of two models in turn / of one", alternating / same, "x", "<= 1.05", "<= 1.01"
+    )
+
+
+def _adapters_together(trainer: TorchTrainer, vocab_size: int) -> Measurement:
+    names = [f"together-{number}" for number in range(8)]
+    for name in names:
+        trainer.add_model(name, LORA)
+    data = random_data([16] * 8, vocab_size)
+    whole, parts = a_batch(trainer, data), [a_batch(trainer, [datum]) for datum in data]
+
+    def one_adapter() -> None:
+        trainer.forward_backward("m", whole, lambda: None)
+        trainer.discard_gradient("m")
+
+    def eight_adapters() -> None:
+        for name, part in zip(names, parts, strict=True):
+            trainer.forward_backward(name, part, lambda: None)
+            trainer.discard_gradient(name)
+
+    one, eight = medians(one_adapter, eight_adapters)
+    return Measurement(
+        "C7", "8 adapters x 16 tokens / one x 128", eight / one, "x", "<= 1.6", "<= 1.25"
+    )
+
+
+def _split_in_chunks(trainer: TorchTrainer, vocab_size: int) -> Measurement:
+    data = random_data([64, 9, 33, 48, 17, 80, 5, 26], vocab_size)
+
+    def gradient(*chunks: Sequence[Datum]) -> torch.Tensor:
+        for chunk in chunks:
+            trainer.forward_backward("m", a_batch(trainer, chunk), lambda: None)
+        held = trainer.export_gradient("m")
+        trainer.discard_gradient("m")
+        assert held is not None
+        return torch.cat([part.flatten() for _, part in sorted(held.items())])
+
+    whole, chunked = gradient(data), gradient(*[data[i : i + 2] for i in range(0, 8, 2)])
+    difference = float((whole - chunked).abs().max() / whole.abs().max())
+    return Measurement(
+        "C23", "gradient of 4 chunks / of one call, worst part", difference, "", "<= 1e-5"
     )
 
 
@@ -139,7 +181,8 @@ def _head_peak(which: str) -> int:
         logprobs_and_gradient(layer, hidden.detach(), targets, lambda _, lp: torch.ones_like(lp))
     else:
         logits = hidden @ weight.T
-        torch.nn.functional.cross_entropy(logits, targets[:, 0], reduction="sum").backward()
+        loss = torch.nn.functional.cross_entropy(logits, targets[:, 0], reduction="sum")
+        torch.autograd.backward(loss)
     return peak_rss_bytes() - before
 
 

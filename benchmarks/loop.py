@@ -1,0 +1,104 @@
+"""The SDK's training loop on a real model, against the same trainer called directly."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tinker
+import torch
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from benchmarks.measuring import Measurement, medians
+from benchmarks.service import a_datum
+from benchmarks.training import LORA, RANK
+from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.training import AdamParams
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+MODEL = "measured/model"
+STEPS = 3
+
+
+def measure(folder: str) -> Iterator[Measurement]:
+    with tempfile.TemporaryDirectory() as scratch:
+        with a_server(Path(scratch) / "real", {MODEL: Path(folder)}) as server:
+            yield _loop(server, folder)
+        model = save(tiny_llama(), Path(scratch) / "tiny")
+        with a_server(Path(scratch) / "state", {MODEL: model}) as server:
+            yield _request_cost(server)
+
+
+def _request(data: list[types.Datum]) -> bytes:
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=data, loss_fn="cross_entropy"),
+        model_id="s:train:0",
+        seq_id=1,
+    )
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def _loop(server: Server, folder: str) -> Measurement:
+    data = [a_datum(128)] * 4
+    trainer = TorchTrainer(BaseModel.load(folder, torch.float32), max_batch_tokens=2048)
+    trainer.add_model("m", LORA)
+    batch = prepare(decode_forward_backward(_request(data)), trainer.limits)
+    training = server.client().create_lora_training_client(MODEL, RANK, train_unembed=False)
+    remote = training.result()
+
+    def direct() -> None:
+        for _ in range(STEPS):
+            trainer.forward_backward("m", batch, lambda: None)
+            trainer.optim_step("m", AdamParams())
+
+    def through_the_sdk() -> None:
+        futures: list[tinker.APIFuture[Any]] = []
+        for _ in range(STEPS):
+            futures.append(remote.forward_backward(data, "cross_entropy"))
+            futures.append(remote.optim_step(types.AdamParams()))
+        for future in futures:
+            future.result()
+
+    alone, through = medians(direct, through_the_sdk)
+    note = f"a step takes {1e3 * alone / STEPS:.0f} ms"
+    return Measurement(
+        "C4", "steps through the SDK / in process", through / alone, "x", "<= 1.1", "<= 1.03", note
+    )
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the processor time a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _request_cost(server: Server, requests: int = 100) -> Measurement:
+    """Count what the API server spends on a body, and add what the head spends on parsing it."""
+    data = [a_datum(2048)] * 16
+    body = _request(data)
+    training = server.client().create_lora_training_client(MODEL, rank=4).result()
+    assert server.process is not None
+    training.forward(data, "cross_entropy").result()
+    before = _cpu_seconds(server.process.pid)
+    for _ in range(requests):
+        training.forward(data, "cross_entropy").result()
+    proxied = (_cpu_seconds(server.process.pid) - before) / requests
+    (parsed,) = medians(lambda: decode_forward_backward(body), rounds=21)
+    return Measurement(
+        "C21",
+        "processor time for a request, without the model",
+        1e3 * (proxied + parsed),
+        "ms",
+        "<= 5",
+        "<= 1.5",
+        f"{len(body)} bytes; API server {1e3 * proxied:.2f}, parsing in the head {1e3 * parsed:.2f}",
+    )
