@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +33,7 @@ from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.programs import ROOT, wait_until
 from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.postgresql import a_postgresql
 from tinkercloud_testing.servers import API_KEY, Server, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -124,13 +126,14 @@ class Head:
 
 @dataclass
 class World:
-    """A namespace with a base model, and API servers in it that share a catalog."""
+    """A namespace with a base model, and API servers in it that share a catalog: PostgreSQL."""
 
     cluster: Cluster
     namespace: str
     folder: Path
     model: Path
     kubeconfig: Path
+    database_url: str
     heads: list[Head] = field(default_factory=list)
 
     def server(self, name: str) -> Server:
@@ -138,7 +141,7 @@ class World:
             "KUBECONFIG": str(self.kubeconfig),
             "TINKERCLOUD_PROVIDER": "kubernetes",
             "TINKERCLOUD_NAMESPACE": self.namespace,
-            "TINKERCLOUD_DATABASE_URL": f"sqlite+aiosqlite:///{self.folder / 'catalog.db'}",
+            "TINKERCLOUD_DATABASE_URL": self.database_url,
             "TINKERCLOUD_CHECKPOINT_ROOT": (self.folder / "store").as_uri(),
             "TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS": "2",
         }
@@ -213,10 +216,12 @@ def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         cluster.apply(*access(namespace), a_base_model("tiny", namespace))
         kubeconfig = cluster.kubeconfig_of(ACCOUNT, namespace, folder)
         model = save(tiny_llama(), folder / "llama")
-        made = World(cluster, namespace, folder, model, kubeconfig)
-        yield made
-        for head in made.heads:
-            head.kill()
+        with a_postgresql() as postgresql:
+            catalog = postgresql.new_database()
+            made = World(cluster, namespace, folder, model, kubeconfig, catalog)
+            yield made
+            for head in made.heads:
+                head.kill()
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +231,16 @@ def server(world: World) -> Iterator[Server]:
     yield one
     one.close_clients()
     one.stop()
+
+
+@pytest.fixture(scope="module")
+def other(world: World) -> Iterator[Server]:
+    """Another replica."""
+    two = world.server("two")
+    two.start()
+    yield two
+    two.close_clients()
+    two.stop()
 
 
 def access(namespace: str) -> list[dict[str, Any]]:
@@ -296,20 +311,57 @@ def test_a_created_model_is_a_training_session_that_trains_and_goes_with_its_cli
     world.cluster.wait_for(f"trainingsession/{name}", "delete", world.namespace)
 
 
-def test_another_replica_answers_for_a_run_it_never_saw(world: World, server: Server) -> None:
+def test_another_replica_answers_for_a_run_it_never_saw(
+    world: World, server: Server, other: Server
+) -> None:
     training = world.a_training_client(server)
     step(training)
-    other = world.server("two")
-    other.start()
 
     answer = other.result(f"{training.model_id}:1")
     info = other.post("get_info", {"model_id": training.model_id})
 
-    other.close_clients()
-    other.stop()
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/x-protobuf"
     assert info.json()["model_name"] == MODEL
+
+
+def test_a_run_made_through_one_replica_is_trained_and_listed_through_another(
+    world: World, server: Server, other: Server
+) -> None:
+    made = world.a_training_client(server)
+    holder = other.client().holder
+    there = tinker.TrainingClient(holder, 0, made.model_id, info=made.get_info())
+
+    losses = [step(there), step(there)]
+    saved = there.save_state("from-two").result().path
+    runs = other.rest().list_training_runs(limit=100).result().training_runs
+
+    assert losses[1] < losses[0]
+    assert made.model_id in [run.training_run_id for run in runs]
+    assert server.rest().get_weights_info_by_tinker_path(saved).result().lora_rank == 4
+
+
+def test_a_model_asked_for_through_two_replicas_at_once_is_made_once(
+    world: World, server: Server, other: Server
+) -> None:
+    known = world.sessions()
+    session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    body = {
+        "session_id": session_id,
+        "model_seq_id": 0,
+        "base_model": MODEL,
+        "lora_config": {"rank": 4},
+    }
+
+    with ThreadPoolExecutor(8) as pool:
+        promises = list(pool.map(lambda each: each.post("create_model", body), [server, other] * 4))
+        name = world.new_session(known)
+        world.make_ready(name, world.a_head())
+        [request_id] = {str(promise.json()["request_id"]) for promise in promises}
+        results = list(pool.map(lambda each: each.result(request_id), [server, other]))
+
+    assert [result.json()["model_id"] for result in results] == [f"{session_id}:train:0"] * 2
+    assert set(world.sessions()) - set(known) == {name}
 
 
 def test_requests_of_a_minute_are_one_write_at_most(world: World, server: Server) -> None:
