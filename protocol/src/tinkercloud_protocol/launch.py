@@ -57,11 +57,16 @@ class TrainerConfig(_Config):
     """Ranks that the experts of a mixture are divided over, among those that are there anyway.
     megatron only."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where ranks compute. `cuda`: each has a GPU to itself, which Ray hands out."""
+    """Where the trainer computes. `cuda` with ranks: each has a GPU to itself, which Ray hands out;
+    the head itself needs none then."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
     """Padded tokens of one micro-batch; a single longer datum is a micro-batch of its own."""
+    max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Padded tokens of a micro-batch whose activations are all kept for the backward pass. Larger
+    ones are computed again there, layer by layer, which takes a third more time and a small part
+    of the memory. None: any. torch only."""
     packed_weights: bool = True
     """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory."""
 

@@ -36,6 +36,7 @@ def build_backend(config: HeadConfig) -> Backend:
         config.model.path,
         getattr(torch, config.trainer.dtype),
         packed=config.trainer.packed_weights,
+        device="cpu" if config.trainer.ranks else config.trainer.device,
     )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = build_trainer(config, base)

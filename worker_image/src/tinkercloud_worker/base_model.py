@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
@@ -92,6 +93,9 @@ class BaseModel:
                 if isinstance(module, nn.Linear):
                     _freeze(module, packed=packed)
                 module.register_forward_hook(partial(self._add_adapters, target))
+        self._recomputes = False
+        for name, layer in _layers(self._trunk):
+            self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(head, "bias", None)
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
@@ -105,7 +109,7 @@ class BaseModel:
         dtype: torch.dtype,
         *,
         packed: bool = True,
-        device: torch.device | None = None,
+        device: str = "cpu",
     ) -> "BaseModel":
         """Load a model from a local folder in Hugging Face layout.
 
@@ -113,7 +117,7 @@ class BaseModel:
             path: of the folder.
             dtype: that its weights are kept in.
             packed: whether memory may be spent on packed weights (`frozen_linear`).
-            device: where it computes; None means this machine's accelerator, or else its CPU.
+            device: where it computes, as torch names it.
 
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
@@ -123,7 +127,7 @@ class BaseModel:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
-        nn.Module.to(model, device or _own_device())
+        nn.Module.to(model, torch.device(device))
         return cls(model, packed=packed)
 
     @property
@@ -170,6 +174,7 @@ class BaseModel:
         position_ids_BT: Tensor | None = None,
         attention_mask: object = None,
         cache: Cache | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         """Return the final hidden states [B, T, D], after the last norm.
 
@@ -181,6 +186,8 @@ class BaseModel:
             position_ids_BT: absolute positions; None means 0, 1, ... T - 1.
             attention_mask: in a form the Hugging Face model takes; None means causal.
             cache: keys and values of earlier positions; the new ones are added.
+            recompute: whether layers keep only their inputs for the backward pass, in which they
+                are computed again.
         """
         arguments = {
             "input_ids": input_ids_BT,
@@ -190,7 +197,7 @@ class BaseModel:
             "use_cache": cache is not None,
         }
         replaced = self._trunk_weights(self._replaced_weights(routes) or {})
-        self._routes = routes
+        self._routes, self._recomputes = routes, recompute
         try:
             output = (
                 torch.func.functional_call(self._trunk, replaced, (), arguments)
@@ -198,7 +205,7 @@ class BaseModel:
                 else self._trunk(**arguments)
             )
         finally:
-            self._routes = ()
+            self._routes, self._recomputes = (), False
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD
 
@@ -272,6 +279,36 @@ class BaseModel:
             return output
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _make_repeatable(self, prefix: str, layer: nn.Module) -> None:
+        """Let a layer be computed again in the backward pass, with the weights it had before."""
+        forward = layer.forward
+
+        def repeatable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+            if not self._recomputes:
+                return forward(*args, **kwargs)
+            routes = self._routes
+            tensors = self._replaced_weights(routes) or {}
+            replaced = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+
+            def compute(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+                before = self._routes, self._recomputes
+                self._routes, self._recomputes = routes, False
+                try:
+                    return torch.func.functional_call(layer, replaced, args, kwargs)
+                finally:
+                    self._routes, self._recomputes = before
+
+            return checkpoint(
+                compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+            )
+
+        # Assigned to the instance, so that the layer stays what it is, names and all.
+        layer.forward = repeatable
+
     def _check(self) -> None:
         """Compare our logits with the model's own, and a padded row with the same row alone.
 
@@ -301,9 +338,13 @@ class BaseModel:
         log.debug("base model checked", relative_difference=error)
 
 
-def _own_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator or torch.device("cpu")
+def _layers(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the repeated layers of a trunk with their names: its longest list of modules."""
+    lists = [
+        (n, module) for n, module in trunk.named_children() if isinstance(module, nn.ModuleList)
+    ]
+    name, layers = max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
+    return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
 
 
 def _freeze(module: nn.Linear, *, packed: bool) -> None:

@@ -32,6 +32,7 @@ def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
             base,
             max_batch_tokens=config.trainer.max_batch_tokens,
             max_context_length=config.limits.max_context_length,
+            max_kept_tokens=config.trainer.max_kept_tokens,
         )
     # Ray takes seconds and a hundred megabytes, which a head of one process does not owe.
     from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect  # noqa: PLC0415
@@ -52,11 +53,13 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
         config.model.path,
         getattr(torch, config.trainer.dtype),
         packed=config.trainer.packed_weights,
+        device=config.trainer.device,
     )
     return DataParallelTrainer(
         base,
         max_batch_tokens=config.trainer.max_batch_tokens,
         max_context_length=config.limits.max_context_length,
+        max_kept_tokens=config.trainer.max_kept_tokens,
     )
 
 

@@ -35,8 +35,22 @@ class TorchTrainer(AdamTrainer):
     """See `engine.trainer.Trainer`, whose contract this class fulfils."""
 
     def __init__(
-        self, base: BaseModel, *, max_batch_tokens: int, max_context_length: int | None = None
+        self,
+        base: BaseModel,
+        *,
+        max_batch_tokens: int,
+        max_context_length: int | None = None,
+        max_kept_tokens: int | None = None,
     ) -> None:
+        """Make a trainer without models.
+
+        Args:
+            base: the base model.
+            max_batch_tokens: padded tokens of a micro-batch; a longer example is one of its own.
+            max_context_length: of examples; None means the base model's.
+            max_kept_tokens: padded tokens of a micro-batch whose activations are all kept for the
+                backward pass; larger ones are computed again there, layer by layer. None: any.
+        """
         super().__init__(
             TokenLimits(
                 base.vocab_size, min(max_context_length or 1 << 62, base.max_context_length)
@@ -44,6 +58,7 @@ class TorchTrainer(AdamTrainer):
         )
         self._base = base
         self._max_batch_tokens = max_batch_tokens
+        self._max_kept_tokens = max_kept_tokens
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
@@ -123,7 +138,9 @@ class TorchTrainer(AdamTrainer):
         return lp_RK, sum(sums), gradient_RD
 
     def _hidden(self, model: TrainedModel, micro_batch: MicroBatch) -> Tensor:
-        return self._base.hidden(micro_batch.ids_BT, _route(model))
+        tokens, most = micro_batch.ids_BT.numel(), self._max_kept_tokens
+        recompute = most is not None and tokens > most
+        return self._base.hidden(micro_batch.ids_BT, _route(model), recompute=recompute)
 
     def _unembedding(self, model: TrainedModel) -> Unembedding:
         adapters = self._base.head_adapters(_route(model))
