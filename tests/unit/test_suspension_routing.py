@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
@@ -281,3 +282,21 @@ async def test_a_deleted_run_is_not_brought_back_and_leaves_nothing_suspended(
         assert list((world.folder / "store").rglob("*.safetensors")) == []
         with pytest.raises(StateLost, match="was deleted"):
             await world.server().head_of_run(RUN)
+
+
+async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in_time(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first:
+        await server.head_of_run(RUN)
+        await world.catalog.delete_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+    now = datetime.now(UTC)
+
+    await server.release_leftovers(now)
+    assert await world.checkpoints.is_suspended(RUN, "g1")
+    await server.release_leftovers(now + timedelta(days=1))
+
+    assert not await world.checkpoints.is_suspended(RUN, "g1")
+    assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []

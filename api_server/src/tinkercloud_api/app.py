@@ -4,26 +4,31 @@
 /api/v1/...              routes.sessions, models, runs, keys: answered here
 /hf/...                  routes.hub: the tokenizer mirror
 /healthz /livez          routes.health
+/metrics                 measuring, on a port of its own
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from functools import partial
 
 import aiohttp
 import structlog
 from fastapi import FastAPI
 
-from tinkercloud_api import errors
+from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Role, hash_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints, open_store
 from tinkercloud_api.context import Context
 from tinkercloud_api.head_client import HeadClient
 from tinkercloud_api.http import Receive, Scope, Send
 from tinkercloud_api.limits import BodyLimit
+from tinkercloud_api.measuring import Measured, metrics_server
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
@@ -31,11 +36,14 @@ from tinkercloud_api.routes import health, hot, hub, keys, models, runs, session
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.waiters import Waiters
+from tinkercloud_protocol.futures import QueueState
 
 log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
 _JANITOR_SECONDS = 30.0
+_LIVE = timedelta(minutes=2)
+"""A session is live whose last heartbeat, of one every ten seconds, was written since then."""
 
 
 class Application:
@@ -51,7 +59,7 @@ class Application:
             api.include_router(module.router)
         api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = hot.HotPaths(api, self._running)
+        self._asgi = Measured(hot.HotPaths(api, self._running), hot.HANDLERS.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -59,8 +67,13 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
-        async with running_context(self._settings, self._provider) as self.context:
+        settings = self._settings
+        async with (
+            metrics_server(settings.host, settings.metrics_port),
+            running_context(settings, self._provider) as self.context,
+        ):
             api.state.context = self.context
+            _measure(self.context)
             yield
 
     def _running(self) -> Context:
@@ -116,13 +129,35 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
         )
 
 
+def _measure(context: Context) -> None:
+    """Have what can be counted at any time counted when Prometheus asks."""
+    metrics.LONG_POLLS.set_function(context.waiters.__len__)
+    for state in metrics.QUEUE_STATES:
+        waiting = metrics.WAITING_RUNS.labels(state)
+        waiting.set_function(partial(_count_waiting, context.router, state))
+
+
+def _count_waiting(router: Router, state: QueueState) -> int:
+    return router.waiting()[state]
+
+
 async def _keep_house(context: Context) -> None:
-    """Write down activity and delete what has expired, every now and then."""
+    """Write down activity and take away what is over, every now and then."""
+
+    async def count_sessions() -> None:
+        since = now() - _LIVE
+        metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
+
     while True:
+        for duty in (
+            context.activity.write,
+            count_sessions,
+            context.checkpoints.delete_expired,
+            lambda: context.router.release_leftovers(now()),
+        ):
+            try:
+                await duty()
+            except Exception:
+                metrics.HOUSEKEEPING_ERRORS.inc()
+                log.exception("housekeeping failed; it is tried again")
         await asyncio.sleep(_JANITOR_SECONDS)
-        try:
-            await context.activity.write()
-            await context.checkpoints.delete_expired()
-            await context.router.release_leftovers()
-        except Exception:
-            log.exception("housekeeping failed; it is tried again")

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator, Mapping
 
 import structlog
 
-from tinkercloud_api.head_client import HeadClient, HeadResponse, HeadUnreachable
+from tinkercloud_api import metrics
+from tinkercloud_api.head_client import HeadClient, Headers, HeadResponse, HeadUnreachable
 from tinkercloud_api.http import Send, answer
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_protocol import routes
@@ -14,6 +15,8 @@ log = structlog.get_logger(__name__)
 
 _FORWARDED = ("content-type", "content-encoding")
 _RETURNED = frozenset({b"content-type", b"content-length", b"retry-after"})
+_TO_HEAD = metrics.PROXY_BYTES.labels("to_head")
+_FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
 
 
 class StaleRoute(Unavailable):
@@ -60,26 +63,48 @@ class Proxy:
         fields += [(n.encode(), headers[n].encode("latin-1")) for n in _FORWARDED if n in headers]
         if not isinstance(body, bytes) and "content-length" in headers:
             fields.append((b"content-length", headers["content-length"].encode("latin-1")))
+        with metrics.PROXY_REQUESTS.track_inprogress():
+            async with await self._ask(route.url + path, fields, body) as response:
+                if response.status == routes.WRONG_GENERATION_STATUS:
+                    metrics.PROXY_ERRORS.labels("replaced").inc()
+                    raise StaleRoute("the session head was replaced; send the request again")
+                substitute = (replace or {}).get(response.status)
+                if substitute is not None:
+                    await answer(send, substitute[1], status=substitute[0])
+                else:
+                    await _relay(send, response)
+
+    async def _ask(
+        self, url: str, fields: Headers, body: bytes | AsyncIterator[bytes]
+    ) -> HeadResponse:
+        if isinstance(body, bytes):
+            _TO_HEAD.inc(len(body))
+        else:
+            body = _counted(body)
         try:
-            response = await self._client.post(route.url + path, fields, body)
+            return await self._client.post(url, fields, body)
         except HeadUnreachable as error:
-            log.warning("a session head hung up", path=path, error=str(error))
+            metrics.PROXY_ERRORS.labels("unreachable").inc()
+            log.warning("a session head hung up", url=url, error=str(error))
             raise Unavailable(
                 "the session head stopped answering; if it is gone, the next try will say so"
             ) from None
-        async with response:
-            if response.status == routes.WRONG_GENERATION_STATUS:
-                raise StaleRoute("the session head was replaced; send the request again")
-            substitute = (replace or {}).get(response.status)
-            if substitute is not None:
-                await answer(send, substitute[1], status=substitute[0])
-            else:
-                await _relay(send, response)
+
+
+async def _counted(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async for chunk in body:
+        _TO_HEAD.inc(len(chunk))
+        yield chunk
 
 
 async def _relay(send: Send, response: HeadResponse) -> None:
     kept = [(name, value) for name, value in response.headers if name in _RETURNED]
     await send({"type": "http.response.start", "status": response.status, "headers": kept})
-    async for chunk in response.chunks():
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    try:
+        async for chunk in response.chunks():
+            _FROM_HEAD.inc(len(chunk))
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except HeadUnreachable:
+        metrics.PROXY_ERRORS.labels("broke_off").inc()
+        raise
     await send({"type": "http.response.body", "body": b""})

@@ -13,7 +13,9 @@ servers that bring a run back, neither can undo what was trained through the oth
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import aiohttp
 import structlog
@@ -26,6 +28,7 @@ from tinkercloud_api.providers.base import HeadRoute, Placement, SessionProvider
 from tinkercloud_api.providers.choices import Choices
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointKind
 
@@ -34,6 +37,8 @@ log = structlog.get_logger(__name__)
 _HEAD_CALL_SECONDS = 30.0
 _RESUME_SECONDS = 600.0
 """A head answers once it has read all of a suspended run."""
+_HEADS_HAVE_ENDED = timedelta(hours=1)
+"""After a run's deletion: far longer than a head may take to stop."""
 
 
 @dataclass(slots=True)
@@ -249,12 +254,27 @@ class Router:
             if (sampler := await self._sampler(sampler_id)) is not None:
                 await self._delete(sampler.placement, f"{routes.HEAD_SAMPLERS}/{sampler_id}")
 
-    async def release_leftovers(self) -> None:
-        """Take away what belongs to runs that are over and could not be taken away then."""
-        for run_id in self._provider.runs():
+    async def release_leftovers(self, moment: datetime) -> None:
+        """Take away what belongs to runs that are over and could not be taken away then.
+
+        A head that is told to stop suspends what it holds, a deleted run too if it could not be
+        told of that; so the store is looked at once more when the head must have ended.
+        """
+        held = self._provider.runs()
+        for run_id in held:
             run = await self._run(run_id)
             if run is not None and run.is_deleted:
                 await self._provider.release(run.placement)
+        for run_id in await self._catalog.runs_to_sweep(moment - _HEADS_HAVE_ENDED):
+            if run_id not in held:
+                await self._checkpoints.delete_suspended(run_id)
+                await self._catalog.mark_swept(run_id)
+
+    def waiting(self) -> "Counter[QueueState]":
+        """Return how many runs wait for a head, by the SDK's words for why."""
+        return Counter(
+            self.why_waiting(run_id).queue_state for run_id in self._creating.keys() & self._runs
+        )
 
     async def _delete(self, placement: Placement, path: str) -> None:
         route = self._provider.find(placement)

@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     """Address to listen on. The service speaks plain HTTP: put TLS in front of any other."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     """Port to listen on; 0 takes a free one."""
+    metrics_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+    """Port for Prometheus to read /metrics at, without a key, on the same address; by default
+    nowhere."""
     state_dir: Path = Field(default_factory=_default_state_dir)
     """Folder for everything that must survive: catalog, checkpoints, heads."""
     database_url: SecretStr | None = None

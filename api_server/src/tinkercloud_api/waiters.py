@@ -20,6 +20,10 @@ class Waiters:
         self._tasks: set[asyncio.Task[object]] = set()
         self._is_stopping = False
 
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._tasks)
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the current task among those who wait, for as long as the context lasts.

@@ -145,3 +145,10 @@ spec:
   ports:
     - { protocol: TCP, port: 8000 }
 {{- end -}}
+
+{{/* The ingress rule that API server and operator share: who reads their metrics. */}}
+{{- define "tinkercloud.metricsIngress" -}}
+- ports:
+    - { protocol: TCP, port: 9090 }
+  from: {{- toYaml (.Values.networkPolicy.metricsClients | default (list (dict "namespaceSelector" dict))) | nindent 4 }}
+{{- end -}}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tinker
+from prometheus_client.parser import text_string_to_metric_families
 
 API_KEY = "tml-the-first-owner"
 _START_SECONDS = 120
@@ -66,6 +67,7 @@ class Server:
     state_dir: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
+    metrics_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     clients: list[tinker.ServiceClient] = field(default_factory=list)
 
@@ -102,6 +104,7 @@ class Server:
         own = {
             "TINKERCLOUD_STATE_DIR": str(self.state_dir),
             "TINKERCLOUD_PORT": str(self.port),
+            "TINKERCLOUD_METRICS_PORT": str(self.metrics_port),
             "TINKERCLOUD_BOOTSTRAP_KEY": API_KEY,
             "TINKERCLOUD_LOG_LEVEL": "debug",
             "TINKERCLOUD_ORPHAN_GRACE_SECONDS": "10",
@@ -126,6 +129,14 @@ class Server:
             return self.request("GET", "/healthz", key=None).status == 200
         except OSError:
             return False
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return what it has counted, summed over all series with these labels; 0 for none."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        samples = [each for family in families for each in family.samples if each.name == name]
+        return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
     def stop(self) -> None:
         """Stop it as a service manager would, and wait for the end."""

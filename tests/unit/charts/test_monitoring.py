@@ -1,30 +1,54 @@
-"""Dashboards and alerts: they ask for what the operator exports, by labels that it sets."""
+"""Dashboards and alerts: they ask for what our programs export, by labels that they set."""
 
 import json
 import re
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from tinkercloud_operator import metrics
-from tinkercloud_testing.charts import CHART, NAMESPACE, of_kind
+import tinkercloud_api.metrics
+import tinkercloud_operator.metrics
+from tinkercloud_testing.charts import CHART, NAMESPACE, of_kind, one
 
 WATCHED = ("--values", str(CHART / "ci" / "production.yaml"))
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
 FROM_PROMETHEUS = {"namespace", "pod", "container"}
+OF_THE_CLUSTER = {
+    "kube_pod_status_phase": "kube-state-metrics",
+    "kube_pod_container_status_restarts_total": "kube-state-metrics",
+    "container_cpu_usage_seconds_total": "cAdvisor",
+    "container_memory_working_set_bytes": "cAdvisor",
+}
+"""Series of others, and who exports them."""
+SUFFIXES = {
+    "counter": ("_total",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_sum", "_count"),
+}
 every_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
 
+def metrics_of(program: ModuleType) -> list[MetricWrapperBase]:
+    return [each for each in vars(program.metrics).values() if isinstance(each, MetricWrapperBase)]
+
+
 def exported() -> dict[str, set[str]]:
-    """Labels of every series of the operator, by name."""
-    found = [each for each in vars(metrics).values() if isinstance(each, MetricWrapperBase)]
+    """Labels of every series of API server and operator, by name."""
     return {
         f"{family.name}{suffix}": {*metric._labelnames, "le"}
-        for metric in found
+        for program in (tinkercloud_api, tinkercloud_operator)
+        for metric in metrics_of(program)
         for family in metric.describe()
-        for suffix in ("", "_total", "_bucket", "_sum", "_count")
+        for suffix in SUFFIXES[family.type]
     }
+
+
+def series(expression: str) -> set[str]:
+    """Names of the series that a PromQL expression asks for."""
+    bare = re.sub(r"\{.*?\}|\[\w+\]|\b(by|without|on|ignoring)\s*\(.*?\)", " ", expression)
+    return set(re.findall(r"\b[a-z_]+\b(?!\s*\()", bare)) - {"and", "or", "unless", "bool"}
 
 
 def expressions() -> Sequence[str]:
@@ -37,10 +61,19 @@ def expressions() -> Sequence[str]:
 
 
 def test_every_series_that_is_asked_for_is_exported() -> None:
-    asked = {name for each in expressions() for name in re.findall(r"tinkercloud_\w+", each)}
+    asked = {name for each in expressions() for name in series(each)}
 
-    assert len(asked) >= 8
-    assert asked <= set(exported())
+    assert asked - set(exported()) == set(OF_THE_CLUSTER)
+
+
+def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
+    asked = {name for each in expressions() for name in series(each)}
+    names = [family.name for metric in metrics_of(tinkercloud_api) for family in metric.describe()]
+
+    unseen = [name for name in names if not any(each.startswith(name) for each in asked)]
+
+    assert len(names) >= 10
+    assert unseen == []
 
 
 def test_series_are_chosen_by_labels_they_have() -> None:
@@ -88,13 +121,16 @@ def test_dashboards_reach_grafana_as_they_are() -> None:
     assert {each["metadata"]["labels"]["grafana_dashboard"] for each in maps} == {"1"}
 
 
-def test_prometheus_finds_every_replica_of_the_operator() -> None:
-    (monitor,) = of_kind("ServiceMonitor", *WATCHED)
+@pytest.mark.parametrize("component", ["api", "operator"])
+def test_prometheus_finds_every_replica(component: str) -> None:
+    monitor = one("ServiceMonitor", f"tinker-tinkercloud-{component}", *WATCHED)
+    (endpoint,) = monitor["spec"]["endpoints"]
     wanted = monitor["spec"]["selector"]["matchLabels"]
     services = [
         each
         for each in of_kind("Service", *WATCHED)
         if wanted.items() <= each["metadata"]["labels"].items()
+        and endpoint["port"] in [port["name"] for port in each["spec"]["ports"]]
     ]
     selector = services[0]["spec"]["selector"]
     templates = [each["spec"]["template"] for each in of_kind("Deployment", *WATCHED)]
@@ -102,5 +138,16 @@ def test_prometheus_finds_every_replica_of_the_operator() -> None:
     (container,) = pod["spec"]["containers"]
 
     assert [each["spec"]["clusterIP"] for each in services] == ["None"]
-    assert monitor["spec"]["endpoints"][0]["port"] == services[0]["spec"]["ports"][0]["name"]
-    assert services[0]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+    target = services[0]["spec"]["ports"][0]["targetPort"]
+    assert target in [port["name"] for port in container["ports"]]
+
+
+def test_no_ingress_leads_to_the_metrics() -> None:
+    exposed = ("--set", "ingress.enabled=true,httpRoute.enabled=true", *WATCHED)
+    metrics = {"tinker-tinkercloud-api-metrics", "tinker-tinkercloud-operator-metrics"}
+    outward = [str(each) for kind in ("Ingress", "HTTPRoute") for each in of_kind(kind, *exposed)]
+    api = one("Service", "tinker-tinkercloud-api", *exposed)
+
+    assert len(outward) == 2
+    assert [name for name in metrics for each in outward if name in each] == []
+    assert [port["name"] for port in api["spec"]["ports"]] == ["http"]

@@ -140,11 +140,17 @@ def test_policies_select_the_pods_they_are_for() -> None:
     assert not selected[API].items() <= pods[OPERATOR].items()
 
 
-def test_only_named_peers_reach_the_api_server() -> None:
+def test_only_named_peers_reach_the_api_server_and_its_metrics() -> None:
     options = ("--values", str(CHART / "ci" / "production.yaml"))
 
-    (rule,) = one("NetworkPolicy", API, *options)["spec"]["ingress"]
+    rules = one("NetworkPolicy", API, *options)["spec"]["ingress"]
 
-    assert rule["from"] == [
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}
-    ]
+    namespaces = {
+        rule["ports"][0]["port"]: peer["namespaceSelector"]["matchLabels"]
+        for rule in rules
+        for peer in rule["from"]
+    }
+    assert namespaces == {
+        8000: {"kubernetes.io/metadata.name": "gateways"},
+        9090: {"kubernetes.io/metadata.name": "monitoring"},
+    }

@@ -46,6 +46,9 @@ log = structlog.get_logger(__name__)
 
 RowT = TypeVar("RowT", bound=Table)
 
+_MAX_SWEPT = 100
+"""Runs that one round of housekeeping sweeps up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -206,6 +209,20 @@ class Catalog:
             update(TrainingRun)
             .where(TrainingRun.id == run_id, TrainingRun.deleted_at.is_(None))
             .values(deleted_at=now())
+        )
+
+    async def runs_to_sweep(self, before: datetime) -> Sequence[str]:
+        """Return some runs that were deleted before a moment and have not been swept since."""
+        query = select(TrainingRun.id).where(
+            TrainingRun.is_swept.is_(False), TrainingRun.deleted_at < before
+        )
+        async with self._reading() as connection:
+            return (await connection.scalars(query.limit(_MAX_SWEPT))).all()
+
+    async def mark_swept(self, run_id: str) -> None:
+        """Record that a deleted run has left nothing behind."""
+        await self._change(
+            update(TrainingRun).where(TrainingRun.id == run_id).values(is_swept=True)
         )
 
     # Sampling sessions

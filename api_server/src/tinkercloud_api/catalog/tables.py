@@ -83,6 +83,7 @@ class TrainingRun(Table):
     """A model that was asked for. Its id is the model id."""
 
     __tablename__ = "training_runs"
+    __table_args__ = (Index("training_runs_to_sweep", "is_swept", "deleted_at"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), index=True)
@@ -96,6 +97,8 @@ class TrainingRun(Table):
     generation: Mapped[str | None]
     """Generation of the head that holds the model; None until it has been created there."""
     deleted_at: Mapped[datetime | None]
+    is_swept: Mapped[bool] = mapped_column(default=False)
+    """Whether what its head may have written after the deletion has been removed."""
 
 
 class SamplingSession(Table):

@@ -1,0 +1,64 @@
+"""What the server counts while the SDK works with it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import tinker
+from tinker import types
+
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.servers import Server
+
+MODEL = "tiny/llama"
+REQUESTS = "tinkercloud_http_requests_total"
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
+    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
+)
+
+
+def test_a_training_step_is_counted_where_it_passes(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    step = {"route": "/api/v1/forward_backward", "status": "200"}
+    requests = server.metric(REQUESTS, **step)
+    sent = server.metric("tinkercloud_proxy_bytes_total", direction="to_head")
+    returned = server.metric("tinkercloud_proxy_bytes_total", direction="from_head")
+
+    training.forward_backward([DATUM], "cross_entropy").result()
+
+    assert server.metric(REQUESTS, **step) == requests + 1
+    assert server.metric("tinkercloud_http_request_seconds_count", route=step["route"]) >= 1
+    assert server.metric("tinkercloud_proxy_bytes_total", direction="to_head") > sent
+    assert server.metric("tinkercloud_proxy_bytes_total", direction="from_head") > returned
+
+
+def test_what_clients_write_into_paths_makes_no_series(server: Server) -> None:
+    known = {"route": "/api/v1/sessions/{session_id}", "status": "404"}
+    unknown = {"route": "other", "status": "404"}
+    before = server.metric(REQUESTS, **known), server.metric(REQUESTS, **unknown)
+
+    server.request("GET", "/api/v1/sessions/of-somebody")
+    server.request("GET", "/api/v1/sessions/of-somebody-else")
+    server.request("GET", "/no/such/path")
+
+    after = server.metric(REQUESTS, **known), server.metric(REQUESTS, **unknown)
+    assert after == (before[0] + 2, before[1] + 1)
+
+
+def test_the_port_of_the_api_shows_no_metrics(server: Server) -> None:
+    assert server.request("GET", "/metrics").status == 404
+    assert server.metric("tinkercloud_catalog_errors_total") == 0
+
+
+def test_who_waits_for_a_result_is_counted(server: Server, client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    behind_a_gap = {"model_id": training.model_id, "seq_id": 7, "adam_params": {}}
+    promise = server.post("optim_step", {**behind_a_gap, "type": "optim_step"}).json()
+
+    with ThreadPoolExecutor() as pool:
+        poll = pool.submit(server.post, "retrieve_future", {"request_id": promise["request_id"]})
+        wait_until(lambda: server.metric("tinkercloud_long_polls") >= 1, "a long poll")
+        answer = poll.result()
+
+    assert answer.status == 408
