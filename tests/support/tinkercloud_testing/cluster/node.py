@@ -39,6 +39,8 @@ _ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
 _OUR_IMAGES = "tinkercloud.test/"
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
+# As a group like any other, all pods together would get as much of a busy machine as one program.
+_WEIGHTS = {"cpu.shares": "16384", "cpu.weight": "1600"}
 # Paths that containerd, the CNI plugins and the kubelet insist on; the box has its own.
 _PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/log/containers")
 
@@ -136,7 +138,11 @@ def _cgroup() -> Iterator[None]:
     """Make the control group all pods are in, in every hierarchy there is."""
     _remove_cgroups()
     for hierarchy in _hierarchies():
-        (hierarchy / node_config.CGROUP).mkdir()
+        group = hierarchy / node_config.CGROUP
+        group.mkdir()
+        for name, weight in _WEIGHTS.items():
+            if (group / name).exists():
+                (group / name).write_text(weight)
     try:
         yield
     finally:
