@@ -106,6 +106,8 @@ def test_a_deleted_session_leaves_nothing_behind(sessions: Sessions) -> None:
         ("raycluster", "one"),
         ("service", "one-head"),
         ("configmap", "one-config"),
+        ("secret", "one-token"),
+        ("configmap", "one-token"),
         ("networkpolicy", "one"),
         ("poddisruptionbudget", "one"),
     ],
@@ -140,6 +142,12 @@ def test_a_deleted_child_is_made_again(sessions: Sessions, kind: str, name: str)
         ("poddisruptionbudget/one", '{"spec":{"minAvailable":0}}', "{.spec.minAvailable}", "4"),
         ("raycluster/one", '{"spec":{"rayVersion":"1"}}', "{.spec.rayVersion}", "2."),
         (
+            "configmap/one-token",
+            '{"metadata":{"ownerReferences":null}}',
+            "{.metadata.ownerReferences[*].kind}",
+            "Secret",
+        ),
+        (
             "raycluster/one",
             '{"metadata":{"labels":{"tinkercloud.dev/session":"other"}}}',
             "{.metadata.labels.tinkercloud\\.dev/session}",
@@ -159,6 +167,16 @@ def test_an_edited_child_is_put_right(
         return sessions.cluster.kubectl("get", child, *where, "-o", f"jsonpath={path}")
 
     wait_until(lambda: value in current(), f"{child} {path} is {value} again", SOON_SECONDS)
+
+
+def test_a_token_outlives_its_witness(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+    before = sessions.cluster.get("secret", "one-token", sessions.namespace)
+
+    sessions.cluster.kubectl("delete", "configmap", "one-token", "-n", sessions.namespace)
+    sessions.cluster.wait_for("configmap/one-token", "create", sessions.namespace, SOON_SECONDS)
+
+    assert sessions.cluster.get("secret", "one-token", sessions.namespace) == before
 
 
 def test_a_lost_pod_is_replaced(sessions: Sessions) -> None:

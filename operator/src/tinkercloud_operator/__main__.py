@@ -105,7 +105,7 @@ async def _watch_and_work(
     async with asyncio.TaskGroup() as tasks:
         resync = tasks.create_task(_resync(controller, stop, settings))
         workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
-        workers.append(tasks.create_task(controller.work_on_offers()))
+        workers.append(tasks.create_task(controller.work_on_base_models()))
         # kopf takes the stop signals when it starts; they are to end more than the watching.
         await watch(
             controller,

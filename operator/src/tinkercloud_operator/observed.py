@@ -90,6 +90,7 @@ class Observed:
     children: Mapping[ChildKey, Manifest]
     """Live children but the Secret, which can only be read by name."""
     has_secret: bool
+    """By its witness, which is one of the children."""
     pods: tuple[Pod, ...]
     nodes: tuple[Node, ...] | None
     """All nodes; None if the operator may not see them, or if nodes come and go."""

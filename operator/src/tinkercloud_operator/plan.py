@@ -1,6 +1,8 @@
-"""What is to be done about one TrainingSession: plain data, executed by `apply`."""
+"""What is to be done about one TrainingSession: plain data, carried out by `executor`."""
 
 from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
 from typing import Literal
 
 from tinkercloud_crds.conditions import Reason
@@ -66,12 +68,46 @@ class Announce:
 Action = Apply | CreateSecret | Delete | AskHead | HoldFinalizer | DeleteSession | Announce
 
 
+class Stage(IntEnum):
+    """When an action is done: those of one stage at the same time, one stage after the other."""
+
+    SESSION = 1
+    """What the session itself, or an existing pod, is told; the finalizer is held before there is
+    anything to be finalized."""
+    SURROUNDINGS = 2
+    """What pods are told and bound by."""
+    PODS = 3
+    """What pods are made from. The head's Service comes along: it costs most, since the API server
+    gives out cluster addresses one at a time."""
+    NEWS = 4
+    """What people are told."""
+
+
+def stage(action: Action) -> Stage:
+    """Return when an action is done."""
+    match action:
+        case Apply(manifest) if manifest["kind"] in {"RayCluster", "Service"}:
+            return Stage.PODS
+        case Apply() | CreateSecret():
+            return Stage.SURROUNDINGS
+        case Announce():
+            return Stage.NEWS
+        case AskHead() | Delete() | DeleteSession() | HoldFinalizer():
+            return Stage.SESSION
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Actions in order, the status to be written if it differs, and when to look again."""
+    """What is to be done, the status to be written if it differs, and when to look again."""
 
     actions: tuple[Action, ...] = ()
     status: TrainingSessionStatus | None = None
     """None leaves the status as it is."""
     look_again_seconds: float | None = None
     """None: when something happens."""
+
+    @property
+    def stages(self) -> list[list[Action]]:
+        """The actions, those of one stage together, in the order of the stages."""
+        ordered = sorted(self.actions, key=stage)
+        return [list(actions) for _, actions in groupby(ordered, stage)]

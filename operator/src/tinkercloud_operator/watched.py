@@ -18,6 +18,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessi
 from tinkercloud_operator import seen
 from tinkercloud_operator.lifetime import parse_time
 from tinkercloud_operator.observed import ChildKey, Manifest, Node, Observed
+from tinkercloud_operator.witness import has_secret
 
 Metadata = Mapping[str, Any]
 K = TypeVar("K")
@@ -29,7 +30,6 @@ CHILD_KINDS = ("RayCluster", "Service", "ConfigMap", "NetworkPolicy", "PodDisrup
 class Surroundings:
     """What is known of a session besides watched objects."""
 
-    has_secret: bool
     has_kuberay: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
@@ -123,7 +123,7 @@ class Watched:
             sessions_of_owner=self._older_siblings(manifest, base_model),
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=tuple(seen.pod(item) for key, item in children.items() if key.kind == "Pod"),
-            has_secret=surroundings.has_secret,
+            has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
             nodes=surroundings.nodes,
             apply_error=surroundings.apply_error,

@@ -43,7 +43,6 @@ def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any)
 
 def look(watched: Watched, name: str = "one") -> Observed | None:
     surroundings = Surroundings(
-        has_secret=True,
         has_kuberay=True,
         nodes=None,
         apply_error=None,

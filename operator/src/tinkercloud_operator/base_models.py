@@ -1,0 +1,78 @@
+"""Keeps the status of BaseModels: what each offers, and who uses it."""
+
+from datetime import UTC, datetime
+
+import structlog
+
+from tinkercloud_operator import metrics
+from tinkercloud_operator.cluster import ClusterError
+from tinkercloud_operator.executor import Executor
+from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.offers import offer_status
+from tinkercloud_operator.queue import WorkQueue
+from tinkercloud_operator.watched import Watched
+
+log = structlog.get_logger(__name__)
+
+_GATHER_SECONDS = 2.0
+"""For how long changes of sessions are gathered before their BaseModel's status is written."""
+
+
+class BaseModels:
+    """The BaseModels of one term of leadership. Belongs to one event loop."""
+
+    def __init__(self, watched: Watched, executor: Executor) -> None:
+        self._watched = watched
+        self._executor = executor
+        self._queue = WorkQueue()
+        """BaseModels whose status may have changed."""
+
+    def note(self, kind: str, manifest: Manifest) -> None:
+        """Take note of an object that has changed: a BaseModel, or what counts for one."""
+        if kind == "BaseModel":
+            self._queue.add(manifest["metadata"]["name"])
+        elif kind == "TrainingSession":
+            offering = self._watched.offering(manifest["spec"].get("baseModel", ""))
+            if offering is not None:
+                self._queue.add_after(offering["metadata"]["name"], _GATHER_SECONDS)
+
+    def look_at_all(self) -> None:
+        """Look at every BaseModel."""
+        for name in self._watched.base_models:
+            self._queue.add(name)
+
+    async def work(self) -> None:
+        """Write statuses as they change, without end."""
+        while True:
+            name = await self._queue.take()
+            try:
+                await self._look_at(name)
+            except ClusterError as error:
+                log.warning("will look again", base_model=name, error=str(error))
+                self._queue.failed(name)
+            except Exception:
+                log.exception("will look again", base_model=name)
+                self._queue.failed(name)
+            else:
+                self._queue.done(name)
+
+    async def _look_at(self, name: str) -> None:
+        self._count_sessions()
+        base_model = self._watched.base_models.get(name)
+        if base_model is None:
+            return
+        model_name = base_model["spec"].get("modelName", "")
+        offering = self._watched.offering(model_name)
+        sessions = self._watched.sessions_of(model_name)
+        status = offer_status(base_model, offering, sessions, datetime.now(UTC))
+        content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if content != base_model.get("status"):
+            uid = base_model["metadata"]["uid"]
+            await self._executor.write_status("BaseModel", name, uid, content)
+
+    def _count_sessions(self) -> None:
+        metrics.SESSIONS.clear()
+        statuses = [item.get("status", {}) for item in self._watched.sessions.values()]
+        for status in statuses:
+            metrics.SESSIONS.labels(status.get("phase", "Pending")).inc()
+        metrics.SESSION_GPUS.set(sum(status.get("gpus", 0) for status in statuses))

@@ -1,0 +1,236 @@
+"""Carries plans out: writes to the API server and questions to heads, each of them repeatable."""
+
+import asyncio
+import base64
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import ConditionType, find, timestamp
+from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_operator import metrics
+from tinkercloud_operator.children.pods import Names
+from tinkercloud_operator.cluster import Cluster, Conflict, NotThere, ObjectRef, Refused
+from tinkercloud_operator.heads import Heads
+from tinkercloud_operator.observed import Manifest, Observed
+from tinkercloud_operator.plan import (
+    Action,
+    Announce,
+    Apply,
+    AskHead,
+    CreateSecret,
+    Delete,
+    DeleteSession,
+    HoldFinalizer,
+    Plan,
+)
+from tinkercloud_operator.witness import witness
+
+log = structlog.get_logger(__name__)
+
+
+class Executor:
+    """Does what plans say. Belongs to one event loop.
+
+    Args:
+        cluster: where.
+        heads: who is asked to save what they hold.
+        note_child: told, with its kind, how a child is after a write.
+        note_own: told, with its kind, how an object of ours is after a write about itself: what is
+            new in it needs no further look.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        heads: Heads,
+        note_child: Callable[[str, Manifest], object],
+        note_own: Callable[[str, Manifest], object],
+    ) -> None:
+        self._cluster = cluster
+        self._heads = heads
+        self._note_child = note_child
+        self._note_own = note_own
+        self._answers: dict[str, frozenset[tuple[str, str]]] = {}
+        self._refusals: dict[str, str] = {}
+
+    def answers(self, session: str) -> frozenset[tuple[str, str]]:
+        """Return what a session's heads have done: what was asked, and the incarnation."""
+        return self._answers.get(session, frozenset())
+
+    def refusal(self, session: str) -> str | None:
+        """Return why something of a session was refused the last time, if it was."""
+        return self._refusals.get(session)
+
+    def forget(self, session: str) -> None:
+        """Forget a session that is gone."""
+        self._answers.pop(session, None)
+        self._refusals.pop(session, None)
+
+    async def execute(self, observed: Observed, plan: Plan) -> bool:
+        """Carry a plan out; return whether the session is to be looked at again at once.
+
+        Raises:
+            ClusterError: something could not be done. If it was refused, the status says so.
+        """
+        again, refusal = False, None
+        for actions in plan.stages:
+            done = await asyncio.gather(
+                *(self._do(observed, action) for action in actions), return_exceptions=True
+            )
+            refusal = _first_refusal(done)
+            if refusal is not None:
+                break
+            again |= any(done)
+        again |= self._remember(observed.name, refusal)
+        if plan.status is not None and not again:
+            await self._write_status(observed, plan.status)
+        if refusal is not None and not again:
+            raise refusal
+        return again
+
+    def _remember(self, session: str, refusal: Refused | None) -> bool:
+        """Take note of what was refused, or that nothing was; return whether that is news."""
+        before = self._refusals.pop(session, None)
+        if refusal is None:
+            return before is not None
+        self._refusals[session] = str(refusal)
+        return before != str(refusal)
+
+    async def _do(self, observed: Observed, action: Action) -> bool:
+        """Do one thing; return whether it changed what there is to be done."""
+        match action:
+            case Apply(manifest):
+                self._note_child(manifest["kind"], await self._cluster.apply(manifest))
+            case CreateSecret():
+                await self._create_secret(observed, action)
+            case Delete(key):
+                await self._cluster.delete(ObjectRef(key.kind, key.name))
+            case AskHead():
+                return await self._ask(observed, action)
+            case HoldFinalizer(held):
+                await self._hold_finalizer(observed, held=held)
+            case DeleteSession():
+                await self._cluster.delete(ObjectRef("TrainingSession", observed.name))
+            case Announce():
+                await self._announce(observed, action)
+        return False
+
+    async def _create_secret(self, observed: Observed, action: CreateSecret) -> None:
+        """Make the Secret, unless it is there, and its witness, which tells when it goes."""
+        token = base64.b64encode(secrets.token_urlsafe(32).encode()).decode()
+        data = dict.fromkeys(action.token_keys, token)
+        try:
+            secret = await self._cluster.create({**action.manifest, "data": data})
+        except Conflict:
+            secret = await self._cluster.get(ObjectRef("Secret", Names(observed.name).token_secret))
+        owners = secret["metadata"].get("ownerReferences", [])
+        if all(owner["uid"] != observed.uid for owner in owners):
+            raise Refused(
+                f"Secret {secret['metadata']['name']} is not this session's: it belongs to an"
+                " earlier one of this name that is still going, or to somebody else; it is tried"
+                " again"
+            )
+        uid = secret["metadata"]["uid"]
+        applied = await self._cluster.apply(witness(action.manifest, uid))
+        self._note_child("ConfigMap", applied)
+
+    async def _ask(self, observed: Observed, action: AskHead) -> bool:
+        answer = await self._heads.ask(observed.name, action)
+        if answer is None:
+            return False
+        done = (action.what, action.incarnation)
+        self._answers[observed.name] = self.answers(observed.name) | {done}
+        if answer.latest_checkpoint is not None:
+            update = {"latest_checkpoint": answer.latest_checkpoint}
+            await self._write_status(observed, observed.status.model_copy(update=update))
+        return True
+
+    async def _hold_finalizer(self, observed: Observed, *, held: bool) -> None:
+        # With the uid, applying can't make a session anew that is gone by now.
+        metadata = {"name": observed.name, "uid": observed.uid}
+        finalizers = {"finalizers": [labels.FINALIZER]} if held else {}
+        applied = await self._cluster.apply(
+            {
+                "apiVersion": labels.API_VERSION,
+                "kind": "TrainingSession",
+                "metadata": {**metadata, **finalizers},
+            }
+        )
+        self._note_own("TrainingSession", applied)
+
+    async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
+        content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        await self.write_status("TrainingSession", observed.name, observed.uid, content)
+        if _became_ready(observed, status):
+            age = (datetime.now(UTC) - observed.created).total_seconds()
+            metrics.READY_SECONDS.observe(age)
+
+    async def write_status(self, kind: str, name: str, uid: str, content: Manifest) -> None:
+        """Write the status of a session or a BaseModel, unless it is gone.
+
+        Raises:
+            ClusterError: it could not be written.
+        """
+        manifest = {
+            "apiVersion": labels.API_VERSION,
+            "kind": kind,
+            "metadata": {"name": name, "uid": uid},
+            "status": content,
+        }
+        try:
+            self._note_own(kind, await self._cluster.apply_status(manifest))
+        except NotThere:
+            log.debug("gone before its status was written", kind=kind, name=name)
+
+    async def _announce(self, observed: Observed, action: Announce) -> None:
+        """Post an Event; one with the same content, as long as it is kept, is the same Event."""
+        content = f"{observed.uid}/{action.reason}/{action.message}"
+        name = f"{observed.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        try:
+            await self._cluster.create(_event(observed, action, name))
+        except (Conflict, Refused):
+            log.debug("no new Event", session=observed.name, reason=action.reason)
+
+
+def _first_refusal(results: Sequence[bool | BaseException]) -> Refused | None:
+    """Return what was refused, if anything; raise what failed for another reason."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if not isinstance(error, Refused):
+            raise error
+    return next((error for error in errors if isinstance(error, Refused)), None)
+
+
+def _became_ready(observed: Observed, status: TrainingSessionStatus) -> bool:
+    now = find(status.conditions, ConditionType.READY)
+    is_first = observed.status.incarnation is None
+    return is_first and now is not None and now.status == "True"
+
+
+def _event(observed: Observed, action: Announce, name: str) -> dict[str, Any]:
+    moment = timestamp(observed.now)
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": observed.namespace},
+        "involvedObject": {
+            "apiVersion": labels.API_VERSION,
+            "kind": "TrainingSession",
+            "name": observed.name,
+            "namespace": observed.namespace,
+            "uid": observed.uid,
+        },
+        "reason": action.reason,
+        "message": action.message[:1024],
+        "type": "Warning" if action.is_warning else "Normal",
+        "source": {"component": labels.OPERATOR_FIELD_MANAGER},
+        "firstTimestamp": moment,
+        "lastTimestamp": moment,
+        "count": 1,
+    }

@@ -1,0 +1,126 @@
+"""An API server that keeps objects in memory, for tests of what the operator says to one.
+
+It stores, lists, applies, refuses and forgets. It validates nothing, and nobody is there to act on
+what it stores: tests of that need a control plane.
+"""
+
+import asyncio
+import contextlib
+import copy
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from aiohttp import web
+from kubernetes.aio import client
+
+from tinkercloud_operator.cluster import Cluster
+
+Json = dict[str, Any]
+MOMENT = "2026-01-01T12:00:00Z"
+
+
+@dataclass
+class MemoryApi:
+    """What is stored, what was asked, and what is to be refused."""
+
+    objects: dict[str, Json] = field(default_factory=dict)
+    """By path."""
+    requests: list[str] = field(default_factory=list)
+    """`VERB path`, in the order they came in."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """By the last part of a path: the status that writes to it are answered with."""
+    has_kuberay: bool = True
+    """Whether it knows RayClusters."""
+    is_silent: bool = False
+    """Whether nothing is answered any more."""
+    _versions: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
+
+    @property
+    def writes(self) -> list[str]:
+        """What was asked besides questions."""
+        return [request for request in self.requests if not request.startswith("GET")]
+
+    def put(self, path: str, manifest: Mapping[str, Any], **metadata: Any) -> Json:
+        """Store an object as it is, with what an API server adds."""
+        before = self.objects.get(path, {"metadata": {}})
+        name = path.rsplit("/", 1)[1]
+        kept = {"name": name, "uid": f"uid-{self._versions()}", "creationTimestamp": MOMENT}
+        stored = {**before, **copy.deepcopy(dict(manifest))}
+        own = {**kept, **before["metadata"], **stored.get("metadata", {}), **metadata}
+        stored["metadata"] = {**own, "resourceVersion": str(self._versions())}
+        self.objects[path] = stored
+        return stored
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        path, method = request.path, request.method
+        self.requests.append(f"{method} {path}")
+        if self.is_silent:
+            await asyncio.Event().wait()
+        status = self.refused.get(path.rsplit("/", 1)[1])
+        if status is not None and method != "GET":
+            return _status(status, "refused by the test")
+        match method:
+            case "GET":
+                return self._get(path)
+            case "POST":
+                body = await request.json()
+                return self._create(f"{path}/{body['metadata']['name']}", body)
+            case "DELETE":
+                return web.json_response(self.objects.pop(path, {}))
+            case _:
+                return web.json_response(
+                    self.put(path.removesuffix("/status"), json.loads(await request.read()))
+                )
+
+    def _create(self, path: str, manifest: Json) -> web.Response:
+        if path in self.objects:
+            return _status(409, "already exists")
+        return web.json_response(self.put(path, manifest), status=201)
+
+    def _get(self, path: str) -> web.Response:
+        if path in self.objects:
+            return web.json_response(self.objects[path])
+        if path == "/apis/ray.io/v1":
+            known = [{"name": "rayclusters"}] if self.has_kuberay else []
+            return web.json_response({"resources": known})
+        items = [item for key, item in self.objects.items() if key.rsplit("/", 1)[0] == path]
+        if not items and not path.endswith("s"):
+            return _status(404, "not found")
+        metadata = {"resourceVersion": str(self._versions())}
+        return web.json_response({"metadata": metadata, "items": items})
+
+
+def _status(code: int, message: str) -> web.Response:
+    content = {"kind": "Status", "code": code, "message": message}
+    return web.json_response(content, status=code)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A way to such an API server."""
+
+    api: MemoryApi
+    client: client.ApiClient
+    cluster: Cluster
+    """The operator's, of a replica that leads."""
+
+
+@contextlib.asynccontextmanager
+async def a_memory_api() -> AsyncIterator[Connection]:
+    """Serve an empty API server for the length of a block."""
+    api = MemoryApi()
+    runner = web.ServerRunner(web.Server(api.answer), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = runner.addresses[0]
+    configuration = client.Configuration(host=f"http://{url[0]}:{url[1]}")
+    try:
+        async with client.ApiClient(configuration) as connection:
+            yield Connection(api, connection, Cluster(connection, "default", lambda: True))
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,157 @@
+"""Plans are carried out stage by stage; what can't be done is said, and tried again."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tinkercloud_operator.cluster import Refused, Unreachable
+from tinkercloud_operator.executor import Executor
+from tinkercloud_operator.heads import Heads
+from tinkercloud_operator.observed import ChildKey, Manifest
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.witness import has_secret
+from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
+from tinkercloud_testing.sessions import observed
+
+SESSION = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions/one"
+RAY_CLUSTER = "/apis/ray.io/v1/namespaces/default/rayclusters/one"
+SERVICE = "/api/v1/namespaces/default/services/one-head"
+SECRET = "/api/v1/namespaces/default/secrets/one-token"
+WITNESS = "/api/v1/namespaces/default/configmaps/one-token"
+OF_ANOTHER = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-an-earlier-one"}]
+
+
+class Operator:
+    """Looks at one session, and does what is to be done about it."""
+
+    def __init__(self, api: MemoryApi, heads: Heads, connection: Connection) -> None:
+        self.api = api
+        self.children: dict[ChildKey, Manifest] = {}
+        self.executor = Executor(connection.cluster, heads, self.note, lambda *_: None)
+
+    def note(self, kind: str, manifest: Manifest) -> None:
+        self.children[ChildKey(kind, manifest["metadata"]["name"])] = manifest
+
+    async def look(self) -> bool:
+        """Look once; return whether it is to look again at once."""
+        seen = observed(
+            children=self.children,
+            has_secret=has_secret("one", self.children),
+            apply_error=self.executor.refusal("one"),
+        )
+        return await self.executor.execute(seen, reconcile(seen, Settings()))
+
+    @property
+    def ready(self) -> Json:
+        """The session's Ready condition, as it was written last."""
+        conditions = self.api.objects[SESSION]["status"]["conditions"]
+        return next(item for item in conditions if item["type"] == "Ready")
+
+
+@pytest.fixture
+async def operator(connection: Connection) -> AsyncIterator[Operator]:
+    async with aiohttp.ClientSession() as http:
+        yield Operator(connection.api, Heads(connection.cluster, http), connection)
+
+
+def token(api: MemoryApi) -> Any:
+    return api.objects[SECRET]["data"]["token"]
+
+
+async def test_pods_are_made_after_all_that_they_are_told_and_bound_by(operator: Operator) -> None:
+    await operator.look()
+
+    made = [request.split()[1] for request in operator.api.writes]
+    told = {"one-config", "one-token", "secrets", "networkpolicies", "poddisruptionbudgets"}
+    before = made[: min(made.index(RAY_CLUSTER), made.index(SERVICE))]
+    assert told <= {part for path in before for part in path.split("/")}
+
+
+async def test_no_pod_is_made_while_something_it_needs_is_refused(operator: Operator) -> None:
+    operator.api.refused["one-config"] = 422
+
+    await operator.look()
+
+    assert RAY_CLUSTER not in operator.api.objects
+
+
+async def test_what_is_refused_is_said_and_tried_again(operator: Operator) -> None:
+    operator.api.refused["one-config"] = 422
+
+    assert await operator.look(), "the status is to say it"
+    with pytest.raises(Refused, match="refused by the test"):
+        await operator.look()
+
+    assert operator.ready["reason"] == "ApplyFailed"
+    assert "one-config" in operator.ready["message"]
+
+
+async def test_a_refusal_that_is_over_is_not_said_any_longer(operator: Operator) -> None:
+    operator.api.refused["one-config"] = 422
+    await operator.look()
+
+    operator.api.refused.clear()
+    assert await operator.look(), "the status is to say it"
+    await operator.look()
+
+    assert operator.ready["reason"] != "ApplyFailed"
+    assert RAY_CLUSTER in operator.api.objects
+
+
+async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator) -> None:
+    operator.api.refused["one-config"] = 503
+
+    with pytest.raises(Unreachable):
+        await operator.look()
+
+    assert operator.executor.refusal("one") is None
+
+
+async def test_an_event_that_is_refused_holds_nothing_up(operator: Operator) -> None:
+    operator.api.refused["events"] = 403
+
+    await operator.look()
+
+    assert RAY_CLUSTER in operator.api.objects
+    assert operator.ready["status"] == "False"
+
+
+async def test_a_secret_of_an_earlier_session_is_neither_used_nor_taken(operator: Operator) -> None:
+    operator.api.put(SECRET, {"data": {"token": "old"}}, ownerReferences=OF_ANOTHER)
+
+    await operator.look()
+    with pytest.raises(Refused, match="Secret one-token is not this session's"):
+        await operator.look()
+
+    assert token(operator.api) == "old"
+    assert {WITNESS, RAY_CLUSTER}.isdisjoint(operator.api.objects)
+
+
+async def test_a_secret_that_went_is_made_again(operator: Operator) -> None:
+    await operator.look()
+    before = token(operator.api)
+
+    del operator.api.objects[SECRET]
+    # What the garbage collector leaves of its witness.
+    owners = operator.api.objects[WITNESS]["metadata"]["ownerReferences"]
+    left = [owner for owner in owners if owner["kind"] != "Secret"]
+    operator.note("ConfigMap", operator.api.put(WITNESS, {}, ownerReferences=left))
+    await operator.look()
+
+    assert token(operator.api) != before
+    assert has_secret("one", operator.children)
+
+
+async def test_a_witness_that_went_is_made_again_of_the_same_secret(operator: Operator) -> None:
+    await operator.look()
+    before = token(operator.api)
+
+    del operator.api.objects[WITNESS]
+    del operator.children[ChildKey("ConfigMap", "one-token")]
+    await operator.look()
+
+    assert token(operator.api) == before
+    assert has_secret("one", operator.children)

@@ -1,0 +1,154 @@
+"""One replica acts at a time: who may, and what ends it."""
+
+import asyncio
+
+import pytest
+from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+
+from tinkercloud_operator import leader
+from tinkercloud_operator.cluster import Cluster, NotLeading, ObjectRef
+from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, MemoryApi
+
+NAME, NAMESPACE = "tinkercloud-operator", "default"
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{NAME}"
+SETTINGS = Settings(identity="me", lease_renew_seconds=10)
+A_MOMENT = 0.05
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time: its last entry."""
+    moments = [1000.0]
+    monkeypatch.setattr(leader, "monotonic", lambda: moments[-1])
+    return moments
+
+
+@pytest.fixture
+def leadership(connection: Connection) -> Leadership:
+    """What a replica knows of its Lease, which nobody holds."""
+    hold(connection.api, None)
+    return Leadership(connection.client, SETTINGS)
+
+
+def hold(api: MemoryApi, identity: str | None) -> None:
+    times = {"renewTime": MOMENT, "acquireTime": MOMENT, "leaseDurationSeconds": 15}
+    api.put(LEASE, {"kind": "Lease", "spec": {"holderIdentity": identity, **times}})
+
+
+def holder(api: MemoryApi) -> str | None:
+    found: str | None = api.objects[LEASE]["spec"].get("holderIdentity")
+    return found
+
+
+async def renew(leadership: Leadership) -> bool:
+    """Take or renew the Lease, as an election does."""
+    await leadership._lock.get(NAME, NAMESPACE)
+    now = "2026-01-01 12:00:00.0"
+    record = LeaderElectionRecord("me", "15", now, now)
+    return await leadership._lock.update(NAME, NAMESPACE, record)
+
+
+def test_a_replica_that_never_held_the_lease_may_not_act(leadership: Leadership) -> None:
+    assert not leadership.may_act()
+
+
+async def test_a_leader_that_was_frozen_may_not_act_until_it_has_renewed_its_lease(
+    leadership: Leadership, clock: list[float]
+) -> None:
+    await renew(leadership)
+    clock.append(clock[0] + 9.9)
+    assert leadership.may_act()
+
+    clock.append(clock[0] + 10.0)
+    assert not leadership.may_act()
+    await renew(leadership)
+
+    assert leadership.may_act()
+
+
+async def test_a_lease_that_another_holds_ends_the_right_to_act_at_once(
+    connection: Connection, leadership: Leadership
+) -> None:
+    await renew(leadership)
+
+    hold(connection.api, "another")
+    await leadership._lock.get(NAME, NAMESPACE)
+
+    assert not leadership.may_act()
+
+
+async def test_a_lease_that_does_not_answer_is_not_held(
+    connection: Connection, leadership: Leadership
+) -> None:
+    await leadership._lock.get(NAME, NAMESPACE)
+    leadership._lock._patience_seconds = A_MOMENT
+
+    connection.api.is_silent = True
+
+    assert (await leadership._lock.get(NAME, NAMESPACE))[0] is False
+    assert not await renew(leadership)
+    assert not leadership.may_act()
+
+
+async def test_whoever_does_not_lead_asks_the_api_server_nothing(
+    connection: Connection, leadership: Leadership
+) -> None:
+    cluster = Cluster(connection.client, NAMESPACE, leadership.may_act)
+
+    with pytest.raises(NotLeading, match="the Lease is not held"):
+        await cluster.delete(ObjectRef("RayCluster", "one"))
+
+    assert connection.api.requests == []
+
+
+async def test_a_leader_that_stops_hands_its_lease_over(
+    connection: Connection, leadership: Leadership
+) -> None:
+    await renew(leadership)
+
+    await leadership.resign()
+
+    assert holder(connection.api) is None
+
+
+async def test_the_lease_of_another_is_left_to_it(
+    connection: Connection, leadership: Leadership
+) -> None:
+    hold(connection.api, "another")
+
+    await leadership.resign()
+
+    assert holder(connection.api) == "another"
+    assert connection.api.writes == []
+
+
+async def test_a_leader_that_is_told_to_stop_waits_for_the_end_of_its_term(
+    leadership: Leadership,
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def term() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(A_MOMENT)
+            ended.set()
+
+    leading = asyncio.create_task(leadership.run(term))
+    await begun.wait()
+    leading.cancel()
+    await asyncio.wait({leading})
+
+    assert ended.is_set()
+    assert not leadership.is_leader
+
+
+async def test_a_term_that_fails_ends_the_leading(leadership: Leadership) -> None:
+    async def term() -> None:
+        raise ValueError("no worker survives this")
+
+    with pytest.raises(ValueError, match="no worker survives this"):
+        await leadership.run(term)

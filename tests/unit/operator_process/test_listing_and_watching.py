@@ -1,0 +1,178 @@
+"""A term of leadership: everything is listed, then watched, and listed anew when a watch was."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+
+from tinkercloud_crds import labels
+from tinkercloud_operator import __main__ as process
+from tinkercloud_operator.controller import Controller
+from tinkercloud_operator.handlers import WatchingFailed
+from tinkercloud_operator.heads import Heads
+from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.probes import Probes
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.sessions import a_session_manifest
+
+SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
+SERVICE = "/api/v1/namespaces/default/services/one-head"
+SETTINGS = Settings(max_concurrent=1)
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_GATHER_SECONDS", 0.0)
+
+
+@pytest.fixture
+async def heads(connection: Connection) -> AsyncIterator[Heads]:
+    async with aiohttp.ClientSession() as http:
+        yield Heads(connection.cluster, http)
+
+
+@pytest.fixture
+def controller(connection: Connection, heads: Heads) -> Controller:
+    """One that has seen a session with a Service."""
+    made = Controller(connection.cluster, heads, SETTINGS)
+    made.hear("TrainingSession", None, a_session(connection))
+    made.hear("Service", None, a_service(connection))
+    return made
+
+
+def a_session(connection: Connection) -> Json:
+    return connection.api.put(f"{SESSIONS}/one", a_session_manifest())
+
+
+def a_service(connection: Connection) -> Json:
+    return connection.api.put(SERVICE, {}, labels={labels.SESSION_LABEL: "one"})
+
+
+async def reached(condition: Callable[[], bool]) -> bool:
+    """Wait for something that another task does."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
+            await asyncio.sleep(0)
+    return True
+
+
+def test_what_a_watch_begins_with_is_no_reason_to_list_everything(controller: Controller) -> None:
+    assert not controller.needs_resync.is_set()
+
+
+def test_a_watch_that_begins_anew_may_have_missed_what_went(
+    controller: Controller, connection: Connection
+) -> None:
+    controller.hear("Service", "MODIFIED", a_service(connection))
+    assert not controller.needs_resync.is_set()
+
+    controller.hear("Service", None, a_service(connection))
+
+    assert controller.needs_resync.is_set()
+
+
+def test_what_one_kind_tells_says_nothing_of_the_watches_of_others(
+    controller: Controller, connection: Connection
+) -> None:
+    controller.hear("Service", "MODIFIED", a_service(connection))
+
+    controller.hear("TrainingSession", None, a_session(connection))
+
+    assert not controller.needs_resync.is_set()
+
+
+async def test_what_went_without_a_word_is_found_when_a_watch_begins_anew(
+    controller: Controller, connection: Connection
+) -> None:
+    resyncing = asyncio.create_task(process._resync(controller, asyncio.Event(), SETTINGS))
+    await controller._is_complete.wait()
+    controller.queue.done(await controller.queue.take())
+
+    del connection.api.objects[SERVICE]
+    assert controller.watched._children
+    controller.needs_resync.set()
+
+    assert await reached(lambda: not controller.watched._children)
+    assert await controller.queue.take() == "one"
+    resyncing.cancel()
+
+
+async def test_kuberay_that_comes_ends_the_watching_so_that_its_kinds_are_watched(
+    controller: Controller, connection: Connection
+) -> None:
+    connection.api.has_kuberay = False
+    stop = asyncio.Event()
+    resyncing = asyncio.create_task(process._resync(controller, stop, SETTINGS))
+    await controller._is_complete.wait()
+    assert not controller.has_kuberay
+
+    connection.api.has_kuberay = True
+    controller.needs_resync.set()
+    await resyncing
+
+    assert stop.is_set()
+
+
+async def lead(connection: Connection, heads: Heads) -> None:
+    probes = Probes(Leadership(connection.client, SETTINGS), SETTINGS)
+    await process._lead(connection.cluster, heads, probes, SETTINGS, process.StopSignal())
+
+
+async def test_watching_that_failed_begins_anew_with_nothing_of_before(
+    connection: Connection, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching: list[Controller] = []
+
+    async def watch(controller: Controller, *_: object, **__: object) -> None:
+        watching.append(controller)
+        if len(watching) == 1:
+            raise WatchingFailed("410")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(process, "watch", watch)
+    leading = asyncio.create_task(lead(connection, heads))
+    await reached(lambda: len(watching) == 2)
+
+    assert watching[0] is not watching[1]
+    assert not leading.done()
+    leading.cancel()
+    await asyncio.wait({leading})
+
+
+async def test_a_term_ends_when_it_is_told_to_even_if_its_watching_fails_at_that_moment(
+    connection: Connection, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching: list[Controller] = []
+
+    async def watch(controller: Controller, *_: object, **__: object) -> None:
+        watching.append(controller)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise WatchingFailed("it ended without an error") from None
+
+    monkeypatch.setattr(process, "watch", watch)
+    leading = asyncio.create_task(lead(connection, heads))
+    await reached(lambda: len(watching) == 1)
+    leading.cancel()
+    await asyncio.wait({leading}, timeout=5)
+
+    assert leading.cancelled()
+    assert len(watching) == 1
+
+
+async def test_nothing_is_acted_on_before_everything_was_listed(
+    controller: Controller, connection: Connection
+) -> None:
+    working = asyncio.create_task(controller.work())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(controller.queue) == 1
+
+    await controller.resync()
+    await reached(lambda: len(controller.queue) == 0)
+
+    working.cancel()
