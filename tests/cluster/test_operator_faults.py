@@ -1,14 +1,11 @@
-"""The operator killed, cut off, frozen and doubled: everything converges, nothing is lost."""
+"""The operator cut off, frozen and doubled: everything converges, nothing is lost."""
 
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, product
 from pathlib import Path
 from time import monotonic, sleep
 from uuid import uuid4
@@ -20,7 +17,6 @@ from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.faulty_api import (
     Fault,
     FaultyApi,
-    Trap,
     a_faulty_api,
     expired,
     refusing,
@@ -39,39 +35,16 @@ from tinkercloud_testing.cluster.training_sessions import (
     CHILD_KINDS,
     SOON_SECONDS,
     Sessions,
-    a_base_model,
-    a_volume,
 )
+from tinkercloud_testing.cluster.worlds import PATIENCE, World, a_world
 
 pytestmark = pytest.mark.timeout(300)
 
-PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Played pods have no head that would answer: the operator is not to wait for one."""
 IS_FULL = os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full"
 """Whether everything is tried, or what a run of all tests has time for."""
-MOMENTS = ("asked", "answered") if IS_FULL else ("answered",)
-"""When the operator is killed: just before a write reaches the API server, or just after. Before
-one write it leaves the cluster as after the write before."""
 OUTAGE_SECONDS = 60 if IS_FULL else 20
 FAULT_SECONDS = 8
 """Long enough for a few of the operator's tries."""
-MOST_WRITES = 8
-"""Of one step of an idle session; as many sessions are made, and grow idle, beforehand."""
-IDLE_SECONDS = 60
-"""The shortest time after which a session may be idle."""
-RUNNING_CHILDREN = 10
-"""RayCluster, head, two trainers, sampler; Service, Secret, ConfigMap, NetworkPolicy, budget."""
-SUSPENDED_CHILDREN = RUNNING_CHILDREN - 5
-"""Without the RayCluster and its pods."""
-
-
-@dataclass(frozen=True)
-class World:
-    """A namespace with an operator whose way to the API server can be made to fail."""
-
-    sessions: Sessions
-    api: FaultyApi
-    operator: RunningOperator
 
 
 @pytest.fixture(scope="module")
@@ -81,135 +54,11 @@ def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
     return cluster
 
 
-@contextmanager
-def a_world(cluster: Cluster, folder: Path, name: str, **settings: object) -> Iterator[World]:
-    """Make a namespace, and an operator of it that has not been started."""
-    with cluster.a_namespace(name) as namespace:
-        cluster.apply(a_base_model(namespace), *a_volume(namespace))
-        with a_faulty_api(operator_account(cluster, namespace, folder)) as api:
-            operator = make_operator(api.kubeconfig, namespace, folder, **PATIENCE, **settings)
-            try:
-                yield World(Sessions(cluster, namespace), api, operator)
-                operator.program.start()
-                cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
-            finally:
-                operator.program.kill()
-                sys.stdout.write(operator.program.last_words())
-
-
 @pytest.fixture(scope="module")
 def world(definitions: Cluster, cluster_folder: Path) -> Iterator[World]:
     with a_world(definitions, cluster_folder, "faults") as made:
         made.operator.program.start()
-        # They grow idle while other tests run.
-        kinds = product(("Suspend", "Delete"), MOMENTS, range(1, MOST_WRITES + 1))
-        names = [made.sessions.make(idle_session(*kind)) for kind in kinds]
-        for name in names:
-            made.sessions.wait_for(name, "condition=Ready")
         yield made
-
-
-def idle_session(action: str, moment: str, number: int) -> str:
-    """Return the name of a session that is made to be culled."""
-    return f"idle-{action.lower()}-{moment}-{number}"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a session's life."""
-
-    begin: Callable[[Sessions, str], object]
-    goal: str
-    """What `kubectl wait` waits for."""
-    children: int
-    """How many objects carry the session's label when it is done."""
-
-
-def idle(action: str) -> Callable[[Sessions, str], object]:
-    """Return what makes a session that was unused for a minute idle."""
-    policy = {"timeoutSeconds": IDLE_SECONDS, "action": action}
-    return lambda sessions, name: sessions.make(name, idle=policy)
-
-
-STEPS = {
-    "create": Step(Sessions.make, "condition=Ready", RUNNING_CHILDREN),
-    "suspend": Step(
-        lambda sessions, name: sessions.make(name, suspend=True),
-        "condition=Suspended",
-        SUSPENDED_CHILDREN,
-    ),
-    "resume": Step(
-        lambda sessions, name: sessions.make(name, suspend=False),
-        "condition=Ready",
-        RUNNING_CHILDREN,
-    ),
-    "delete": Step(Sessions.delete, "delete", 0),
-    "idle, to Suspend": Step(idle("Suspend"), "condition=Suspended", SUSPENDED_CHILDREN),
-    "idle, to Delete": Step(idle("Delete"), "delete", 0),
-}
-
-
-def is_killed_by_write(world: World, name: str, step: Step, number: int, moment: str) -> bool:
-    """Go a step with an operator that is killed at a write, then with the next; look at the end.
-
-    Returns:
-        Whether the step took that many writes, so that the operator was killed.
-    """
-    first = len(world.api.writes)
-    trap = Trap(number, moment, world.operator.program.kill)
-    world.api.trap = trap
-    with ThreadPoolExecutor() as pool:
-        step.begin(world.sessions, name)
-        reached = pool.submit(world.sessions.wait_for, name, step.goal)
-        wait_until(lambda: reached.done() or trap.has_sprung, step.goal, SOON_SECONDS)
-        world.api.trap = None
-        world.operator.program.start()
-        reached.result()
-
-    left = f"{step.children} children of {name}"
-    wait_until(lambda: len(world.sessions.children(name)) == step.children, left, SOON_SECONDS)
-    made = Counter(write.path for write in world.api.writes[first:] if write.status == 201)
-    assert set(made.values()) <= {1}, f"made twice: {made}"
-    return trap.has_sprung
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("steps", [("create", "delete"), ("suspend", "resume")], ids="-".join)
-def test_an_operator_killed_at_any_write_is_continued_by_the_next(
-    world: World, steps: tuple[str, str], moment: str
-) -> None:
-    name = f"{steps[0]}-{moment}"
-    if "create" not in steps:
-        world.sessions.make_ready(name)
-
-    most = 0
-    for number in count(1):
-        killed = [is_killed_by_write(world, name, STEPS[step], number, moment) for step in steps]
-        if not any(killed):
-            break
-        most = number
-
-    sys.stdout.write(f"{' and '.join(steps)}: killed at each of up to {most} writes\n")
-    assert most > 2
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("action", ["Suspend", "Delete"])
-def test_an_operator_killed_while_it_culls_is_continued_by_the_next(
-    world: World, action: str, moment: str
-) -> None:
-    step = STEPS[f"idle, to {action}"]
-
-    killed = [
-        is_killed_by_write(world, idle_session(action, moment, number), step, number, moment)
-        for number in range(1, MOST_WRITES + 1)
-    ]
-
-    sys.stdout.write(f"idle, to {action}: killed at each of {sum(killed)} writes\n")
-    assert any(killed)
-    assert not killed[-1], "all writes were tried"
 
 
 def test_an_outage_restarts_nothing_and_tears_nothing_down(

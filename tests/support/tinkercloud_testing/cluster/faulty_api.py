@@ -87,6 +87,8 @@ class FaultyApi:
     """Set and taken away by tests."""
     is_mute: bool = False
     """Whether what watches bring is swallowed."""
+    writes_under_way: int = 0
+    """Of those that count: asked and not answered yet, or what a trap does about them not done."""
     _watches: set[asyncio.Task[object]] = field(default_factory=set)
 
     @contextlib.contextmanager
@@ -131,20 +133,34 @@ class FaultyApi:
     async def _forward(
         self, request: web.BaseRequest, client: aiohttp.ClientSession
     ) -> web.StreamResponse:
-        is_counted = request.method != "GET" and not _UNCOUNTED.search(request.path)
         body = await request.read() or None
-        if is_counted and self._springs("asked"):
+        if request.method == "GET" or _UNCOUNTED.search(request.path):
+            return await self._pass_on(request, client, body)
+        self.writes_under_way += 1
+        try:
+            return await self._write(request, client, body)
+        finally:
+            self.writes_under_way -= 1
+
+    async def _write(
+        self, request: web.BaseRequest, client: aiohttp.ClientSession, body: bytes | None
+    ) -> web.StreamResponse:
+        """Pass on a write that counts, unless its trap springs first."""
+        if self._springs("asked"):
             return _nothing(request)
+        response = await self._pass_on(request, client, body)
+        self.writes.append(Write(request.method, request.path, response.status))
+        return _nothing(request) if self._springs("answered") else response
+
+    async def _pass_on(
+        self, request: web.BaseRequest, client: aiohttp.ClientSession, body: bytes | None
+    ) -> web.StreamResponse:
         async with client.request(
             request.method, self.url + request.raw_path, headers=_passed_on(request), data=body
         ) as answered:
             if "watch=" in request.query_string:
                 return await self._stream(request, answered)
             content = await answered.read()
-        if is_counted:
-            self.writes.append(Write(request.method, request.path, answered.status))
-            if self._springs("answered"):
-                return _nothing(request)
         return web.Response(
             status=answered.status, body=content, content_type=answered.content_type
         )

@@ -1,0 +1,234 @@
+"""The operator killed at every write that it makes: the next one goes on where it was.
+
+A session goes through a step of its life, its operator is killed at the n-th write, another is
+started, and everything must be as if nothing had happened: for every n, until a step takes fewer
+writes than that. How many those are depends on how its pods come and go, so nothing is assumed of
+it. Several namespaces go through this at once, each with an operator of its own.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.faulty_api import Trap
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.kwok import KwokNodes
+from tinkercloud_testing.cluster.operators import install_definitions
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.cluster.training_sessions import Sessions
+from tinkercloud_testing.cluster.worlds import World, a_world
+
+pytestmark = pytest.mark.timeout(1800)
+
+MOMENTS = (
+    ("asked", "answered") if os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full" else ("answered",)
+)
+"""When the operator is killed: just before a write reaches the API server, or just after. Before
+one write it leaves the cluster as after the write before."""
+WORLDS = 6
+IDLE_SESSIONS = 2
+"""Of each world and way to be culled, made beforehand; who needs more waits until they are old."""
+IDLE_SECONDS = 60
+"""The shortest time after which a session may be idle."""
+ENDLESS_SECONDS = 900
+"""Nothing here takes that long, however busy the machine is."""
+RUNNING_CHILDREN = 11
+"""RayCluster, head, two trainers, sampler; Service, Secret and its witness, ConfigMap,
+NetworkPolicy, budget."""
+SUSPENDED_CHILDREN = RUNNING_CHILDREN - 5
+"""Without the RayCluster and its pods."""
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """Namespaces, and a thread for each: programs live as long as the thread that starts them."""
+
+    worlds: list[World]
+    threads: ThreadPoolExecutor
+
+
+@pytest.fixture(scope="module")
+def worlds(
+    cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes, cluster_folder: Path
+) -> Iterator[Worlds]:
+    install_definitions(cluster)
+    kwok.add("crashes-0", gpus=400)
+    with ThreadPoolExecutor(WORLDS) as threads, ExitStack() as stack:
+        contexts = [a_world(cluster, cluster_folder, "crashes") for _ in range(WORLDS)]
+        made = list(threads.map(stack.enter_context, contexts))
+        # They grow old enough to be idle while other tests run.
+        list(threads.map(make_idle_sessions, made))
+        yield Worlds(made, threads)
+        for world in made:
+            world.operator.program.start()
+            where = ("-n", world.sessions.namespace)
+            cluster.kubectl("delete", "tsess", "--all", *where, "--wait=false")
+
+
+def make_idle_sessions(world: World) -> None:
+    world.operator.program.start()
+    kinds = product(("Suspend", "Delete"), MOMENTS, range(IDLE_SESSIONS))
+    names = [world.sessions.make(idle_session(*kind)) for kind in kinds]
+    for name in names:
+        wait_for(world.sessions, name, "condition=Ready")
+
+
+def idle_session(action: str, moment: str, number: int) -> str:
+    """Return the name of a session that is made to be culled."""
+    return f"idle-{action.lower()}-{moment}-{number}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a session's life."""
+
+    begin: Callable[[Sessions, str], object]
+    goal: str
+    """What `kubectl wait` waits for."""
+    children: int
+    """How many objects carry the session's label when it is done."""
+
+
+def suspended(*, is_asked: bool) -> Callable[[Sessions, str], object]:
+    """Return what makes a session's owner suspend or resume it."""
+    return lambda sessions, name: sessions.make(name, suspend=is_asked)
+
+
+def idle(action: str) -> Callable[[Sessions, str], object]:
+    """Return what makes a session that was unused for a minute idle."""
+    policy = {"timeoutSeconds": IDLE_SECONDS, "action": action}
+    return lambda sessions, name: sessions.make(name, idle=policy)
+
+
+CREATE = Step(Sessions.make, "condition=Ready", RUNNING_CHILDREN)
+SUSPEND = Step(suspended(is_asked=True), "condition=Suspended", SUSPENDED_CHILDREN)
+RESUME = Step(suspended(is_asked=False), "condition=Ready", RUNNING_CHILDREN)
+DELETE = Step(Sessions.delete, "delete", 0)
+CULL_TO_SUSPEND = Step(idle("Suspend"), "condition=Suspended", SUSPENDED_CHILDREN)
+CULL_TO_DELETE = Step(idle("Delete"), "delete", 0)
+
+
+@dataclass(frozen=True)
+class Crash:
+    """When an operator is killed."""
+
+    write: int
+    moment: str
+
+
+def is_killed(world: World, name: str, step: Step, crash: Crash) -> bool:
+    """Go a step with an operator that is killed at a write, then with the next; look at the end.
+
+    Returns:
+        Whether the step took that many writes, so that the operator was killed.
+    """
+    first = len(world.api.writes)
+    trap = Trap(crash.write, crash.moment, world.operator.program.kill)
+    world.api.trap = trap
+    with ThreadPoolExecutor(1) as waiting:
+        step.begin(world.sessions, name)
+        reached = waiting.submit(wait_for, world.sessions, name, step.goal)
+        wait_until(lambda: is_over(world, trap, reached), step.goal, ENDLESS_SECONDS)
+        world.api.trap = None
+        world.operator.program.start()
+        reached.result()
+
+    left = f"{step.children} children of {name}"
+    wait_until(lambda: len(world.sessions.children(name)) == step.children, left, ENDLESS_SECONDS)
+    made = Counter(write.path for write in world.api.writes[first:] if write.status == 201)
+    assert set(made.values()) <= {1}, f"made twice: {made}"
+    return trap.has_sprung
+
+
+def wait_for(sessions: Sessions, name: str, goal: str) -> None:
+    what = f"trainingsession/{name}"
+    sessions.cluster.wait_for(what, goal, sessions.namespace, ENDLESS_SECONDS)
+
+
+def is_over(world: World, trap: Trap, reached: Future[None]) -> bool:
+    """Whether an operator was killed, or will not be: the write that reached the goal is known."""
+    return trap.has_sprung or (reached.done() and world.api.writes_under_way == 0)
+
+
+def crashes(worlds: Worlds, moment: str, life: Callable[[World, Crash], bool]) -> int:
+    """Go through lives whose operators are killed at the first write, at the second, and so on.
+
+    Args:
+        worlds: where; each takes the next number when it is done with one.
+        moment: of the crashes.
+        life: goes through one life; returns whether it took so many writes.
+
+    Returns:
+        the largest number of a write that there was.
+    """
+    numbers = count(1)
+
+    def live(world: World) -> int:
+        world.operator.program.start()
+        most = 0
+        while life(world, Crash(number := next(numbers), moment)):
+            most = number
+        return most
+
+    return max(worlds.threads.map(live, worlds.worlds))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_creation_and_deletion_outlive_an_operator_that_is_killed_at_any_write(
+    worlds: Worlds, moment: str
+) -> None:
+    def life(world: World, crash: Crash) -> bool:
+        name = f"made-{crash.write}"
+        killed = [is_killed(world, name, step, crash) for step in (CREATE, DELETE)]
+        return any(killed)
+
+    most = crashes(worlds, moment, life)
+
+    sys.stdout.write(f"create, delete: killed at each of up to {most} writes\n")
+    assert most > 2
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_suspension_and_resumption_outlive_an_operator_that_is_killed_at_any_write(
+    worlds: Worlds, moment: str
+) -> None:
+    def life(world: World, crash: Crash) -> bool:
+        world.sessions.make("slept")
+        wait_for(world.sessions, "slept", "condition=Ready")
+        killed = [is_killed(world, "slept", step, crash) for step in (SUSPEND, RESUME)]
+        return any(killed)
+
+    most = crashes(worlds, moment, life)
+
+    sys.stdout.write(f"suspend, resume: killed at each of up to {most} writes\n")
+    assert most > 2
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("action", ["Suspend", "Delete"])
+def test_culling_outlives_an_operator_that_is_killed_at_any_write(
+    worlds: Worlds, action: str, moment: str
+) -> None:
+    step = {"Suspend": CULL_TO_SUSPEND, "Delete": CULL_TO_DELETE}[action]
+    culled: Counter[str] = Counter()
+
+    def life(world: World, crash: Crash) -> bool:
+        name = idle_session(action, moment, culled[world.sessions.namespace])
+        culled[world.sessions.namespace] += 1
+        world.sessions.make(name)
+        wait_for(world.sessions, name, "condition=Ready")
+        return is_killed(world, name, step, crash)
+
+    most = crashes(worlds, moment, life)
+
+    sys.stdout.write(f"idle, to {action}: killed at each of up to {most} writes\n")
+    assert most > 1

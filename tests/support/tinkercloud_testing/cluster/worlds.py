@@ -1,0 +1,40 @@
+"""A namespace with sessions, and an operator that can be killed and cut off."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.faulty_api import FaultyApi, a_faulty_api
+from tinkercloud_testing.cluster.operators import RunningOperator, make_operator, operator_account
+from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
+
+PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
+"""Played pods have no head that would answer: the operator is not to wait for one."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A namespace with an operator whose way to the API server can be made to fail."""
+
+    sessions: Sessions
+    api: FaultyApi
+    operator: RunningOperator
+
+
+@contextlib.contextmanager
+def a_world(cluster: Cluster, folder: Path, name: str, **settings: object) -> Iterator[World]:
+    """Make a namespace, and an operator of it that has not been started."""
+    with cluster.a_namespace(name) as namespace:
+        cluster.apply(a_base_model(namespace), *a_volume(namespace))
+        with a_faulty_api(operator_account(cluster, namespace, folder)) as api:
+            operator = make_operator(api.kubeconfig, namespace, folder, **PATIENCE, **settings)
+            try:
+                yield World(Sessions(cluster, namespace), api, operator)
+                operator.program.start()
+                cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=180s")
+            finally:
+                operator.program.kill()
+                sys.stdout.write(operator.program.last_words())
