@@ -6,6 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tinkercloud_crds import labels
 from tinkercloud_operator.cluster import Refused, Unreachable
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
@@ -68,6 +69,15 @@ async def test_pods_are_made_after_all_that_they_are_told_and_bound_by(operator:
     told = {"one-config", "one-token", "secrets", "networkpolicies", "poddisruptionbudgets"}
     before = made[: min(made.index(RAY_CLUSTER), made.index(SERVICE))]
     assert told <= {part for path in before for part in path.split("/")}
+
+
+async def test_the_finalizer_is_held_before_there_is_anything_to_be_finalized(
+    operator: Operator,
+) -> None:
+    await operator.look()
+
+    assert operator.api.writes[0] == f"PATCH {SESSION}"
+    assert operator.api.objects[SESSION]["metadata"]["finalizers"] == [labels.FINALIZER]
 
 
 async def test_no_pod_is_made_while_something_it_needs_is_refused(operator: Operator) -> None:

@@ -176,3 +176,18 @@ async def test_nothing_is_acted_on_before_everything_was_listed(
     await reached(lambda: len(controller.queue) == 0)
 
     working.cancel()
+
+
+async def test_a_burst_of_changes_of_pods_is_looked_at_once(
+    controller: Controller, connection: Connection
+) -> None:
+    controller.queue.done(await controller.queue.take())
+
+    for number in range(3):
+        path = f"/api/v1/namespaces/default/pods/one-{number}"
+        pod = connection.api.put(path, {}, labels={labels.SESSION_LABEL: "one"})
+        controller.hear("Pod", "ADDED", pod)
+    assert len(controller.queue) == 0
+
+    assert await controller.queue.take() == "one"
+    assert len(controller.queue) == 0

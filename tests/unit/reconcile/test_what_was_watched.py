@@ -202,3 +202,58 @@ def test_managed_fields_are_not_kept(watched: Watched) -> None:
     watched.note("TrainingSession", session(version=2, managedFields=[{"manager": "x"}]))
 
     assert "managedFields" not in watched.sessions["one"]["metadata"]
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "finished"])
+def test_the_end_of_a_session_concerns_others_of_its_owner_and_model(
+    watched: Watched, is_gone: bool
+) -> None:
+    watched.note("TrainingSession", session("waiting", age=1))
+    watched.note("TrainingSession", stored(a_session_manifest("grace-s", owner="grace")))
+    finished = {"finishedTime": timestamp(NOON)}
+
+    ended = {**session(version=2), "status": finished}
+    concerned = watched.note("TrainingSession", ended, is_gone=is_gone)
+
+    assert concerned - {"one"} == {"waiting"}
+
+
+def test_a_child_whose_label_was_edited_is_still_its_sessions(watched: Watched) -> None:
+    owners = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-one"}]
+    edited = service(session="another")
+    edited["metadata"]["ownerReferences"] = owners
+
+    assert watched.note("Service", edited) == {"one"}
+    assert children(watched).keys() == {SERVICE}
+
+
+def test_of_a_pod_only_its_state_is_kept(watched: Watched) -> None:
+    metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
+    watched.note("Pod", stored({"metadata": metadata, "spec": {"a": "lot"}, "status": {}}))
+
+    [kept] = watched._all("Pod")
+    assert kept.keys() == {"metadata", "status"}
+
+
+@pytest.mark.parametrize(
+    ("owners", "is_there"), [(["TrainingSession", "Secret"], True), (["TrainingSession"], False)]
+)
+def test_a_secret_is_there_as_long_as_its_witness_names_it(
+    watched: Watched, owners: list[str], is_there: bool
+) -> None:
+    named = [{"kind": kind, "name": "one", "uid": "u"} for kind in owners]
+    metadata = {"name": "one-token", "ownerReferences": named}
+
+    concerned = watched.note("ConfigMap", stored({"metadata": metadata}))
+
+    found = look(watched)
+    assert concerned == {"one"}
+    assert found is not None
+    assert found.has_secret is is_there
+
+
+def test_a_session_without_a_witness_has_no_secret(watched: Watched) -> None:
+    found = look(watched)
+
+    assert found is not None
+    assert not found.has_secret
