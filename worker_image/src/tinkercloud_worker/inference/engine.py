@@ -78,6 +78,10 @@ class Engine:
         finally:
             self.running -= 1
 
+    def has(self, adapter: str) -> bool:
+        """Return whether an adapter has been loaded, or is being."""
+        return adapter in self._loads
+
     async def unload(self, adapter: str) -> None:
         """Let go of an adapter that nobody needs any more. It may not be loaded."""
         load = self._loads.pop(adapter, None)

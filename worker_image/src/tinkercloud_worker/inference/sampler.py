@@ -237,9 +237,17 @@ class InferenceSampler:
             task.add_done_callback(self._cleaning.discard)
 
     async def _clean(self, name: str) -> None:
-        await asyncio.gather(*[engine.unload(name) for engine in self._engines.values()])
-        if name not in self._users:
-            await asyncio.to_thread(self._folder.remove, name)
+        await asyncio.gather(*[self._unload(engine, name) for engine in self._engines.values()])
+        await asyncio.to_thread(self._folder.remove, name)
+
+    async def _unload(self, engine: Engine, name: str) -> None:
+        control = self._controls.get(engine.url)
+        if control is None or not engine.has(name):
+            await engine.unload(name)
+            return
+        # An adapter lies in the memory that the engine gives away while the trainer computes.
+        async with control.turns.of(BASE):
+            await engine.unload(name)
 
 
 def _sampling(

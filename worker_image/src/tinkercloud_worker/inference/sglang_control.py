@@ -6,7 +6,7 @@ taken back.
 """
 
 from tinkercloud_worker.inference.adapters import AdapterFolder
-from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.inference.client import Json, ServerError
 from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.inference.turns import Turns
 
@@ -43,16 +43,20 @@ class SglangControl:
 
     async def _change(self, previous: str | None, kind: str) -> None:
         if kind == TRAINING:
-            await self._call("/release_memory_occupation", [_CACHE, _WEIGHTS, _GRAPHS])
+            # Requests that somebody gave up may still run, and an engine that releases its memory
+            # while anything runs dies of it. Pausing ends them.
+            await self._call("/pause_generation", {"mode": "abort"})
+            await self._call("/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]})
             return
         if previous == TRAINING:
-            await self._call("/resume_memory_occupation", [_WEIGHTS])
-            await self._call("/resume_memory_occupation", [_CACHE, _GRAPHS])
+            await self._call("/resume_memory_occupation", {"tags": [_WEIGHTS]})
+            await self._call("/resume_memory_occupation", {"tags": [_CACHE, _GRAPHS]})
+            await self._call("/continue_generation", {})
         if kind != self._held:
             await self._load(kind)
 
-    async def _call(self, path: str, tags: list[str]) -> None:
-        await self._dialect.client.post(path, {"tags": tags}, seconds=_MEMORY_SECONDS)
+    async def _call(self, path: str, body: Json) -> None:
+        await self._dialect.client.post(path, body, seconds=_MEMORY_SECONDS)
 
     async def _load(self, kind: str) -> None:
         self._held = None

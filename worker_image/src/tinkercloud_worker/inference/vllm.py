@@ -4,6 +4,7 @@ The server must be started with `--enable-lora`, with VLLM_ALLOW_RUNTIME_LORA_UP
 an adapter rank and a number of logprobs (`--max-lora-rank`, `--max-logprobs`) that suffice.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
 _COMPLETIONS = "/v1/completions"
 _LOAD_SECONDS = 600.0
 _CALL_SECONDS = 30.0
+_AT_ONCE = 32
+"""Positions of one prompt that are scored at the same time."""
+_MOST_POSITIONS = 4096
+"""Positions of one prompt that are scored at all: each is a request."""
+Scores = Mapping[int, float]
+"""Token id to logprob."""
+
 # A server may have other defaults, from the model's generation configuration.
 _NEUTRAL = {
     "min_p": 0.0,
@@ -111,21 +119,52 @@ class VllmDialect:
         return [self._sequence(choice, request.top_logprobs) for choice in choices]
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
-        """See `Dialect.score`."""
-        asked = request.questions
+        """See `Dialect.score`. Each position is a completion of one token after the tokens before.
+
+        vLLM's own prompt logprobs leave out, mix up or fail on what adapters add to the output
+        embedding, in whatever requests share a batch with one (vllm-project/vllm#51594). Prompts
+        that begin alike are read once, so the price is mostly the number of requests.
+        """
+        asked, length = request.questions, len(request.prompt)
         refuse_alternatives(request)
-        if asked.targets is not None:
+        first = asked.first_position or length
+        if length - first > _MOST_POSITIONS:
             raise InvalidRequest(
-                "target_prompt_logprobs: this model's sampler is a vLLM server, which scores a"
-                " prompt's own tokens and the most likely ones only; leave it out"
+                f"prompt logprobs: this model's sampler is a vLLM server, which scores at most"
+                f" {_MOST_POSITIONS} positions of a prompt, and {length - first} are asked for; set"
+                " prompt_logprobs_last_n, or train with forward only, which scores all"
             )
+        positions = range(first, length)
+        found: list[tuple[Scores, Scores]] = []
+        for start in range(0, len(positions), _AT_ONCE):
+            some = positions[start : start + _AT_ONCE]
+            asking = [self._score_one(request, adapter, position) for position in some]
+            found += await asyncio.gather(*asking)
+        return _scores(request, dict(zip(positions, found, strict=True)))
+
+    async def _score_one(
+        self, request: SamplingRequest, adapter: str | None, position: int
+    ) -> tuple[Scores, Scores]:
+        """Return the logprobs of the tokens that are named at a position, and of the best ones."""
+        asked = request.questions
+        named = {int(request.prompt[position])}
+        if asked.targets is not None:
+            named |= {int(token) for token in asked.targets[position - 1] if token >= 0}
         body = self._body(request, adapter) | {
+            "prompt": request.prompt[:position].tolist(),
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": asked.top_k,
+            "logprobs": 0,
         }
+        of_named = await self._first_logprobs(body | {"logprob_token_ids": sorted(named)})
+        if not asked.top_k:
+            return of_named, {}
+        return of_named, await self._first_logprobs(body | {"logprobs": asked.top_k})
+
+    async def _first_logprobs(self, body: Json) -> Scores:
         [choice] = (await self.client.post(_COMPLETIONS, body))["choices"]
-        return _scores(request, choice["prompt_logprobs"])
+        [position] = choice["logprobs"]["top_logprobs"]
+        return {int(name.removeprefix("token_id:")): value for name, value in position.items()}
 
     def _body(self, request: SamplingRequest, adapter: str | None) -> dict[str, Any]:
         return {
@@ -160,22 +199,25 @@ def _top_drawn(positions: Sequence[Mapping[str, float]], k: int) -> TopLogprobs:
     return TopLogprobs(ids, values)
 
 
-def _scores(
-    request: SamplingRequest, positions: Sequence[Mapping[str, Json] | None]
-) -> PromptScores:
-    """Read `{"7": {"logprob": -0.5, "rank": 3}, ...}` of each position; the first has none."""
+def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Scores]]) -> PromptScores:
+    """Gather what was found at each position."""
     asked, length = request.questions, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
     ids = np.full((length, asked.top_k), EMPTY_TOP_TOKEN, np.int32)
     values = np.full((length, asked.top_k), EMPTY_TOP_LOGPROB, np.float32)
+    targets = np.full((0, 0) if asked.targets is None else asked.targets.shape, np.nan, np.float32)
     start = asked.logprobs_from or 1
-    for index in range(start, length):
-        position = positions[index] or {}
-        logprobs[index] = position[str(request.prompt[index])]["logprob"]
-        ranked = sorted(position.items(), key=lambda item: int(item[1]["rank"]))[: asked.top_k]
-        ids[index] = [int(token) for token, _ in ranked]
-        values[index] = [entry["logprob"] for _, entry in ranked]
+    for position, (of_named, best) in found.items():
+        if asked.targets is not None:
+            wanted = asked.targets[position - 1]
+            targets[position - 1] = [of_named.get(int(token), np.nan) for token in wanted]
+        if position >= start:
+            logprobs[position] = of_named[int(request.prompt[position])]
+            ranked = sorted(best.items(), key=lambda item: -item[1])[: asked.top_k]
+            ids[position] = [token for token, _ in ranked]
+            values[position] = [value for _, value in ranked]
     return PromptScores(
         logprobs=logprobs if asked.logprobs_from is not None else None,
         top=TopLogprobs(ids, values) if asked.top_k else None,
+        targets=targets if asked.targets is not None else None,
     )

@@ -1,0 +1,348 @@
+"""SGLang's native HTTP API over our torch sampler, checked against SGLang's own definitions.
+
+SGLang itself has no CPU build on PyPI. So its wheel is fetched, never installed nor imported, and
+the models of its requests are made from the source in it: a field that SGLang does not know, or of
+another type, is refused here. What is computed is real, by the torch sampler; adapters are read
+from the files that a request names.
+"""
+
+import ast
+import json
+import subprocess
+import zipfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import numpy as np
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from safetensors.torch import load_file
+
+from tinkercloud_protocol.payloads import SampledSequence
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.engines import Engine
+from tinkercloud_testing.inference import cache_folder
+from tinkercloud_testing.models import EOS_TOKEN_ID
+from tinkercloud_worker import lora
+from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+
+SGLANG = "0.5.23"
+_REQUESTS = "sglang/srt/managers/io_struct.py"
+_SAMPLING = "sglang/srt/sampling/sampling_params.py"
+_PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
+
+
+def sglang_sources() -> Path:
+    """Return a folder with the files of SGLang's wheel that define its API."""
+    folder = cache_folder() / f"sglang-{SGLANG}"
+    if not (folder / _SAMPLING).exists():
+        place = str(folder / "wheel")
+        download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
+        # The workspace's own environment has no pip.
+        python = Path(__file__).parents[3] / ".uv" / "bin" / "python"
+        subprocess.run([str(python), "-m", "pip", *download, f"sglang=={SGLANG}"], check=True)
+        [wheel] = (folder / "wheel").glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [_REQUESTS, _SAMPLING])
+        wheel.unlink()
+    return folder
+
+
+@cache
+def definition(name: str, file: str = _REQUESTS) -> type[BaseModel]:
+    """Return a model of one of SGLang's classes: its fields, their types, and no others."""
+    tree = ast.parse((sglang_sources() / file).read_text())
+    [found] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+    fields: dict[str, Any] = {}
+    for node in found.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            default = ... if node.value is None else None
+            fields[node.target.id] = (_type(node.annotation), default)
+    config = ConfigDict(extra="forbid", strict=True)
+    return create_model(name, __config__=config, **fields)
+
+
+def _type(node: ast.expr) -> Any:
+    """Return the type that an annotation means; Any for SGLang's own."""
+    if isinstance(node, ast.Name):
+        return _PLAIN.get(node.id, Any)
+    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
+        return Any
+    arguments = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if node.value.id == "Literal":
+        return Literal[tuple(ast.literal_eval(argument) for argument in arguments)]
+    types = tuple(_type(argument) for argument in arguments)
+    match node.value.id:
+        case "Optional":
+            return Optional[types[0]]  # noqa: UP045 - of a type known at run time only
+        case "Union":
+            return Union[types]  # noqa: UP007 - as above
+        case "Annotated":
+            return types[0]
+        # JSON has no sets: SGLang makes them of lists.
+        case "List" | "Set":
+            return list[types[0]]  # type: ignore[valid-type]
+        case _:
+            return Any
+
+
+@dataclass
+class FakeSglang:
+    """One engine. `calls` are the paths it was asked, with the bodies."""
+
+    engine: Engine
+    model_path: Path
+    gives_tempered_logprobs: bool = False
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Name to the torch sampler's version."""
+    released: set[str] = field(default_factory=set)
+    """Kinds of memory it has given away."""
+    weight_version: str = "default"
+    url: str = ""
+    _base: str = "base"
+    _published: int = 0
+
+    def called(self, path: str) -> list[dict[str, Any]]:
+        """Return the bodies of the calls of a path."""
+        return [body for name, body in self.calls if name == path]
+
+    async def restart(self) -> None:
+        """Forget what a new process would not know."""
+        self.adapters.clear()
+        self.weight_version, self._base = "default", "base"
+
+    async def generate(self, body: dict[str, Any]) -> web.Response:
+        """Answer /generate for a batch."""
+        definition("GenerateReqInput").model_validate(body)
+        assert not self.released, "an engine without its memory was asked to generate"
+        name = body.get("lora_path")
+        if name is not None and name not in self.adapters:
+            loaded = list(self.adapters)
+            words = f"Got LoRA adapter that has never been loaded: {name}\nAll loaded: {loaded}"
+            return web.json_response({"error": {"message": words}}, status=400)
+        version = self._base if name is None else self.adapters[name]
+        items = [await self._one(body, index, version) for index in range(len(body["input_ids"]))]
+        return web.json_response(items)
+
+    async def _one(self, body: dict[str, Any], index: int, version: str) -> dict[str, Any]:
+        params = body["sampling_params"][index]
+        definition("SamplingParams", _SAMPLING).model_validate(params)
+        request = _request(body, index, params)
+        result = await self.engine.sampler.sample(version, request)
+        [sequence] = result.sequences
+        if params["max_new_tokens"] == 0:
+            sequence = SampledSequence([], [], stopped=False)
+        elif self.gives_tempered_logprobs:
+            sequence = await self._tempered(version, request, sequence)
+        meta = {
+            "id": f"request-{index}",
+            "finish_reason": _finish_reason(sequence),
+            "weight_version": self.weight_version,
+            "cached_tokens": result.prompt.cached_tokens,
+            "output_token_logprobs": [
+                [logprob, token, None]
+                for token, logprob in zip(sequence.tokens, sequence.logprobs, strict=True)
+            ],
+        }
+        if sequence.top is not None:
+            meta["output_top_logprobs"] = _entries(sequence.top.token_ids, sequence.top.logprobs)
+        if body["logprob_start_len"] >= 0:
+            meta |= _input_logprobs(body, index, request, result.prompt)
+        return {"text": "", "output_ids": list(sequence.tokens), "meta_info": meta}
+
+    async def _tempered(
+        self, version: str, request: SamplingRequest, sequence: SampledSequence
+    ) -> SampledSequence:
+        """Return the logprobs of the distribution that was drawn from, as SGLang does unasked."""
+        text = [*request.prompt.tolist(), *sequence.tokens]
+        every = list(range(self.engine.trainer.limits.vocab_size))
+        targets = np.tile(np.asarray(every, np.int64), (len(text) - 1, 1))
+        asked = _plain_request(text, PromptQuestions(targets=targets))
+        scored = (await self.engine.sampler.sample(version, asked)).prompt.targets
+        assert scored is not None
+        scaled = scored[len(request.prompt) - 1 :] / request.temperature
+        tempered = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
+        picked = [float(tempered[i, token]) for i, token in enumerate(sequence.tokens)]
+        return SampledSequence(sequence.tokens, picked, sequence.stopped, sequence.top)
+
+    async def load_lora_adapter(self, body: dict[str, Any]) -> web.Response:
+        """Answer /load_lora_adapter."""
+        definition("LoadLoRAAdapterReqInput").model_validate(body)
+        assert not self.released, "an engine without its memory was asked to load an adapter"
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        if name in self.adapters:
+            words = f"Failed to load LoRA adapter {name} because it is already loaded"
+            return _lora_answer(words, self.adapters)
+        if not folder.is_dir():
+            return _lora_answer(f"{folder} does not exist", self.adapters)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = lora.from_peft_names(load_file(folder / "adapter_model.safetensors"))
+        weights = WeightsSnapshot(LoraConfig(rank=config["r"]), tensors)
+        self.adapters[name] = await self._publish(weights)
+        return _lora_answer(None, self.adapters)
+
+    async def unload_lora_adapter(self, body: dict[str, Any]) -> web.Response:
+        """Answer /unload_lora_adapter."""
+        definition("UnloadLoRAAdapterReqInput").model_validate(body)
+        assert not self.released, "an engine without its memory was asked to unload an adapter"
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return _lora_answer(f"LoRA with name {body['lora_name']} does not exist.", {})
+        return _lora_answer(None, self.adapters)
+
+    async def update_weights_from_disk(self, body: dict[str, Any]) -> web.Response:
+        """Answer /update_weights_from_disk."""
+        definition("UpdateWeightFromDiskReqInput").model_validate(body)
+        folder = Path(body["model_path"])
+        assert (folder / "config.json").exists()
+        tensors = load_file(folder / "model.safetensors")
+        self._base = await self._publish(WeightsSnapshot(None, tensors))
+        self.weight_version = body["weight_version"]
+        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def release_memory_occupation(self, body: dict[str, Any]) -> web.Response:
+        """Answer /release_memory_occupation."""
+        definition("ReleaseMemoryOccupationReqInput").model_validate(body)
+        self.released |= set(body["tags"])
+        return web.Response()
+
+    async def resume_memory_occupation(self, body: dict[str, Any]) -> web.Response:
+        """Answer /resume_memory_occupation."""
+        definition("ResumeMemoryOccupationReqInput").model_validate(body)
+        assert set(body["tags"]) <= self.released
+        self.released -= set(body["tags"])
+        return web.Response()
+
+    async def pause_generation(self, body: dict[str, Any]) -> web.Response:
+        """Answer /pause_generation."""
+        definition("PauseGenerationReqInput").model_validate(body)
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, body: dict[str, Any]) -> web.Response:
+        """Answer /continue_generation."""
+        definition("ContinueGenerationReqInput").model_validate(body)
+        return web.json_response({"message": "Generation continued.", "status": "ok"})
+
+    async def _publish(self, weights: WeightsSnapshot) -> str:
+        self._published += 1
+        version = f"{self.url}/{self._published}"
+        await self.engine.sampler.publish(version, weights)
+        return version
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer any request."""
+        if request.path == "/model_info":
+            info = {"model_path": str(self.model_path), "is_generation": True}
+            return web.json_response(info)
+        if request.path == "/health_generate":
+            return web.Response()
+        body = await request.json()
+        self.calls.append((request.path, body))
+        try:
+            answer: web.Response = await getattr(self, request.path.removeprefix("/"))(body)
+        except (ValidationError, AssertionError) as error:
+            return web.json_response({"error": {"message": str(error)}}, status=422)
+        return answer
+
+
+@asynccontextmanager
+async def a_fake_sglang(engine: Engine, model_path: Path) -> AsyncIterator[FakeSglang]:
+    """Serve an engine until the context ends."""
+    await engine.sampler.publish("base", None)
+    fake = FakeSglang(engine, model_path)
+    async with listening(fake):
+        yield fake
+
+
+@asynccontextmanager
+async def listening(fake: FakeSglang, port: int = 0) -> AsyncIterator[None]:
+    """Let a fake be reached for as long as the context lasts; port 0 takes a free one."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", fake.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _request(body: dict[str, Any], index: int, params: Mapping[str, Any]) -> SamplingRequest:
+    stops = frozenset(params.get("stop_token_ids") or ())
+    ends = frozenset() if params.get("ignore_eos") else stops | {EOS_TOKEN_ID}
+    return SamplingRequest(
+        prompt=np.asarray(body["input_ids"][index], np.int32),
+        num_samples=1,
+        max_tokens=max(params["max_new_tokens"], 1),
+        seed=params.get("sampling_seed", 42),
+        temperature=params["temperature"],
+        top_k=max(params.get("top_k", -1), 0),
+        top_p=params.get("top_p", 1.0),
+        stop=StopRules(ends, tuple(params.get("stop") or ())),
+        top_logprobs=body["top_logprobs_num"],
+        questions=_questions(body, index),
+    )
+
+
+def _plain_request(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+    ends = StopRules(frozenset(), ())
+    tokens = np.asarray(prompt, np.int32)
+    return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, questions=questions)
+
+
+def _questions(body: dict[str, Any], index: int) -> PromptQuestions:
+    start, length = body["logprob_start_len"], len(body["input_ids"][index])
+    if start < 0 or length == 1:
+        return PromptQuestions()
+    ids = body.get("token_ids_logprob")
+    rows = np.tile(np.asarray(ids[index], np.int64), (length - 1, 1)) if ids else None
+    return PromptQuestions(start + 1, body["top_logprobs_num"], rows)
+
+
+def _input_logprobs(
+    body: dict[str, Any], index: int, request: SamplingRequest, prompt: Any
+) -> dict[str, Any]:
+    """Return what SGLang says of positions from logprob_start_len on: of the first, nothing."""
+    start, tokens = body["logprob_start_len"], request.prompt.tolist()
+    answer: dict[str, Any] = {
+        "input_token_logprobs": [[None, tokens[start], None]]
+        + [[float(prompt.logprobs[i]), tokens[i], None] for i in range(start + 1, len(tokens))]
+    }
+    if prompt.top is not None:
+        rows = slice(start + 1, None)
+        entries = _entries(prompt.top.token_ids[rows], prompt.top.logprobs[rows])
+        answer["input_top_logprobs"] = [None, *entries]
+    if prompt.targets is not None:
+        ids = np.asarray([body["token_ids_logprob"][index]] * (len(tokens) - 1))
+        answer["input_token_ids_logprobs"] = [
+            None,
+            *_entries(ids[start:], prompt.targets[start:]),
+        ]
+    return answer
+
+
+def _entries(ids: Any, logprobs: Any) -> list[list[list[Any]]]:
+    return [
+        [[float(value), int(token), None] for token, value in zip(*row, strict=True)]
+        for row in zip(ids, logprobs, strict=True)
+    ]
+
+
+def _finish_reason(sequence: SampledSequence) -> dict[str, Any]:
+    if sequence.stopped:
+        return {"type": "stop", "matched": sequence.tokens[-1]}
+    return {"type": "length", "length": len(sequence.tokens)}
+
+
+def _lora_answer(error: str | None, loaded: Mapping[str, str]) -> web.Response:
+    body = {"success": error is None, "error_message": error, "loaded_adapters": dict(loaded)}
+    definition("LoRAUpdateOutput").model_validate(body)
+    return web.json_response(body, status=200 if error is None else 400)
