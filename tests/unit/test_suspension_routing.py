@@ -300,3 +300,29 @@ async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in
 
     assert not await world.checkpoints.is_suspended(RUN, "g1")
     assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []
+
+
+async def test_runs_that_wait_for_a_head_are_counted_by_what_their_clients_are_told(
+    world: World,
+) -> None:
+    class Slow(OneHead):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = asyncio.Event()
+
+        async def acquire(self, _placement: Placement) -> HeadRoute:
+            self.asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        def waiting(self, _placement: Placement) -> Waiting:
+            return Waiting("paused_capacity", "no node is free")
+
+    provider = world.provider = Slow()
+    server = world.server()
+    assert not server.waiting()
+
+    server.begin_run(RUN)
+    await provider.asked.wait()
+
+    assert server.waiting() == {"paused_capacity": 1}

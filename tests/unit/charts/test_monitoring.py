@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import tinkercloud_api.metrics
 import tinkercloud_operator.metrics
-from tinkercloud_testing.charts import CHART, NAMESPACE, of_kind, one
+from tinkercloud_testing.charts import CHART, NAMESPACE, ROOT, of_kind, one
 
 WATCHED = ("--values", str(CHART / "ci" / "production.yaml"))
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
@@ -74,6 +74,15 @@ def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
 
     assert len(names) >= 10
     assert unseen == []
+
+
+@pytest.mark.parametrize("program", [tinkercloud_api, tinkercloud_operator])
+def test_every_series_is_explained_to_those_who_run_it(program: ModuleType) -> None:
+    families = [family for metric in metrics_of(program) for family in metric.describe()]
+    names = [each.name + ("_total" if each.type == "counter" else "") for each in families]
+    page = (ROOT / "docs" / "operations.md").read_text()
+
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_series_are_chosen_by_labels_they_have() -> None:

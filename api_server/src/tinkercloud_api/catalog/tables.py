@@ -1,4 +1,8 @@
-"""The catalog's tables. Every change here needs a migration (`migrations/versions`)."""
+"""The catalog's tables. Every change here needs a migration (`migrations/versions`).
+
+While replicas are replaced, those of the last version go on with tables that the first of the next
+has migrated: a migration adds what they can leave out, and takes away only what they have not used.
+"""
 
 from datetime import UTC, datetime
 from typing import Any

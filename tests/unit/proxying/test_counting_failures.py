@@ -1,0 +1,71 @@
+"""What a head does not answer to the end is counted, by what became of it."""
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tinkercloud_api.head_client import HeadClient, HeadUnreachable
+from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.proxy import Proxy, StaleRoute
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_testing.servers import free_port
+
+
+async def nowhere(_message: MutableMapping[str, Any]) -> None: ...
+
+
+async def forward(port: int) -> None:
+    client = HeadClient()
+    route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
+    try:
+        await Proxy(client).forward(nowhere, route, "/x", target="run", headers={}, body=b"{}")
+    finally:
+        client.close()
+
+
+async def forward_to_one_that_answers(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        await forward(server.sockets[0].getsockname()[1])
+
+
+def counted(reason: str) -> float:
+    value = REGISTRY.get_sample_value("tinkercloud_proxy_errors_total", {"reason": reason})
+    assert value is not None
+    return value
+
+
+async def test_a_head_that_cannot_be_reached_is_counted() -> None:
+    before = counted("unreachable")
+
+    with pytest.raises(Unavailable):
+        await forward(free_port())
+
+    assert counted("unreachable") == before + 1
+
+
+async def test_an_answer_that_breaks_off_is_counted() -> None:
+    before = counted("broke_off")
+
+    with pytest.raises(HeadUnreachable):
+        await forward_to_one_that_answers(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+
+    assert counted("broke_off") == before + 1
+
+
+async def test_a_head_that_was_replaced_is_counted() -> None:
+    before = counted("replaced")
+    refusal = f"HTTP/1.1 {routes.WRONG_GENERATION_STATUS} X\r\ncontent-length: 0\r\n\r\n"
+
+    with pytest.raises(StaleRoute):
+        await forward_to_one_that_answers(refusal.encode())
+
+    assert counted("replaced") == before + 1
