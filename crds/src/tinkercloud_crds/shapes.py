@@ -49,6 +49,16 @@ class Parallelism(Part):
     """Ranks that share the experts of a mixture."""
 
 
+class Planning(Part):
+    """What the operator needs to know to choose how a model is split."""
+
+    gpu: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")]
+    """Kind of the trainers' GPUs as `tinkercloud plan` knows it, such as `H100` or `A100-40`; of
+    any other, its memory: `48GiB`."""
+    config: Annotated[str, Field(min_length=2, max_length=16384)]
+    """Content of the model's `config.json`."""
+
+
 class HeadShape(Part):
     """The head pod: the ASGI process, and with the `torch` backend on CPU the engine as well."""
 
@@ -85,6 +95,15 @@ class TrainerShape(Part):
                 " backend to megatron",
             ),
             (
+                "!has(self.planning) || (self.backend == 'megatron' && self.gpusPerReplica >= 1)",
+                "planning: is for backend megatron on GPUs; set gpusPerReplica, or leave it out",
+            ),
+            (
+                "!has(self.planning) || self.parallelism.tensor * self.parallelism.pipeline"
+                " * self.parallelism.context * self.parallelism.expert == 1",
+                "planning: with it, the operator chooses the parallelism; leave one of both out",
+            ),
+            (
                 "self.backend != 'megatron' || self.replicas >= 1",
                 "backend: megatron trains on worker pods; replicas must be 1 or more",
             ),
@@ -105,6 +124,9 @@ class TrainerShape(Part):
     """What each worker's container needs besides GPUs."""
     parallelism: Parallelism = Parallelism()
     """How the model is split."""
+    planning: Planning | None = None
+    """If given, the operator chooses `parallelism` for each session, and lowers `maxBatchTokens` to
+    what fits. The session's status says what it chose, and why."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the frozen base weights; adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = 8192

@@ -192,6 +192,9 @@ class TrainingSessionStatus(Part):
     """Pods that are ready, and wanted."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs its pods ask for."""
+    plan: Message | None = None
+    """How the operator splits the model over the trainers' GPUs, and why, where the BaseModel
+    leaves that to it."""
     last_activity_time: Annotated[str, Field(max_length=40)] | None = None
     """When a client last used it (RFC 3339)."""
     latest_checkpoint: Annotated[str, Field(max_length=512)] | None = None

@@ -3,10 +3,17 @@
 A session may shrink what its BaseModel offers and choose among what it allows; nothing else.
 """
 
-from dataclasses import dataclass
+import functools
+import json
+from dataclasses import dataclass, replace
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
+from tinkercloud_crds.planning import architecture
+from tinkercloud_crds.planning.fleet import Fleet, gpu
+from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
+from tinkercloud_crds.planning.planner import Demand
+from tinkercloud_crds.planning.refusal import DoesNotFit
 from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
 
@@ -39,6 +46,8 @@ class Shape:
     """None for a sampler."""
     sampler: SamplerShape
     placement: Placement
+    plan: str | None = None
+    """How the model is split and why, if that was chosen here."""
 
     @property
     def trainers(self) -> int:
@@ -95,7 +104,7 @@ def resolve(
     ]
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
-    return _shape(spec, base_model)
+    return _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
 
 
 def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> Idle | None:
@@ -189,4 +198,48 @@ def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
         placement=base_model.placement.model_copy(
             update={field: value for field, value in places.items() if value is not None}
         ),
+    )
+
+
+def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
+    """Choose how the model is split, if the BaseModel leaves that open."""
+    trainer = shape.trainer
+    if trainer is None or trainer.planning is None:
+        return shape
+    try:
+        plan = _plan(
+            trainer,
+            shape.base_model.max_context_length,
+            lora_rank,
+            processes=2 if shape.sampler.colocated else 1,
+        )
+    except DoesNotFit as error:
+        return Refusal(Reason.NEVER_FITS, str(error))
+    except ValueError as error:
+        return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+    chosen = {
+        "parallelism": plan.parallelism,
+        "max_batch_tokens": min(trainer.max_batch_tokens, plan.max_batch_tokens),
+    }
+    return replace(
+        shape,
+        trainer=trainer.model_copy(update=chosen),
+        plan=str(plan)[:MAX_MESSAGE_LENGTH],
+    )
+
+
+# Sessions are looked at often, and those of a BaseModel mostly ask for the same.
+@functools.lru_cache(maxsize=256)
+def _plan(
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, *, processes: int
+) -> TrainerPlan:
+    assert trainer.planning is not None  # noqa: S101 - `_planned` asks for no other
+    config = json.loads(trainer.planning.config)
+    if not isinstance(config, dict):
+        raise ValueError("config: expected the JSON object of a config.json")  # noqa: TRY004 - text
+    kind = gpu(trainer.planning.gpu)
+    pods = trainer.gpus_per_replica
+    demand = Demand(architecture.read(config), sequence_length, lora_rank)
+    return plan_trainer(
+        demand, Fleet(kind, trainer.replicas * pods, per_node=pods), processes=processes
     )

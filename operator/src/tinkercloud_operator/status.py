@@ -55,6 +55,7 @@ def status(
         ray_cluster=observed.name if observed.ray_cluster is not None else None,
         workers=_workers(observed, shape),
         gpus=shape.gpus if isinstance(shape, Shape) and observed.ray_cluster is not None else 0,
+        plan=shape.plan if isinstance(shape, Shape) else previous.plan,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=previous.latest_checkpoint,
         restarts=previous.restarts + _has_restarted(observed, incarnation),

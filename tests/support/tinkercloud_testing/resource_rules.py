@@ -37,6 +37,7 @@ class Rule:
         return str(next(iter(self.refused.values()))["kind"])
 
 
+PLANNING = {"gpu": "H100", "config": "{}"}
 base_model, session = a_base_model_manifest, a_session_manifest
 
 
@@ -58,6 +59,12 @@ def cpu_trainer(
 ) -> Json:
     counts = {"replicas": replicas, "gpusPerReplica": gpus, "cpuRanksPerReplica": ranks}
     return base_model(trainer={"backend": backend, **counts, "parallelism": parallelism})
+
+
+def planned(gpus: int = 4, backend: str = "megatron", **parallelism: int) -> Json:
+    counts = {"replicas": 2 if gpus else 0, "gpusPerReplica": gpus}
+    parts = {"planning": PLANNING, "parallelism": parallelism}
+    return base_model(trainer={"backend": backend, **counts, **parts})
 
 
 def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
@@ -156,6 +163,41 @@ CREATION_RULES = (
             "pipeline": cpu_trainer(2, 2, backend="torch", pipeline=2),
             "context": trainer(1, 4, context=2),
             "expert": trainer(1, 4, expert=2),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "planning: is for backend megatron on GPUs; set gpusPerReplica, or leave it out",
+        {
+            "megatron on GPUs": planned(),
+            "without planning": trainer(2, 4, "torch"),
+            "without planning or GPUs": cpu_trainer(2, 1),
+        },
+        {
+            "torch": planned(backend="torch"),
+            "torch in the head": planned(0, "torch"),
+            "no GPUs": base_model(
+                trainer={
+                    "backend": "megatron",
+                    "replicas": 1,
+                    "cpuRanksPerReplica": 1,
+                    "planning": PLANNING,
+                }
+            ),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "planning: with it, the operator chooses the parallelism; leave one of both out",
+        {
+            "planning alone": planned(),
+            "ones": planned(tensor=1, pipeline=1, context=1, expert=1),
+            "parallelism alone": trainer(2, 4, "megatron", tensor=2),
+        },
+        {
+            "tensor": planned(tensor=2),
+            "context": planned(context=2),
+            "expert": planned(expert=2),
         },
     ),
     Rule(

@@ -14,10 +14,11 @@ from tinkercloud_crds.planning.planner import (
     Demand,
     Division,
     Trainer,
+    best_trainer,
     divide,
     micro_batch_tokens,
 )
-from tinkercloud_crds.planning.refusal import DoesNotFit, gib, refusal
+from tinkercloud_crds.planning.refusal import DoesNotFit, gib, refusal, trainer_refusal
 from tinkercloud_crds.shapes import Parallelism, Resources, SamplerShape, TrainerShape
 
 _CORES_PER_GPU = 4
@@ -53,12 +54,7 @@ class Plan:
             replicas=layout.gpus // trainer.gpus_per_pod,
             gpus_per_replica=trainer.gpus_per_pod,
             resources=_resources(trainer.gpus_per_pod, trainer.memory.weights),
-            parallelism=Parallelism(
-                tensor=layout.tensor,
-                pipeline=layout.pipeline,
-                context=layout.context,
-                expert=layout.expert,
-            ),
+            parallelism=_parallelism(layout),
             max_batch_tokens=trainer.tokens,
         )
 
@@ -87,6 +83,18 @@ class Plan:
         return spec
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """How given GPUs are to train a model."""
+
+    parallelism: Parallelism
+    max_batch_tokens: int
+    reasons: tuple[Reason, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"{reason.choice} {reason.value}: {reason.why}" for reason in self.reasons)
+
+
 def plan(
     architecture: Architecture, fleet: Fleet, *, sequence_length: int, lora_rank: int | None
 ) -> Plan:
@@ -113,6 +121,33 @@ def plan(
     return Plan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
 
 
+def plan_trainer(demand: Demand, fleet: Fleet, *, processes: int) -> TrainerPlan:
+    """Return how all of some GPUs are to train a model.
+
+    Args:
+        demand: what is to be trained.
+        fleet: the GPUs; those of a node are one pod's.
+        processes: how many share each GPU: 2 with a sampler that is colocated, else 1.
+
+    Raises:
+        DoesNotFit: there is no way.
+    """
+    trainer = best_trainer(demand, fleet, processes=processes)
+    if trainer is None:
+        raise trainer_refusal(demand, fleet)
+    reasons = (*_why_layout(demand, fleet, trainer), _why_tokens(demand, trainer))
+    return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, reasons)
+
+
+def _parallelism(layout: Layout) -> Parallelism:
+    return Parallelism(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+    )
+
+
 def _resources(gpus: int, weights: int) -> Resources:
     """Return what a pod needs besides GPUs; weights pass through its memory on their way."""
     memory = _POD_MEMORY_GIB + -(-2 * gpus * weights // GIB)
@@ -124,15 +159,21 @@ def _resources(gpus: int, weights: int) -> Resources:
 
 
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
-    layout = division.trainer.layout
+    return [
+        _why_these_gpus(fleet, division),
+        *_why_layout(demand, fleet, division.trainer),
+        _why_tokens(demand, division.trainer),
+        _why_engines(demand, division),
+    ]
+
+
+def _why_layout(demand: Demand, fleet: Fleet, trainer: Trainer) -> list[Reason]:
+    layout = trainer.layout
     axes = ["tensor", "pipeline", "context", *(["expert"] if demand.architecture.experts else [])]
     copies = f"what is left: {layout.gpus} that train / tensor x pipeline x context"
     return [
-        _why_these_gpus(fleet, division),
-        *(_why_axis(demand, fleet, division, axis) for axis in axes),
+        *(_why_axis(demand, fleet, trainer, axis) for axis in axes),
         Reason("data", str(layout.data), copies),
-        _why_tokens(demand, division.trainer),
-        _why_engines(demand, division),
     ]
 
 
@@ -145,8 +186,7 @@ def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:
     return Reason("GPUs", f"{fleet.count} train and sample", f"{why}; they take turns (colocated)")
 
 
-def _why_axis(demand: Demand, fleet: Fleet, division: Division, axis: str) -> Reason:
-    trainer = division.trainer
+def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reason:
     value: int = getattr(trainer.layout, axis)
     if value == 1:
         return Reason(axis, "1", "not needed")

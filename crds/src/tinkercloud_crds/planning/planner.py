@@ -85,6 +85,17 @@ def divide(demand: Demand, fleet: Fleet) -> Division | None:
     )
 
 
+def best_trainer(demand: Demand, fleet: Fleet, *, processes: int) -> Trainer | None:
+    """Return the best way of training on all GPUs, or None if there is none.
+
+    Args:
+        demand: what is to be trained.
+        fleet: the GPUs; those of a node are one pod's.
+        processes: how many share each GPU.
+    """
+    return next(_trainers(demand, fleet, fleet.count, processes=processes), None)
+
+
 def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
     """Yield trainer and sampler side by side: halves first; whole nodes if there are several."""
     unit = fleet.per_node if fleet.count > fleet.per_node else 1

@@ -33,6 +33,18 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     )
 
 
+def trainer_refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
+    """Return what to say when a model can't be trained on given GPUs."""
+    model = demand.architecture
+    needed = min(_training_needs(demand, fleet), key=lambda memory: memory.total)
+    return DoesNotFit(
+        f"training this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
+        f" sequences of {demand.sequence_length} tokens does not fit on {fleet}: each GPU has"
+        f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)}). Take"
+        " more GPUs or shorter sequences"
+    )
+
+
 def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
     """Return how many of these GPUs are enough: a part of a node, or 1, 2, 4, 8 nodes."""
     parts = [1 << power for power in range(fleet.per_node.bit_length())]

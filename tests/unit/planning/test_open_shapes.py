@@ -1,0 +1,148 @@
+"""What the operator chooses when a BaseModel leaves open how its model is split."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
+from tinkercloud_crds.shapes import Parallelism
+from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.shape import Refusal, Shape, resolve
+from tinkercloud_testing.sessions import SAMPLERS, a_base_model, a_build, a_session, observed
+
+MODELS = json.loads((Path(__file__).parent / "public_models.json").read_text())
+LARGE, SMALL = "Qwen/Qwen2.5-72B", "Qwen/Qwen3-8B"
+
+
+def an_open_base_model(
+    name: str = LARGE, gpu: str = "H100", replicas: int = 2, **trainer: Any
+) -> BaseModelSpec:
+    planning = {"gpu": gpu, "config": json.dumps(MODELS[name]["config"])}
+    counts = {"backend": "megatron", "replicas": replicas, "gpusPerReplica": 4}
+    return a_base_model(
+        trainer={**counts, "planning": planning, "maxBatchTokens": 1 << 20, **trainer},
+        sampler=SAMPLERS,
+        maxContextLength=8192,
+    )
+
+
+def chosen(base_model: BaseModelSpec, **session: Any) -> Shape:
+    shape = resolve(a_session(**session), base_model, 0)
+    assert isinstance(shape, Shape), shape.message
+    return shape
+
+
+def parallelism(base_model: BaseModelSpec, **session: Any) -> Parallelism:
+    trainer = chosen(base_model, **session).trainer
+    assert trainer is not None
+    return trainer.parallelism
+
+
+def refusal(base_model: BaseModelSpec) -> Refusal:
+    found = resolve(a_session(), base_model, 0)
+    assert isinstance(found, Refusal)
+    return found
+
+
+def test_a_model_is_split_over_as_few_gpus_as_hold_it() -> None:
+    assert parallelism(an_open_base_model(LARGE)) == Parallelism(tensor=4)
+    assert parallelism(an_open_base_model(SMALL)) == Parallelism()
+
+
+def test_smaller_gpus_divide_a_model_further() -> None:
+    on_small = parallelism(an_open_base_model(LARGE, "A100-40"))
+
+    assert on_small.tensor * on_small.pipeline * on_small.context > 4
+
+
+def test_a_session_of_fewer_pods_gets_a_plan_of_its_own() -> None:
+    ranks = parallelism(an_open_base_model(LARGE, "A100-40"), trainer={"replicas": 2})
+
+    with pytest.raises(AssertionError, match="does not fit on 4xA100-40"):
+        chosen(an_open_base_model(LARGE, "A100-40"), trainer={"replicas": 1})
+    assert 8 % (ranks.tensor * ranks.pipeline * ranks.context) == 0
+
+
+def test_a_full_fine_tune_needs_more_than_an_adapter() -> None:
+    adapter = parallelism(an_open_base_model(SMALL, "A100-40"))
+    full = parallelism(an_open_base_model(SMALL, "A100-40"), lora=None)
+
+    assert full.tensor * full.pipeline * full.context > (
+        adapter.tensor * adapter.pipeline * adapter.context
+    )
+
+
+def test_micro_batches_are_what_fits_and_never_more_than_was_allowed() -> None:
+    free = chosen(an_open_base_model(LARGE)).trainer
+    bound = chosen(an_open_base_model(LARGE, maxBatchTokens=1024)).trainer
+
+    assert free is not None
+    assert bound is not None
+    assert 8192 <= free.max_batch_tokens < 1 << 20
+    assert bound.max_batch_tokens == 1024
+
+
+def test_the_head_is_told_what_was_chosen() -> None:
+    config = surroundings.head_config(a_build(an_open_base_model(LARGE)))
+
+    assert (config.trainer.ranks, config.trainer.tensor_parallel) == (8, 4)
+
+
+def test_the_status_says_what_was_chosen_and_why() -> None:
+    plan = reconcile(observed(base_model=an_open_base_model(LARGE)), Settings())
+
+    assert plan.status is not None
+    assert plan.status.plan is not None
+    assert "tensor 4: with 2, a GPU would need" in plan.status.plan
+    assert "data 2: what is left" in plan.status.plan
+    assert len(plan.status.plan) <= MAX_MESSAGE_LENGTH
+
+
+def test_without_planning_the_status_has_no_plan() -> None:
+    plan = reconcile(observed(), Settings())
+
+    assert plan.status is not None
+    assert plan.status.plan is None
+
+
+def test_a_sampler_needs_no_plan() -> None:
+    shape = chosen(an_open_base_model(LARGE, "L4", 1), role="Sampler", lora=None)
+
+    assert shape.plan is None
+
+
+def test_a_model_that_fits_no_way_is_refused_with_what_it_would_need() -> None:
+    seen = reconcile(observed(base_model=an_open_base_model(LARGE, "L4", 1)), Settings()).status
+
+    assert refusal(an_open_base_model(LARGE, "L4", 1)).reason is Reason.NEVER_FITS
+    assert seen is not None
+    stalled = find(seen.conditions, ConditionType.STALLED)
+    assert stalled is not None
+    assert stalled.status == "True"
+    assert "does not fit on 4xL4-24: each GPU has 22.0 GiB and would need" in stalled.message
+
+
+@pytest.mark.parametrize(
+    ("planning", "message"),
+    [
+        ({"gpu": "H1000", "config": "{}"}, "GPU 'H1000' is not known; accepted: L4-24"),
+        ({"gpu": "H100", "config": "{}"}, "model_type: None can't be planned for; accepted"),
+        ({"gpu": "H100", "config": "[]"}, "expected the JSON object of a config.json"),
+        ({"gpu": "H100", "config": "model"}, "Expecting value"),
+        ({"gpu": "H100", "config": '{"model_type": "qwen3"}'}, "hidden_size"),
+    ],
+    ids=["GPU", "no model", "no object", "no JSON", "incomplete"],
+)
+def test_what_can_not_be_planned_from_is_refused_by_name(
+    planning: dict[str, str], message: str
+) -> None:
+    found = refusal(an_open_base_model(planning=planning))
+
+    assert found.reason is Reason.NOT_ALLOWED
+    assert "the BaseModel's trainer.planning: " in found.message
+    assert message in found.message
