@@ -111,6 +111,9 @@ class Sampler(Protocol):
             Overloaded: too many requests wait already.
         """
 
+    async def close(self) -> None:
+        """Let go of what outlives this process, within seconds. Requests that still run fail."""
+
 
 def prepare(
     request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int

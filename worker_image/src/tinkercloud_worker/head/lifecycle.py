@@ -20,7 +20,6 @@ import structlog
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
 
@@ -45,7 +44,7 @@ class Lifecycle:
         self._timings = timings
         self._build = build
         self._service: HeadService | None = None
-        self._thread: EngineThread | None = None
+        self._backend: Backend | None = None
         self._ready = asyncio.Event()
         self._leases = 0
         self._orphan_timer: asyncio.TimerHandle | None = None
@@ -76,7 +75,7 @@ class Lifecycle:
             log.exception("the engine could not be loaded")
             _stop_process()
             return
-        self._thread = backend.thread
+        self._backend = backend
         self._service = HeadService(backend)
         self._ready.set()
         self._watch_for_owner()
@@ -88,11 +87,11 @@ class Lifecycle:
         Raises:
             Unavailable: it never will again, and should be ended.
         """
-        if self._thread is None:
+        if self._backend is None:
             return
-        if not self._thread.is_alive:
+        if not self._backend.thread.is_alive:
             raise Unavailable("the engine thread has ended")
-        silent = self._thread.silent_seconds()
+        silent = self._backend.thread.silent_seconds()
         if silent > _HUNG_SECONDS:
             raise Unavailable(f"the engine hangs: it has not been heard of for {silent:.0f} s")
 
@@ -169,9 +168,10 @@ class Lifecycle:
             self._loading.cancel()
         self.begin_stop()
         await self.drained.wait()
-        if self._service is not None and self._thread is not None:
+        if self._service is not None and self._backend is not None:
             self._service.close()
-            await asyncio.to_thread(self._thread.stop)
+            await self._backend.sampler.close()
+            await asyncio.to_thread(self._backend.thread.stop)
 
 
 def _stop_process() -> None:

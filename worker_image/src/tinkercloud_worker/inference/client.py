@@ -74,11 +74,12 @@ class InferenceClient:
         """Ask for something; an empty answer is an empty object.
 
         Raises:
+            InvalidRequest: there is no such thing to ask for.
             ServerError: the server failed, or is not there.
         """
         status, content = await self._send("GET", path, None, seconds)
         if status != 200:
-            raise ServerUnreachable(f"{self.url}{path} answers {status}: {_words(content)}")
+            raise self._refusal(path, status, content)
         return self._read(path, content)
 
     async def close(self) -> None:

@@ -93,12 +93,15 @@ class Engine:
         except WireError as error:
             log.warning("an adapter stays loaded", url=self.url, adapter=adapter, reason=str(error))
 
+    async def unload_all(self) -> None:
+        """Let go of all adapters, if the server is there to be told."""
+        if self.is_up:
+            await asyncio.gather(*[self.unload(adapter) for adapter in list(self._loads)])
+
     async def close(self) -> None:
-        """Unload what was loaded, and end the connections."""
+        """End the connections."""
         if self._recovery is not None:
             self._recovery.cancel()
-        elif self._loads:
-            await asyncio.gather(*[self.unload(adapter) for adapter in list(self._loads)])
         await self.dialect.client.close()
 
     async def _loaded(self, adapter: str) -> None:

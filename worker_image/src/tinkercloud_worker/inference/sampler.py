@@ -30,6 +30,7 @@ from tinkercloud_worker.inference.sglang_control import BASE, TRAINING, SglangCo
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+_CLOSE_SECONDS = 15.0
 _ATTEMPTS = 3
 """Servers that a request may be lost with before it is taken to be the reason."""
 
@@ -160,9 +161,15 @@ class InferenceSampler:
             yield
 
     async def close(self) -> None:
-        """Unload all adapters, so that a server which lives on does not keep them."""
-        await asyncio.gather(*self._cleaning, return_exceptions=True)
-        await asyncio.gather(*[engine.close() for engine in self._engines.values()])
+        """See `Sampler.close`: a server that lives on should not keep our adapters."""
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.gather(*self._cleaning, return_exceptions=True)
+                await asyncio.gather(*[engine.unload_all() for engine in self._engines.values()])
+        except TimeoutError:
+            log.warning("adapters stay loaded in servers that take too long to let them go")
+        for engine in self._engines.values():
+            await engine.close()
 
     def _known(self, version: str) -> _Version:
         if version not in self._versions:

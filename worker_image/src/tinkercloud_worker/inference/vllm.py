@@ -32,6 +32,8 @@ _MOST_POSITIONS = 4096
 """Positions of one prompt that are scored at all: each is a request."""
 Scores = Mapping[int, float]
 """Token id to logprob."""
+Ranked = Sequence[tuple[int, float]]
+"""Token ids and logprobs, the most likely first."""
 
 # A server may have other defaults, from the model's generation configuration.
 _NEUTRAL = {
@@ -88,6 +90,11 @@ class VllmDialect:
                 " it must see, and loads them when it is started with --enable-lora and"
                 " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             ) from None
+        except ServerError as error:
+            # What is wrong with an adapter, such as its rank, is an internal error to vLLM.
+            if "add_lora" not in error.message:
+                raise
+            raise InvalidRequest(error.message) from None
 
     async def unload_adapter(self, name: str) -> None:
         """See `Dialect.unload_adapter`."""
@@ -135,7 +142,7 @@ class VllmDialect:
                 " prompt_logprobs_last_n, or train with forward only, which scores all"
             )
         positions = range(first, length)
-        found: list[tuple[Scores, Scores]] = []
+        found: list[tuple[Scores, Ranked]] = []
         for start in range(0, len(positions), _AT_ONCE):
             some = positions[start : start + _AT_ONCE]
             asking = [self._score_one(request, adapter, position) for position in some]
@@ -144,27 +151,32 @@ class VllmDialect:
 
     async def _score_one(
         self, request: SamplingRequest, adapter: str | None, position: int
-    ) -> tuple[Scores, Scores]:
-        """Return the logprobs of the tokens that are named at a position, and of the best ones."""
-        asked = request.questions
-        named = {int(request.prompt[position])}
-        if asked.targets is not None:
-            named |= {int(token) for token in asked.targets[position - 1] if token >= 0}
+    ) -> tuple[Scores, Ranked]:
+        """Return the logprobs of the tokens that are named at a position, and the best ones.
+
+        Drawing is restricted to the named token; logprobs are of the whole distribution all the
+        same. (`logprob_token_ids` would spoil the top logprobs of others in the batch.)
+        """
+        asked, own = request.questions, int(request.prompt[position])
+        others = set() if asked.targets is None else set(asked.targets[position - 1].tolist())
         body = self._body(request, adapter) | {
             "prompt": request.prompt[:position].tolist(),
             "max_tokens": 1,
             "temperature": 0.0,
-            "logprobs": 0,
         }
-        of_named = await self._first_logprobs(body | {"logprob_token_ids": sorted(named)})
-        if not asked.top_k:
-            return of_named, {}
-        return of_named, await self._first_logprobs(body | {"logprobs": asked.top_k})
 
-    async def _first_logprobs(self, body: Json) -> Scores:
-        [choice] = (await self.client.post(_COMPLETIONS, body))["choices"]
-        [position] = choice["logprobs"]["top_logprobs"]
-        return {int(name.removeprefix("token_id:")): value for name, value in position.items()}
+        async def force(token: int, top_k: int) -> tuple[float, Ranked]:
+            forced = body | {"allowed_token_ids": [token], "logprobs": top_k}
+            [choice] = (await self.client.post(_COMPLETIONS, forced))["choices"]
+            logprobs = choice["logprobs"]
+            best = _ranked(logprobs["top_logprobs"][0], top_k) if top_k else ()
+            return logprobs["token_logprobs"][0], best
+
+        logprob, best = await force(own, asked.top_k)
+        scores = {own: logprob}
+        for token in sorted(others - {own, -1}):
+            scores[token], _ = await force(token, 0)
+        return scores, best
 
     def _body(self, request: SamplingRequest, adapter: str | None) -> dict[str, Any]:
         return {
@@ -184,40 +196,43 @@ class VllmDialect:
             tokens=choice["token_ids"],
             logprobs=logprobs["token_logprobs"],
             stopped=choice["finish_reason"] == "stop",
-            top=_top_drawn(logprobs["top_logprobs"], top_k) if top_k else None,
+            top=_table([_ranked(p, top_k) for p in logprobs["top_logprobs"]], top_k)
+            if top_k
+            else None,
         )
 
 
-def _top_drawn(positions: Sequence[Mapping[str, float]], k: int) -> TopLogprobs:
-    """Read `{"token_id:7": -0.5, ...}` of each position, which names the drawn token too."""
-    ids = np.zeros((len(positions), k), np.int32)
-    values = np.zeros((len(positions), k), np.float32)
-    for row, position in enumerate(positions):
-        ranked = sorted(position.items(), key=lambda item: -item[1])[:k]
-        ids[row] = [int(name.removeprefix("token_id:")) for name, _ in ranked]
-        values[row] = [value for _, value in ranked]
+def _ranked(position: Mapping[str, float], k: int) -> Ranked:
+    """Read `{"token_id:7": -0.5, ...}`, which names the drawn token too, the best first."""
+    entries = [(int(name.removeprefix("token_id:")), value) for name, value in position.items()]
+    return sorted(entries, key=lambda entry: -entry[1])[:k]
+
+
+def _table(positions: Sequence[Ranked], k: int) -> TopLogprobs:
+    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
+    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
+    for row, ranked in enumerate(positions):
+        for column, (token, value) in enumerate(ranked):
+            ids[row, column], values[row, column] = token, value
     return TopLogprobs(ids, values)
 
 
-def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Scores]]) -> PromptScores:
+def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]) -> PromptScores:
     """Gather what was found at each position."""
     asked, length = request.questions, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
-    ids = np.full((length, asked.top_k), EMPTY_TOP_TOKEN, np.int32)
-    values = np.full((length, asked.top_k), EMPTY_TOP_LOGPROB, np.float32)
-    targets = np.full((0, 0) if asked.targets is None else asked.targets.shape, np.nan, np.float32)
-    start = asked.logprobs_from or 1
-    for position, (of_named, best) in found.items():
+    shape = (0, 0) if asked.targets is None else asked.targets.shape
+    targets = np.full(shape, np.nan, np.float32)
+    best: list[Ranked] = [()] * length
+    for position, (of_named, ranked) in found.items():
         if asked.targets is not None:
             wanted = asked.targets[position - 1]
             targets[position - 1] = [of_named.get(int(token), np.nan) for token in wanted]
-        if position >= start:
+        if position >= (asked.logprobs_from or 1):
             logprobs[position] = of_named[int(request.prompt[position])]
-            ranked = sorted(best.items(), key=lambda item: -item[1])[: asked.top_k]
-            ids[position] = [token for token, _ in ranked]
-            values[position] = [value for _, value in ranked]
+            best[position] = ranked
     return PromptScores(
         logprobs=logprobs if asked.logprobs_from is not None else None,
-        top=TopLogprobs(ids, values) if asked.top_k else None,
+        top=_table(best, asked.top_k) if asked.top_k else None,
         targets=targets if asked.targets is not None else None,
     )

@@ -139,6 +139,9 @@ class TorchSampler:
         finally:
             self._queued -= 1
 
+    async def close(self) -> None:
+        """See `Sampler.close`. Everything is in this process."""
+
     def has_work(self) -> bool:
         """See `Background.has_work`."""
         return bool(self._inbox or self._jobs)

@@ -1,0 +1,327 @@
+"""A real vLLM server as the sampler, against the torch sampler and the trainer.
+
+Tolerances: logprobs 1e-4 relative, 1e-3 absolute; greedy tokens are equal.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
+from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.servers import a_server
+from tinkercloud_worker.build_sampler import inference_sampler
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODEL = "tiny/llama"
+NEVER = StopRules(frozenset(), ())
+PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
+
+
+def a_model():
+    # vLLM's attention on CPU wants heads of at least 32 dimensions.
+    return tiny_llama(hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(a_model(), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def vllm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with a_vllm_server(model_folder, MODEL, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    with an_engine(a_model(), tmp_path / "engine") as running:
+        yield running
+
+
+def head_config(vllm: VllmServer, folder: Path, model_folder: Path, key: str = "") -> HeadConfig:
+    key_file = folder / "key"
+    key_file.write_text(key or API_KEY)
+    inference = InferenceConfig(kind="vllm", urls=(vllm.url,), key_file=str(key_file))
+    return HeadConfig(
+        head="tiny",
+        generation=folder.name,
+        model=BaseModelSource(name=MODEL, path=str(model_folder)),
+        token_file="",
+        checkpoint_root="",
+        scratch_dir=str(folder / "scratch"),
+        sampler=SamplerConfig(backend="external", inference=inference),
+    )
+
+
+@pytest.fixture
+async def sampler(
+    vllm: VllmServer, tmp_path: Path, model_folder: Path
+) -> AsyncIterator[InferenceSampler]:
+    running = inference_sampler(head_config(vllm, tmp_path, model_folder))
+    yield running
+    await running.close()
+
+
+async def publish(engine: Engine, sampler: InferenceSampler, name: str, seed: int) -> None:
+    """Train an adapter for two steps, and publish it to both samplers."""
+    engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
+    for step in range(2):
+        batch = prepare(a_request(random_data([30, 20], seed=seed + step)), engine.trainer.limits)
+        engine.trainer.forward_backward(name, batch, lambda: None)
+        engine.trainer.optim_step(name, AdamParams(learning_rate=2e-2))
+    weights = engine.trainer.snapshot(name)
+    await engine.sampler.publish(name, weights)
+    await sampler.publish(name, weights)
+
+
+async def adapters_of(vllm: VllmServer) -> set[str]:
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.get(f"{vllm.url}/v1/models") as answer,
+    ):
+        listed = (await answer.json())["data"]
+    return {entry["id"] for entry in listed if entry["parent"] is not None}
+
+
+def assert_equal_logprobs(ours, theirs) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    versions = ["base", "one", "two"]
+    await engine.sampler.publish("base", None)
+    await sampler.publish("base", None)
+    await publish(engine, sampler, "one", seed=1)
+    await publish(engine, sampler, "two", seed=20)
+    questions = PromptQuestions(logprobs_from=1, top_k=3)
+    assert any("lm_head" in name for name in engine.trainer.snapshot("one").tensors)
+    requests = [
+        a_sampling_request(
+            prompt, temperature=0.0, max_tokens=12, stop=NEVER, top_logprobs=2, questions=questions
+        )
+        for prompt in PROMPTS
+    ]
+    pairs = [(version, request) for version in versions for request in requests]
+
+    theirs = await asyncio.gather(*[sampler.sample(*pair) for pair in pairs])
+    ours = await asyncio.gather(*[engine.sampler.sample(*pair) for pair in pairs])
+
+    for their, our in zip(theirs, ours, strict=True):
+        [drawn], [expected] = their.sequences, our.sequences
+        assert drawn.tokens == expected.tokens
+        assert_equal_logprobs(drawn.logprobs, expected.logprobs)
+        assert_equal_logprobs(drawn.top.logprobs, expected.top.logprobs)
+        assert (drawn.top.token_ids == expected.top.token_ids).all()
+        assert_equal_logprobs(their.prompt.logprobs, our.prompt.logprobs)
+        assert_equal_logprobs(their.prompt.top.logprobs, our.prompt.top.logprobs)
+        assert (their.prompt.top.token_ids == our.prompt.top.token_ids).all()
+    firsts = [tuple(their.sequences[0].logprobs) for their in theirs[:: len(PROMPTS)]]
+    assert len(set(firsts)) == 3
+
+
+async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    request = a_sampling_request(PROMPTS[0], temperature=0.5, top_p=0.9, max_tokens=10, stop=NEVER)
+
+    [drawn] = (await sampler.sample("one", request)).sequences
+    text = [*PROMPTS[0], *drawn.tokens]
+    asked = a_sampling_request(text, max_tokens=1, questions=PromptQuestions(logprobs_from=3))
+    scored = (await engine.sampler.sample("one", asked)).prompt.logprobs
+
+    assert_equal_logprobs(drawn.logprobs, scored[3:])
+
+
+async def test_named_tokens_are_scored_at_their_positions(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    targets = np.array([[-1, -1], [3, -1], [40, 50], [-1, 7]])
+    questions = PromptQuestions(targets=targets, logprobs_from=4)
+    request = a_sampling_request([5, 6, 7, 8, 9], max_tokens=1, questions=questions)
+
+    theirs = (await sampler.sample("one", request)).prompt
+    ours = (await engine.sampler.sample("one", request)).prompt
+
+    assert np.isfinite(theirs.targets).sum() == 4
+    assert_equal_logprobs(theirs.targets, ours.targets)
+    assert_equal_logprobs(theirs.logprobs, ours.logprobs)
+
+
+async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: InferenceSampler) -> None:
+    await sampler.publish("base", None)
+
+    group = await sampler.sample(
+        "base", a_sampling_request([1, 2], num_samples=3, seed=10, max_tokens=10, stop=NEVER)
+    )
+    singles = [
+        await sampler.sample(
+            "base", a_sampling_request([1, 2], seed=10 + k, max_tokens=10, stop=NEVER)
+        )
+        for k in range(3)
+    ]
+
+    tokens = [tuple(sequence.tokens) for sequence in group.sequences]
+    assert tokens == [tuple(single.sequences[0].tokens) for single in singles]
+    assert len(set(tokens)) == 3
+
+
+async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
+    sampler: InferenceSampler,
+) -> None:
+    await sampler.publish("base", None)
+    free = a_sampling_request(PROMPTS[0], temperature=0.0, max_tokens=40, stop=NEVER)
+    [whole] = (await sampler.sample("base", free)).sequences
+    token = whole.tokens[7]
+    string = byte_tokenizer().decode(whole.tokens[4:6])
+
+    by_token = a_sampling_request(
+        PROMPTS[0], temperature=0.0, max_tokens=40, stop=StopRules(frozenset({token}), ())
+    )
+    by_string = a_sampling_request(
+        PROMPTS[0], temperature=0.0, max_tokens=40, stop=StopRules(frozenset(), (string,))
+    )
+    [ended] = (await sampler.sample("base", by_token)).sequences
+    [cut] = (await sampler.sample("base", by_string)).sequences
+
+    assert [whole.stopped, ended.stopped, cut.stopped] == [False, True, True]
+    assert ended.tokens == whole.tokens[: whole.tokens.index(token) + 1]
+    assert string in byte_tokenizer().decode(cut.tokens)
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+    assert string not in byte_tokenizer().decode(cut.tokens[:-1])
+
+
+async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
+    engine: Engine, sampler: InferenceSampler, vllm: VllmServer
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    request = a_sampling_request(PROMPTS[0], max_tokens=4, stop=NEVER)
+    before = await sampler.sample("one", request)
+    [adapter] = await adapters_of(vllm)
+    [its_engine] = sampler._engines.values()
+    await its_engine.dialect.unload_adapter(adapter)
+    assert await adapters_of(vllm) == set()
+
+    after = await sampler.sample("one", request)
+
+    assert after.sequences[0].tokens == before.sequences[0].tokens
+    assert await adapters_of(vllm) == {adapter}
+
+
+async def test_what_is_retired_leaves_the_server_and_the_folder(
+    engine: Engine, sampler: InferenceSampler, vllm: VllmServer, tmp_path: Path
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    await publish(engine, sampler, "two", seed=20)
+    exported = await sampler.export("one")
+    assert exported.tensors.keys() == engine.trainer.snapshot("one").tensors.keys()
+
+    await sampler.retire("one")
+    await asyncio.gather(*sampler._cleaning)
+
+    left = await adapters_of(vllm)
+    assert len(left) == 1
+    assert {path.name for path in (tmp_path / "scratch" / "adapters").iterdir()} == left
+    with pytest.raises(NotFound, match="save the weights again"):
+        await sampler.sample("one", a_sampling_request([1]))
+    await sampler.close()
+    assert await adapters_of(vllm) == set()
+
+
+async def test_what_the_server_cannot_do_is_refused_by_name(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await sampler.publish("base", None)
+    refused = {
+        "prompt_alt_tokens_k": a_sampling_request(
+            [1, 2, 3], questions=PromptQuestions(alternatives_k=2)
+        ),
+        "max allowed: 20": a_sampling_request([1, 2, 3], top_logprobs=50),
+    }
+
+    for words, request in refused.items():
+        with pytest.raises(InvalidRequest, match=words):
+            await sampler.sample("base", request)
+    engine.trainer.add_model("wide", LoraConfig(rank=32))
+    with pytest.raises(InvalidRequest, match="rank"):
+        await sampler.publish("wide", engine.trainer.snapshot("wide"))
+    engine.trainer.add_model("whole", None)
+    with pytest.raises(InvalidRequest, match="someone else operates"):
+        await sampler.publish("whole", engine.trainer.snapshot("whole"))
+
+
+async def test_a_wrong_key_is_said_to_be_the_heads_setting(
+    vllm: VllmServer, tmp_path: Path, model_folder: Path
+) -> None:
+    sampler = inference_sampler(head_config(vllm, tmp_path, model_folder, key="wrong"))
+    await sampler.publish("base", None)
+
+    with pytest.raises(ServerError, match="key_file"):
+        await sampler.sample("base", a_sampling_request([1, 2]))
+    await sampler.close()
+
+
+def test_the_sdk_samples_from_the_server_with_what_it_has_just_trained(
+    vllm: VllmServer, model_folder: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "TINKERCLOUD_SAMPLER__BACKEND": "external",
+        "TINKERCLOUD_SAMPLER__INFERENCE__KIND": "vllm",
+        "TINKERCLOUD_SAMPLER__INFERENCE__URLS": f'["{vllm.url}"]',
+        "TINKERCLOUD_SAMPLER__INFERENCE__KEY_FILE": str(vllm.key_file),
+    }
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
+        loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
+    )
+    with a_server(tmp_path, {MODEL: model_folder}, settings) as server:
+        training = server.client().create_lora_training_client(MODEL, rank=4, seed=1).result()
+        untrained = training.save_weights_and_get_sampling_client().result()
+        for _ in range(4):
+            training.forward_backward([datum], "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+        trained = training.save_weights_and_get_sampling_client().result()
+
+        params = types.SamplingParams(max_tokens=6, stop=[], temperature=0.7, seed=3)
+        sequence = trained.sample(prompt, 1, params).result().sequences[0]
+        before = untrained.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
+        after = trained.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
+        scored = score(training, [5, 6, 7, *sequence.tokens])
+        loaded = asyncio.run(adapters_of(vllm))
+
+    assert after[3] > before[3] + 0.1
+    assert_equal_logprobs(sequence.logprobs, scored[2:])
+    assert len(loaded) == 2
+
+
+def score(training: tinker.TrainingClient, tokens: list[int]) -> list[float]:
+    """Return the trainer's own logprobs of every token but the first."""
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:]},
+    )
+    output = training.forward([datum], "cross_entropy").result()
+    return list(output.loss_fn_outputs[0]["logprobs"].data)
