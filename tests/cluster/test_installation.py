@@ -4,6 +4,7 @@ The tests are a story in the order they stand in: each goes on where the one bef
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import wait_until
-from tinkercloud_testing.models import smollm2
+from tinkercloud_testing.models import save, smollm2, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -50,6 +51,20 @@ SMOLLM2 = {
         "trainer": {"dtype": "float32"},
     },
 }
+TINY_MODEL = "tiny/llama"
+TINY = {
+    "name": "tiny-llama",
+    "spec": {
+        "modelName": TINY_MODEL,
+        "source": {"volume": {"claimName": "models", "path": "tiny"}},
+        "maxContextLength": 512,
+        "head": {
+            "image": "tinkercloud.test/worker:test",
+            "resources": {"cpu": "250m", "memory": "3Gi"},
+        },
+        "trainer": {"dtype": "float32"},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +74,21 @@ def installation(
     real_node: RealNode,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
-    """The service with one real model."""
+    """The service with one real model, and a tiny one for its own test."""
     folder = tmp_path_factory.mktemp("installation")
     source = smollm2()
-    model = make_volumes(folder) / source.name
-    shutil.copytree(source, model)
-    for path in model.iterdir():
+    models = make_volumes(folder)
+    shutil.copytree(source, models / source.name)
+    save(tiny_llama(), models / "tiny")
+    for path in models.glob("*/*"):
         path.chmod(0o644)
     real_node.load(*map(program_image, ("api-server", "operator", "worker")))
-    with an_installation(cluster, folder, values_of_one_node(SMOLLM2)) as release:
+    with an_installation(cluster, folder, values()) as release:
         yield release
+
+
+def values() -> dict[str, Any]:
+    return values_of_one_node(SMOLLM2, TINY) | {"test": {"baseModel": TINY_MODEL}}
 
 
 @dataclass
@@ -188,6 +208,23 @@ def test_a_new_session_resumes_from_the_checkpoint(
     training = client.create_training_client_from_state(story.path).result()
 
     assert loss_of(training, pairs()) == story.loss
+
+
+def test_the_charts_own_test_trains_a_step_in_a_pod_and_ends_its_session(
+    installation: Installation,
+) -> None:
+    before = {session["metadata"]["uid"] for session in installation.sessions()}
+
+    said = installation.helm("test", RELEASE, "--logs", f"--timeout={START_SECONDS}s")
+
+    assert re.search(r"loss: [\d.]+ -> [\d.]+", said)
+    wait_until(
+        lambda: {session["metadata"]["uid"] for session in installation.sessions()} == before,
+        "the test's session gone",
+        START_SECONDS,
+    )
+    # Helm keeps the pod for its log, even when the release goes.
+    installation.kubectl("delete", "pod", f"{RELEASE}-test")
 
 
 def test_uninstalling_leaves_no_finalizer_and_no_orphan(installation: Installation) -> None:

@@ -16,12 +16,16 @@ def report(line: str) -> None:
 
 
 def main() -> None:
-    """Train, and fail unless the loss falls."""
-    service = tinker.ServiceClient()
-    served = [model.model_name for model in service.get_server_capabilities().supported_models]
-    report(f"served: {', '.join(map(str, served)) or 'nothing yet'}")
-    if not MODEL:
-        return
+    """Ask, and train unless there is nothing to train on."""
+    with tinker.ServiceClient() as service:
+        served = [model.model_name for model in service.get_server_capabilities().supported_models]
+        report(f"served: {', '.join(map(str, served)) or 'nothing yet'}")
+        if MODEL:
+            train(service)
+
+
+def train(service: tinker.ServiceClient) -> None:
+    """Train one step, and fail unless the loss falls."""
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2, 3, 4]),

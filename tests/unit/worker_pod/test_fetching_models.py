@@ -12,11 +12,10 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.models import save, tiny_llama
 
 SOURCE = "hub:acme/tiny"
@@ -126,48 +125,10 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A bucket of a real S3 server that holds models."""
-
-    endpoint: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            "AWS_ENDPOINT": self.endpoint,
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_REGION": "us-east-1",
-        }
-
-    @property
-    def client(self):
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="testing",
-            aws_secret_access_key="testing",
-        )
-
-    def hold(self, folder: Path, prefix: str) -> str:
-        """Upload a folder; return its URL."""
-        for path in [path for path in folder.rglob("*") if path.is_file()]:
-            key = f"{prefix}/{path.relative_to(folder)}"
-            self.client.upload_file(str(path), "models", key)
-        return f"s3://models/{prefix}"
-
-
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    bucket = Bucket(f"http://{host}:{port}")
-    bucket.client.create_bucket(Bucket="models")
-    yield bucket
-    server.stop()
+    with a_bucket("127.0.0.1") as made:
+        yield made
 
 
 def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
@@ -228,11 +189,11 @@ def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path:
     kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "model"
     source = bucket.hold(kept, "cut-off")
     lost = shards(kept)[-1].name
-    bucket.client.delete_object(Bucket="models", Key=f"cut-off/{lost}")
+    bucket.forget("cut-off", lost)
     first = fetched(source, folder, **bucket.environment)
     partial = tmp_path / ".model.partial"
     times = {path.name: path.stat().st_mtime_ns for path in shards(partial)}
-    bucket.client.upload_file(str(kept / lost), "models", f"cut-off/{lost}")
+    bucket.hold(kept, "cut-off")
 
     second = fetched(source, folder, **bucket.environment)
 
