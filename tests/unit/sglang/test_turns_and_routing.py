@@ -1,0 +1,135 @@
+"""How requests are divided over servers, and how kinds of work take turns."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
+from tinkercloud_worker.inference.routing import choose, order
+from tinkercloud_worker.inference.turns import Turns
+
+SERVERS = dict.fromkeys(["a", "b", "c", "d"], 0)
+
+
+class Changes:
+    """Changes over, and remembers from what to what."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str | None, str]] = []
+        self.fails = False
+
+    async def __call__(self, previous: str | None, kind: str) -> None:
+        await asyncio.sleep(0)
+        self.made.append((previous, kind))
+        if self.fails:
+            raise ValueError(f"can't change to {kind}")
+
+
+async def work(turns: Turns, kind: str, log: list[str], steps: int = 3) -> None:
+    async with turns.of(kind):
+        for _ in range(steps):
+            log.append(kind)
+            await asyncio.sleep(0)
+
+
+@given(st.text())
+def test_only_keys_of_a_server_that_goes_move_to_another(key) -> None:
+    ranked = order(key, SERVERS)
+    left = {server: 0 for server in SERVERS if server != ranked[1]}
+
+    assert sorted(ranked) == sorted(SERVERS)
+    assert order(key, left) == [ranked[0], *ranked[2:]]
+
+
+def test_keys_are_spread_over_all_servers() -> None:
+    chosen = [choose(f"s:sample:{number}", SERVERS) for number in range(200)]
+
+    assert all(chosen.count(server) > 25 for server in SERVERS)
+
+
+@given(st.text(), st.lists(st.integers(0, 500), min_size=4, max_size=4))
+def test_no_server_gets_more_than_its_share_and_a_quarter(key, loads) -> None:
+    running = dict(zip(SERVERS, loads, strict=True))
+
+    chosen = choose(key, running)
+
+    assert running[chosen] < max(1.25 * (sum(loads) + 1) / 4 + 1, 8)
+    assert choose(key, SERVERS) == order(key, SERVERS)[0]
+
+
+async def test_work_of_one_kind_runs_together_without_a_change() -> None:
+    changes, log = Changes(), []
+    turns = Turns(changes, "a")
+
+    await asyncio.gather(*[work(turns, "a", log) for _ in range(3)])
+
+    assert changes.made == []
+    assert log == ["a"] * 9
+
+
+async def test_kinds_exclude_each_other_and_who_came_first_goes_first() -> None:
+    changes, log = Changes(), []
+    turns = Turns(changes, "a")
+
+    await asyncio.gather(*[work(turns, kind, log) for kind in ["a", "b", "b", "a", "c"]])
+
+    assert "".join(log) == "aaabbbbbbaaaccc"
+    assert changes.made == [("a", "b"), ("b", "a"), ("a", "c")]
+
+
+async def test_a_change_that_fails_is_told_to_those_who_wait_for_it_and_tried_again() -> None:
+    changes, log = Changes(), []
+    turns = Turns(changes, "a")
+    changes.fails = True
+
+    results = await asyncio.gather(
+        *[work(turns, "b", log) for _ in range(2)], return_exceptions=True
+    )
+    changes.fails = False
+    await work(turns, "b", log)
+
+    assert [str(result) for result in results] == ["can't change to b"] * 2
+    assert log == ["b"] * 3
+    assert changes.made == [("a", "b"), (None, "b")]
+
+
+@pytest.mark.parametrize("pauses", range(6))
+async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses) -> None:
+    changes, log = Changes(), []
+    turns = Turns(changes, "a")
+    first = asyncio.create_task(work(turns, "a", log))
+    given_up = asyncio.create_task(work(turns, "b", [], steps=50))
+    last = asyncio.create_task(work(turns, "a", log))
+    for _ in range(pauses):
+        await asyncio.sleep(0)
+
+    given_up.cancel()
+    await asyncio.wait_for(asyncio.gather(first, last), 10)
+
+    assert log == ["a"] * 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"inference": InferenceConfig(urls=("http://a",))}, "backend torch asks no server"),
+        ({"backend": "sglang"}, "inference.urls"),
+        (
+            {"backend": "sglang", "inference": InferenceConfig(kind="vllm", urls=("http://a",))},
+            "inference.kind",
+        ),
+        (
+            {
+                "backend": "external",
+                "inference": InferenceConfig(urls=("http://a",), colocated=True),
+            },
+            "inference.colocated",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings, words) -> None:
+    with pytest.raises(ValidationError, match=words):
+        SamplerConfig(**settings)
