@@ -1,0 +1,176 @@
+"""Two trainer pods that share one model, installed and driven as a user would.
+
+The tests are a story in the order they stand in: each goes on where the one before it ended.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_crds import labels
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.installation import (
+    START_SECONDS,
+    Installation,
+    an_installation,
+    make_volumes,
+    values_of_one_node,
+)
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.servers import a_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+MODEL = "tiny/llama"
+IMAGES = ("api-server", "operator", "worker", "trainer")
+TWO_PODS = {
+    "name": "tiny",
+    "spec": {
+        "modelName": MODEL,
+        "source": {"volume": {"claimName": "models", "path": "tiny"}},
+        "maxContextLength": 512,
+        "head": {
+            "image": "tinkercloud.test/worker:test",
+            "resources": {"cpu": "200m", "memory": "3Gi", "sharedMemory": "256Mi"},
+        },
+        "trainer": {
+            "backend": "megatron",
+            "image": "tinkercloud.test/trainer:test",
+            "replicas": 2,
+            "cpuRanksPerReplica": 1,
+            "parallelism": {"tensor": 2},
+            "dtype": "float32",
+            "resources": {"cpu": "100m", "memory": "3Gi", "sharedMemory": "256Mi"},
+        },
+    },
+}
+RANKS = 'for process in $(grep -l "^ray::Rank" /proc/[0-9]*/cmdline); do {}; done'
+"""Something that a shell does for each rank of its pod, whose file it calls `$process`."""
+FREEZE = 'kill -STOP "$(basename "${process%/*}")"'
+DATA = [
+    types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64"),
+            "weights": types.TensorData(data=[1.0] * (len(tokens) - 1), dtype="float32"),
+        },
+    )
+    for tokens in ([10, 11, 12, 20, 21], [30, 31, 40, 41, 42, 43], [50, 60])
+]
+
+
+@dataclass
+class Story:
+    """What later tests go on with."""
+
+    training: tinker.TrainingClient
+
+
+def a_run(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client(MODEL, rank=4, seed=1).result()
+
+
+def train_a_step(training: tinker.TrainingClient) -> float:
+    """Send data and a step; return the loss."""
+    output = training.forward_backward(DATA, "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    return float(output.result().metrics["loss:sum"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of the node, with a model of random weights."""
+    folder = tmp_path_factory.mktemp("trainers")
+    model = save(tiny_llama(), make_volumes(folder) / "tiny")
+    (model / "model.safetensors").chmod(0o644)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of three steps on the torch trainer of one process."""
+    models = {MODEL: folder / "models" / "tiny"}
+    with a_server(tmp_path_factory.mktemp("server"), models) as server:
+        training = a_run(server.client())
+        return [train_a_step(training) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def installation(
+    cluster: Cluster, kuberay: KubeRay, real_node: RealNode, folder: Path
+) -> Iterator[Installation]:
+    real_node.load(*map(program_image, IMAGES))
+    with an_installation(cluster, folder, values_of_one_node(TWO_PODS)) as release:
+        yield release
+
+
+@pytest.fixture(scope="module")
+def story(installation: Installation) -> Story:
+    return Story(a_run(installation.client()))
+
+
+def pods_of(installation: Installation, component: str) -> list[str]:
+    selector = f"{labels.COMPONENT_LABEL}={component}"
+    pods = installation.cluster.objects("pods", installation.namespace, selector)
+    return sorted(str(pod["metadata"]["name"]) for pod in pods)
+
+
+def at_ranks(installation: Installation, pod: str, command: str) -> str:
+    """Run a command in a pod for each rank that is there, and return what was printed."""
+    script = RANKS.format(command)
+    where = f"--namespace={installation.namespace}"
+    return installation.cluster.kubectl("exec", pod, where, "--", "bash", "-c", script)
+
+
+def test_two_pods_learn_what_one_process_would(
+    expected: list[float], installation: Installation, story: Story
+) -> None:
+    losses = [train_a_step(story.training) for _ in range(2)]
+
+    assert losses == pytest.approx(expected[:2], abs=1e-4)
+
+
+def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
+    installation: Installation, story: Story
+) -> None:
+    trainers, [head] = pods_of(installation, "trainer"), pods_of(installation, "head")
+
+    counts = [at_ranks(installation, pod, "echo rank").count("rank") for pod in (*trainers, head)]
+
+    assert counts == [1, 1, 0]
+
+
+def test_kubectl_shows_both_trainers(installation: Installation, story: Story) -> None:
+    [row] = installation.kubectl("get", "tsess", "--no-headers").splitlines()
+
+    assert row.split()[1:5] == ["Ready", "True", MODEL, "2/2"]
+
+
+def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
+    expected: list[float], installation: Installation, story: Story
+) -> None:
+    lost, _ = pods_of(installation, "trainer")
+    at_ranks(installation, lost, FREEZE)
+    pending = story.training.forward_backward(DATA, "cross_entropy")
+
+    installation.kubectl("delete", "pod", lost, "--grace-period=1", "--wait=false")
+
+    with pytest.raises(tinker.RequestFailedError, match="send the data of this step again"):
+        pending.result(timeout=START_SECONDS)
+    assert train_a_step(story.training) == pytest.approx(expected[2], abs=1e-4)
+    assert lost not in pods_of(installation, "trainer")
+
+
+def test_a_deleted_session_leaves_nothing(installation: Installation, story: Story) -> None:
+    [session] = installation.sessions()
+
+    installation.delete_session(session["metadata"]["name"])
+
+    assert installation.sessions() == []
