@@ -9,6 +9,7 @@ import alembic.command
 import pytest
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
@@ -74,18 +75,40 @@ async def test_the_migrations_make_the_tables(database_url: str) -> None:
     await engine.dispose()
 
 
+async def downgrade(engine: AsyncEngine, revision: str) -> None:
+    def undo(connection: Connection) -> None:
+        config = migration_config()
+        config.attributes["connection"] = connection
+        alembic.command.downgrade(config, revision)
+
+    async with engine.begin() as connection:
+        await connection.run_sync(undo)
+
+
 async def test_the_migrations_can_be_undone(database_url: str) -> None:
     engine = open_database(database_url)
     await migrate(engine)
 
-    def undo(connection: Connection) -> None:
-        config = migration_config()
-        config.attributes["connection"] = connection
-        alembic.command.downgrade(config, "base")
+    await downgrade(engine, "base")
 
-    async with engine.begin() as connection:
-        await connection.run_sync(undo)
     await migrate(engine)
+    assert await Catalog(engine).keys() == []
+    await engine.dispose()
+
+
+async def test_rows_survive_a_migration_and_its_undoing(
+    catalog: Catalog, database_url: str
+) -> None:
+    await catalog.add_session(a_session())
+    made = await catalog.add_run(a_run())
+    engine = open_database(database_url)
+
+    await downgrade(engine, "0001")
+    await migrate(engine)
+
+    run = await catalog.run(made.id)
+    assert run is not None
+    assert (run.created_at, run.is_swept) == (made.created_at, False)
     await engine.dispose()
 
 
