@@ -13,13 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 _NAME = "elsewhere"
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Their indices, and only those, may lie on the CPU: as it is with CUDA."""
 
-_setup_privateuseone_for_python_backend(_NAME)
+
+class _Backend(_DummyBackendModule):
+    """What torch asks of an accelerator's module."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the types of mixed precision, for which layers computed again ask."""
+        return [torch.float16, torch.bfloat16]
+
+
+_setup_privateuseone_for_python_backend(_NAME, backend_module=_Backend())
+# A module that is converted gets other tensors: the numbers behind these can't be exchanged.
+torch.__future__.set_swap_module_params_on_conversion(True)
 
 DEVICE = torch.device(_NAME, 0)
 

@@ -1,0 +1,222 @@
+"""`python -m benchmarks.gpu`: measure what can be measured here, and say by name what can not.
+
+Results are written after every part, so that a run that is cut off has not been in vain.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.workloads import WORKLOADS
+from benchmarks.measuring import Measurement
+
+ROOT = Path(__file__).parents[2]
+ENGINE = [str(ROOT / folder / "src") for folder in ("protocol", "worker_image")]
+COMPARED_WITH = "H200"
+"""The GPU that the wanted figures are for."""
+BUDGET_SECONDS = 540.0
+PACKAGES = ("torch", "transformers", "peft", "tinker", "megatron-core", "sglang", "vllm")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some figures, and the function that yields them."""
+
+    figures: tuple[str, ...]
+    module: str
+    function: str
+
+
+PARTS = (
+    Part(("N1",), "unembedding", "gradient"),
+    Part(("N2", "N3", "N4"), "numerics", "float32"),
+    Part(("N5",), "numerics", "bfloat16"),
+    Part(("N6", "G13"), "numerics", "sampling"),
+    Part(("G6",), "unembedding", "memory"),
+    Part(("G7",), "unembedding", "speed"),
+    Part(("G11a",), "decoding", "small"),
+    Part(("G3",), "training", "small"),
+    Part(("G4", "G5"), "training", "bare"),
+    Part(("G2",), "training", "middle"),
+    Part(("G8",), "training", "tenants"),
+    Part(("G9",), "training", "adapter_cost"),
+    Part(("G1",), "training", "large"),
+    Part(("G11b", "G12", "G14"), "decoding", "large"),
+    Part(("G10",), "training", "longest_context"),
+)
+"""Numerics first; then from small models to large ones, what takes most memory last."""
+
+
+@dataclass
+class Report:
+    """What came of a run."""
+
+    bench: Bench
+    size: str
+    started: float = field(default_factory=time.monotonic)
+    measured: list[Measurement] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self.started
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing failed and the engine computes what Hugging Face does."""
+        numerics = [m for m in self.measured if m.id.startswith("N")]
+        return not self.failed and all(m.verdict != "below" for m in numerics)
+
+    def verdict(self, measurement: Measurement) -> str:
+        """Return how a figure compares; speeds and memory only where the bounds are for."""
+        compared = measurement.id.startswith("N") or (
+            self.size == "full" and COMPARED_WITH in self.bench.name
+        )
+        return measurement.verdict if compared else "not compared"
+
+    def content(self) -> dict[str, object]:
+        """Return everything as JSON has it."""
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "size": self.size,
+            "device": hardware(self.bench),
+            "versions": versions(),
+            "seconds": round(self.seconds, 1),
+            "measurements": [{**m.as_row(), "verdict": self.verdict(m)} for m in self.measured],
+            "skipped": self.skipped,
+            "failed": self.failed,
+        }
+
+
+def hardware(bench: Bench) -> dict[str, object]:
+    """Return what the machine is."""
+    found: dict[str, object] = {
+        "name": bench.name,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    if bench.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(bench.device)
+        found |= {
+            "memory_gib": round(properties.total_memory / (1 << 30), 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "gpus": torch.cuda.device_count(),
+        }
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Return which versions are installed; None: not at all."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def not_written(gpus: int) -> Iterator[tuple[str, str]]:
+    """Yield what this command does not measure, and why: for lack of it, or of a measurement."""
+    for name, module in (("megatron-core", "megatron"), ("sglang", "sglang"), ("vllm", "vllm")):
+        found = find_spec(module) is not None
+        yield name, "is installed, but not measured by this command" if found else "not installed"
+    several = f"{gpus} are here, but ranks are not measured by this command"
+    yield "several GPUs", several if gpus > 1 else "there is one at most"
+
+
+def run(part: Part, report: Report) -> Iterator[Measurement]:
+    """Yield a part's figures.
+
+    Raises:
+        Skipped: there is no time left for it.
+    """
+    if report.seconds > BUDGET_SECONDS:
+        raise Skipped(f"time: {BUDGET_SECONDS:.0f} s are over")
+    module = importlib.import_module(f"benchmarks.gpu.{part.module}")
+    yield from getattr(module, part.function)(report.bench)
+
+
+def measure(report: Report, part: Part) -> None:
+    """Add a part's figures to the report, or why there are none."""
+    left = list(part.figures)
+    reasons = report.skipped
+    try:
+        for measurement in run(part, report):
+            left.remove(measurement.id)
+            report.measured.append(measurement)
+            show(report, measurement)
+        reason = "nothing was measured"
+    except Skipped as skipped:
+        reason = str(skipped)
+    except ModuleNotFoundError as missing:
+        name = str(missing.name).partition(".")[0]
+        reason = f"{name} is not installed (pip install {name})"
+    except Exception as error:  # noqa: BLE001 - the other parts are measured none the less
+        traceback.print_exc()
+        reasons, reason = report.failed, f"{type(error).__name__}: {error}"
+    for name in left:
+        reasons[name] = reason
+        print(f"{name:5} {'failed' if reasons is report.failed else 'skipped'}: {reason}")
+    report.bench.tidy()
+
+
+def show(report: Report, measurement: Measurement) -> None:
+    """Print a figure."""
+    m = measurement
+    value = f"{m.value:.4g} {m.unit}".strip()
+    print(f"{m.id:5} {m.what}: {value} ({m.wanted}: {report.verdict(m)}) {m.note}", flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--size", choices=sorted(WORKLOADS), default="full" if has_gpu else "tiny")
+    parser.add_argument("--out", type=Path, help="file to write; default: under benchmarks/results")
+    parser.add_argument("--only", nargs="+", metavar="FIGURE", help="such as N2 G1")
+    return parser.parse_args(arguments)
+
+
+def result_file(bench: Bench) -> Path:
+    """Return where results are kept."""
+    device = bench.name.replace(" ", "-").lower()
+    return ROOT / "benchmarks" / "results" / f"gpu-{device}-{datetime.now(UTC):%Y-%m-%d}.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; return 0 if nothing failed and all numbers are right."""
+    asked = parse(arguments)
+    sys.path.extend(path for path in ENGINE if path not in sys.path)
+    bench = Bench(torch.device(asked.device), WORKLOADS[asked.size])
+    report = Report(bench, asked.size)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    report.skipped.update(not_written(gpus))
+    out = asked.out or result_file(bench)
+    for part in PARTS:
+        if not asked.only or set(asked.only) & set(part.figures):
+            measure(report, part)
+            out.write_text(json.dumps(report.content(), indent=2) + "\n")
+    print(f"{report.seconds:.0f} s; written to {out}")
+    return 0 if report.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

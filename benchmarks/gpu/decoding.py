@@ -1,0 +1,74 @@
+"""How fast sequences are drawn, and how soon a trained adapter is sampled."""
+
+from collections.abc import Iterator
+from itertools import count
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.engines import (
+    MODEL,
+    RunningSampler,
+    a_prompt,
+    a_request,
+    a_sampler,
+    a_trainer,
+    base_of,
+)
+from benchmarks.gpu.workloads import Shape
+from benchmarks.measuring import Measurement
+
+
+def small(bench: Bench) -> Iterator[Measurement]:
+    """G11 with a small model."""
+    shape = bench.work.decoding
+    with a_sampler(base_of(bench, shape), 1) as sampler:
+        yield _alone(bench, "G11a", shape, sampler, (">= 300", ">= 900"))
+
+
+def large(bench: Bench) -> Iterator[Measurement]:
+    """G11 and G12 with the largest model, and G14: how soon its adapter is sampled."""
+    work = bench.work
+    base = base_of(bench, work.large)
+    with a_sampler(base, work.together) as sampler:
+        yield _alone(bench, "G11b", work.large, sampler, (">= 130", ">= 190"))
+        yield _together(bench, sampler)
+        trainer = a_trainer(base, work.rank, max_batch_tokens=1024)
+        versions = (f"v{number}" for number in count())
+        (seconds,) = bench.seconds(
+            lambda: sampler.publish(next(versions), trainer.snapshot(MODEL)), rounds=7
+        )
+    size = trainer.snapshot(MODEL).size_bytes >> 20
+    yield Measurement(
+        "G14", f"{work.large.name}: an adapter from trainer to sampler", 1e3 * seconds, "ms",
+        "<= 20", "<= 1", f"{size} MiB",
+    )  # fmt: skip
+
+
+def _alone(
+    bench: Bench, name: str, shape: Shape, sampler: RunningSampler, wanted: tuple[str, str]
+) -> Measurement:
+    """Measure one sequence: what more tokens take more time."""
+    sampler.publish("base", None)
+    drawn, seeds = bench.work.drawn, count()
+
+    def draw(max_tokens: int) -> None:
+        prompt = a_prompt(shape, bench.work.prompt, next(seeds))
+        sampler.sample("base", a_request(prompt, max_tokens))
+
+    short, long = bench.seconds(lambda: draw(1), lambda: draw(1 + drawn))
+    speed = drawn / max(long - short, 1e-9)
+    return Measurement(name, f"{shape.name}: one sequence drawn", speed, "tokens/s", *wanted)
+
+
+def _together(bench: Bench, sampler: RunningSampler) -> Measurement:
+    """Measure many sequences with prompts of their own, reading those included."""
+    work, seeds = bench.work, count(1000)
+
+    def draw() -> None:
+        prompts = [a_prompt(work.large, work.prompt, next(seeds)) for _ in range(work.together)]
+        sampler.sample("base", *[a_request(prompt, work.drawn) for prompt in prompts])
+
+    seconds = bench.first_seconds(draw)
+    speed = work.together * work.drawn / seconds
+    what = f"{work.large.name}: {work.together} sequences drawn, their prompts read"
+    note = f"{work.prompt} + {work.drawn} tokens each"
+    return Measurement("G12", what, speed, "tokens/s", ">= 5000", ">= 10000", note)

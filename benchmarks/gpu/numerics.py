@@ -1,0 +1,160 @@
+"""The engine against a plain Hugging Face model with the adapter added into its weights."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.engines import (
+    MODEL,
+    a_batch,
+    a_prompt,
+    a_request,
+    a_sampler,
+    a_trainer,
+    base_of,
+    random_data,
+    trained_logprobs,
+)
+from benchmarks.measuring import Measurement
+from tinkercloud_protocol.payloads import Datum
+from tinkercloud_worker import lora
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+_LENGTHS = (24, 9, 17)
+
+
+class Merged:
+    """A Hugging Face model, an adapter's product added to its weights."""
+
+    def __init__(self, bench: Bench, trainer: TorchTrainer, dtype: torch.dtype) -> None:
+        snapshot = trainer.snapshot(MODEL)
+        assert snapshot.lora is not None
+        self.model: PreTrainedModel = bench.work.checked.build(bench.device, torch.float32)
+        self.adapter: Mapping[str, Tensor] = snapshot.tensors
+        self.scale = lora.scale(snapshot.lora.rank)
+        self.names = sorted({name.rpartition(".lora_")[0] for name in self.adapter})
+        head = self.model.get_output_embeddings()
+        # Tied to the input embedding, which has no adapter.
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        with torch.no_grad():
+            for name in self.names:
+                a, b = self.halves(name)
+                self.model.get_submodule(name).weight.add_(b @ a, alpha=self.scale)
+        self.model.to(dtype)
+
+    def halves(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of a weight."""
+        return self.adapter[f"{name}.lora_A.weight"], self.adapter[f"{name}.lora_B.weight"]
+
+    def logprobs(self, datum: Datum) -> Tensor:
+        """Return the logprobs of a datum's targets."""
+        device = self.model.device
+        ids = torch.from_numpy(datum.tokens.astype(np.int64)).to(device)
+        targets = torch.from_numpy(datum.inputs["target_tokens"]).to(device)
+        logits = self.model(input_ids=ids[None]).logits[0].float()
+        return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+    def gradients(self, data: list[Datum]) -> dict[str, Tensor]:
+        """Return the gradient of A and B that follows from that of the merged weights."""
+        for name in self.names:
+            self.model.get_submodule(name).weight.requires_grad_()
+        sum(-self.logprobs(datum).sum() for datum in data).backward()  # type: ignore[union-attr]
+        found = {}
+        for name in self.names:
+            a, b = self.halves(name)
+            gradient = self.model.get_submodule(name).weight.grad
+            found[f"{name}.lora_A.weight"] = self.scale * b.T @ gradient
+            found[f"{name}.lora_B.weight"] = self.scale * gradient @ a.T
+        return found
+
+
+def float32(bench: Bench) -> Iterator[Measurement]:
+    """N2 to N4: logprobs, gradients, and gradients of layers that are computed again."""
+    shape = bench.work.checked
+    base = base_of(bench, shape, torch.float32)
+    trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
+    data = random_data(shape, _LENGTHS)
+    batch = a_batch(trainer, data)
+    output = trainer.forward_backward(MODEL, batch, lambda: None)
+    ours = trainer.export_gradient(MODEL)
+    merged = Merged(bench, trainer, torch.float32)
+    theirs = merged.gradients(data)
+    with torch.no_grad():
+        gaps = [
+            np.abs(merged.logprobs(datum).cpu().numpy() - logprobs).max()
+            for datum, logprobs in zip(data, output.logprobs, strict=True)
+        ]
+    yield Measurement(
+        "N2", "trainer's logprobs - Hugging Face's, float32", float(max(gaps)), "", "<= 1e-4"
+    )
+    assert ours is not None
+    yield Measurement(
+        "N3", "gradients / Hugging Face's, float32", _worst(ours, theirs), "", "<= 1e-3"
+    )
+    again = a_trainer(base, bench.work.rank, max_batch_tokens=64, max_kept_tokens=0)
+    again.forward_backward(MODEL, batch, lambda: None)
+    repeated = again.export_gradient(MODEL)
+    assert repeated is not None
+    yield Measurement(
+        "N4", "gradients of layers computed again / kept", _worst(repeated, ours), "", "<= 1e-4"
+    )
+
+
+def bfloat16(bench: Bench) -> Iterator[Measurement]:
+    """N5: the engine's rounding in bfloat16 beside Hugging Face's, both against float32."""
+    shape = bench.work.checked
+    trainer = a_trainer(base_of(bench, shape), bench.work.rank, max_batch_tokens=64)
+    data = random_data(shape, _LENGTHS)
+    output = trainer.forward(MODEL, a_batch(trainer, data), lambda: None)
+    exact, rounded = (Merged(bench, trainer, dtype) for dtype in (torch.float32, torch.bfloat16))
+    with torch.no_grad():
+        truth = torch.cat([exact.logprobs(datum) for datum in data]).cpu().numpy()
+        theirs = torch.cat([rounded.logprobs(datum) for datum in data]).cpu().numpy()
+    ours = np.concatenate(output.logprobs)
+    errors = [float(np.abs(values - truth).mean()) for values in (ours, theirs)]
+    note = f"{errors[0]:.1e} and {errors[1]:.1e} from float32, in the mean"
+    yield Measurement(
+        "N5", "error of logprobs / Hugging Face's, bfloat16", errors[0] / errors[1], "x",
+        "<= 1.5", note=note,
+    )  # fmt: skip
+
+
+def sampling(bench: Bench) -> Iterator[Measurement]:
+    """N6, G13: logprobs of drawn tokens beside the trainer's, in float32 and bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        gap = _sampling_gap(bench, dtype)
+        if dtype == torch.float32:
+            yield Measurement(
+                "N6", "sampling - training logprobs, float32", float(gap.max()), "", "<= 1e-4"
+            )
+            continue
+        note = f"mean exp of it {float(np.exp(gap).mean()):.4f} (wanted: 1.05 at most)"
+        yield Measurement(
+            "G13", "mean gap of sampling and training logprobs, bfloat16", float(gap.mean()), "",
+            "<= 0.02", "<= 1e-3", note,
+        )  # fmt: skip
+
+
+def _sampling_gap(bench: Bench, dtype: torch.dtype) -> np.ndarray:
+    work = bench.work
+    base = base_of(bench, work.checked, dtype)
+    trainer = a_trainer(base, work.rank, max_batch_tokens=1024)
+    prompt = a_prompt(work.checked, work.prompt, seed=0)
+    with a_sampler(base, work.together) as sampler:
+        sampler.publish("v1", trainer.snapshot(MODEL))
+        (result,) = sampler.sample("v1", a_request(prompt, work.drawn, num_samples=2))
+    gaps = [
+        np.abs(trained_logprobs(trainer, prompt, s.tokens) - np.asarray(s.logprobs))
+        for s in result.sequences
+    ]
+    return np.concatenate(gaps)
+
+
+def _worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Return the largest relative difference of two gradients, tensor by tensor."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in ours)

@@ -1,0 +1,161 @@
+"""Which models and batches are measured: public architectures with random weights.
+
+What a step costs depends on shapes, not on values, so no weights are downloaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense Qwen architecture."""
+
+    name: str
+    family: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    max_position_embeddings: int = 1 << 17
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """Return a model of this shape with random weights."""
+        config = AutoConfig.for_model(
+            self.family,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        torch.manual_seed(0)
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model.eval().requires_grad_(requires_grad=False)
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that each token is multiplied with: all but the input embedding and norms."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.layers * (attention + mlp) + self.hidden_size * self.vocab_size
+
+    def training_flops(self, length: int, adapter: int) -> float:
+        """Return the operations of a LoRA step per token; computing again is given no credit.
+
+        Args:
+            length: tokens of each sequence.
+            adapter: elements of the adapter.
+        """
+        attention = 6 * self.layers * self.heads * self.head_dim * length
+        return 4 * self.multiplied + 6 * adapter + attention
+
+
+def _qwen3(name: str, hidden: int, layers: int, heads: int, intermediate: int) -> Shape:
+    is_small = hidden < 4096
+    return Shape(name, "qwen3", hidden, layers, heads, 8, 128, intermediate, 151_936, tied=is_small)
+
+
+QWEN25_05B = Shape("Qwen2.5-0.5B", "qwen2", 896, 24, 14, 2, 64, 4864, 151_936, tied=True)
+QWEN3_06B = _qwen3("Qwen3-0.6B", 1024, 28, 16, 3072)
+QWEN3_4B = _qwen3("Qwen3-4B", 2560, 36, 32, 9728)
+QWEN3_8B = _qwen3("Qwen3-8B", 4096, 36, 32, 12288)
+TINY = Shape("tiny", "qwen3", 32, 2, 4, 2, 8, 48, 264, tied=True)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of equal length."""
+
+    sequences: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of everything that is measured."""
+
+    checked: Shape
+    """Compared with Hugging Face, in float32 too."""
+    decoding: Shape
+    small: Shape
+    middle: Shape
+    large: Shape
+    rank: int
+    small_batch: Batch
+    middle_batch: Batch
+    large_batch: Batch
+    tenants_batch: Batch
+    """One sequence for each of several models."""
+    longest_ragged: int
+    """Tokens of the longest sequence of a batch of real lengths."""
+    contexts: tuple[int, ...]
+    """Lengths to try, the most welcome last."""
+    head: tuple[int, int, int]
+    """Positions, hidden size and vocabulary of the output layer that is measured alone."""
+    prompt: int
+    drawn: int
+    """Tokens that each sequence draws."""
+    together: int
+    """Sequences decoded together."""
+    rounds: int
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "full": Workload(
+        checked=QWEN3_06B,
+        decoding=QWEN25_05B,
+        small=QWEN3_06B,
+        middle=QWEN3_4B,
+        large=QWEN3_8B,
+        rank=32,
+        small_batch=Batch(16, 2048),
+        middle_batch=Batch(8, 2048),
+        large_batch=Batch(4, 4096),
+        tenants_batch=Batch(8, 512),
+        longest_ragged=2048,
+        contexts=(1 << 15, 1 << 16, 1 << 17),
+        head=(8192, 4096, 151_936),
+        prompt=128,
+        drawn=64,
+        together=128,
+        rounds=3,
+    ),
+    "tiny": Workload(
+        checked=TINY,
+        decoding=TINY,
+        small=TINY,
+        middle=TINY,
+        large=TINY,
+        rank=4,
+        small_batch=Batch(2, 16),
+        middle_batch=Batch(2, 16),
+        large_batch=Batch(2, 16),
+        tenants_batch=Batch(2, 8),
+        longest_ragged=32,
+        contexts=(32, 64),
+        head=(64, 32, 264),
+        prompt=8,
+        drawn=4,
+        together=2,
+        rounds=1,
+    ),
+}

@@ -1,0 +1,72 @@
+"""`python -m benchmarks.gpu` runs to its end, also without a GPU, and says what it left out.
+
+What it measures here is no figure of anything; that it measures all there is, and checks the
+engine's numbers, is what these tests are about.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+ABSENT = {"megatron-core", "sglang", "vllm", "several GPUs"}
+EVERY_FIGURE = {
+    *("N1", "N2", "N3", "N4", "N5", "N6"),
+    *("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G10"),
+    *("G11a", "G11b", "G12", "G13", "G14"),
+}
+
+
+def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
+    """Run the command in a process that runs `program` first; return what it wrote."""
+    command = f"{program}\nimport sys\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main())"
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    run = subprocess.run(
+        [sys.executable, "-c", command, "--size", "tiny", "--out", str(out), *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    written: dict[str, Any] = json.loads(out.read_text())
+    return written
+
+
+def test_every_part_runs_on_a_device_that_is_not_the_cpu_and_computes_what_huggingface_does(
+    tmp_path: Path,
+) -> None:
+    written = results(
+        tmp_path / "out.json", "import tinkercloud_testing.elsewhere", "--device", "elsewhere"
+    )
+
+    verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}
+    assert written["device"]["name"] == "elsewhere"
+    assert written["failed"] == {}
+    assert verdicts.keys() == EVERY_FIGURE - {"G6"}
+    assert {verdicts[f"N{number}"] for number in range(1, 7)} == {"pass"}
+    assert {verdict for name, verdict in verdicts.items() if name[0] == "G"} == {"not compared"}
+    assert "does not count" in written["skipped"]["G6"]
+    assert written["skipped"].keys() == ABSENT | {"G6"}
+
+
+def test_what_is_not_installed_is_named_and_the_rest_is_measured(tmp_path: Path) -> None:
+    written = results(
+        tmp_path / "out.json", "import sys\nsys.modules['tinker'] = None", "--device", "cpu"
+    )
+
+    measured = {m["id"] for m in written["measurements"]}
+    missing = EVERY_FIGURE - {"N1", "G6", "G7"}
+    assert measured == {"N1", "G7"}
+    assert {written["skipped"][name] for name in missing} == {
+        "tinker is not installed (pip install tinker)"
+    }
+    assert written["versions"]["torch"]
