@@ -21,6 +21,8 @@ from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.base_model import BaseModel, UnsupportedModelError
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -172,3 +174,14 @@ def test_full_fine_tuning_is_refused(alone, tmp_path) -> None:
 def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*backend torch"):
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
+
+
+@pytest.mark.parametrize("field", ["context", "expert"])
+def test_what_megatron_core_does_on_gpus_only_is_refused_on_a_cpu(field) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{field}_parallel: 2, .* for GPUs only"):
+        Cpu().check(Parallelism(**{field: 2}))
+
+
+def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="'cuda', but this rank has no GPU"):
+        device_of("cuda")

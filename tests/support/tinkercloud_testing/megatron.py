@@ -6,13 +6,15 @@ from functools import partial
 import torch
 
 from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_worker.megatron_trainer.model import Parallelism, load
+from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 
 def megatron_trainer(path: str, tensor: int, pipeline: int) -> MegatronTrainer:
     """Return a rank's part of a trainer of the model in a folder, in float32."""
-    base = load(path, torch.float32, Parallelism(tensor, pipeline))
+    base = load(path, torch.float32, Parallelism(tensor, pipeline), Cpu())
     return MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS)
 
 

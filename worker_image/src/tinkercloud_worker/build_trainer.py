@@ -66,14 +66,21 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
 def megatron_rank(config: HeadConfig) -> RankTrainer:
     """Return a rank's MegatronTrainer."""
     # megatron-core is in trainers' images only; here it would be imported by every head.
-    from tinkercloud_worker.megatron_trainer.model import Parallelism, load  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.model import load  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer  # noqa: PLC0415
 
     trainer = config.trainer
     base = load(
         config.model.path,
         getattr(torch, trainer.dtype),
-        Parallelism(trainer.tensor_parallel, trainer.pipeline_parallel),
+        Parallelism(
+            tensor=trainer.tensor_parallel,
+            pipeline=trainer.pipeline_parallel,
+            context=trainer.context_parallel,
+            expert=trainer.expert_parallel,
+        ),
+        device_of(trainer.device),
     )
     return MegatronTrainer(
         base,

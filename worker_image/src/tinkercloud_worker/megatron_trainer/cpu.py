@@ -1,10 +1,9 @@
 """What megatron-core needs to run without a GPU.
 
 It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
-seeds from CUDA's generators. Inside `on_cpu` all of that means the CPU. Nothing of the model is
-replaced: layers, schedules and collectives are megatron-core's own, and where a GPU is present this
-module is not used. What it can't do here: sequence parallelism, recomputation, packed sequences,
-fused kernels, experts.
+seeds from CUDA's generators. Inside `computing` all of that means the CPU. Nothing of the model is
+replaced: layers, schedules and collectives are megatron-core's own. What it can't do here: sequence
+and context parallelism, recomputation, packed sequences, fused kernels, experts.
 """
 
 import contextlib
@@ -15,11 +14,12 @@ from unittest.mock import patch
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.overrides import TorchFunctionMode
 
-SETTINGS: Mapping[str, object] = {
+from tinkercloud_worker.base_model import UnsupportedModelError
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+
+_SETTINGS: Mapping[str, object] = {
     "use_cpu_initialization": True,
     "masked_softmax_fusion": False,
     "bias_activation_fusion": False,
@@ -27,8 +27,14 @@ SETTINGS: Mapping[str, object] = {
     "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
+    "sequence_parallel": False,
 }
 """Of a TransformerConfig: kernels that exist for GPUs only are off."""
+_NORMS_OF_LOCAL_LAYERS = {
+    "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
+    "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+}
+"""Transformer Engine's layers hold their norms; megatron-core's own have them beside."""
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -47,27 +53,41 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **named)
 
 
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let megatron-core compute on the CPU for a while."""
-    with (
-        patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        patch.object(torch.cuda, "synchronize", lambda *_: None),
-        _CpuForCuda(),
-    ):
-        yield
+class Cpu:
+    """See `device.Device`."""
 
+    torch_device = torch.device("cpu")
+    families = frozenset({"llama", "qwen2", "qwen3"})
 
-def seed() -> None:
-    """Set megatron's random states up: with its own tracker that tracks nothing.
+    def check(self, parallelism: Parallelism) -> None:
+        """See `Device.check`."""
+        for name, ranks in (("context", parallelism.context), ("expert", parallelism.expert)):
+            if ranks > 1:
+                raise UnsupportedModelError(
+                    f"trainer.{name}_parallel: {ranks}, but megatron-core has that for GPUs only;"
+                    " set it to 1, or trainer.device to 'cuda'"
+                )
 
-    There is no dropout and all weights are loaded, so nothing is ever drawn.
-    """
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """See `Device.computing`."""
+        with (
+            patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+            patch.object(torch.cuda, "synchronize", lambda *_: None),
+            _CpuForCuda(),
+        ):
+            yield
 
+    def seed(self) -> None:
+        """See `Device.seed`: with megatron's own tracker that tracks nothing."""
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the specification of a layer made of megatron-core's own modules."""
-    return get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401, ARG002 - part of the interface
+        """See `Device.configure`: with layers made of megatron-core's own modules."""
+        bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS_OF_LOCAL_LAYERS
+        bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS_OF_LOCAL_LAYERS
+        bridge.has_vp_stage = True
+        bridge._get_transformer_layer_spec = lambda _stage=None: get_gpt_layer_local_spec(
+            qk_layernorm=bridge.config.qk_layernorm, normalization=bridge.config.normalization
+        )
+        return _SETTINGS

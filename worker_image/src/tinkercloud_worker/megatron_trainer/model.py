@@ -3,7 +3,6 @@
 mbridge knows the families; what it takes for granted and is not always so is checked here first.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,15 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tinkercloud_worker.base_model import UnsupportedModelError, find_targets
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.megatron_trainer import cpu
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,
     Merge,
     concatenated,
     interleaved,
 )
+from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 
 _SETTINGS = {
-    "sequence_parallel": False,
     "variable_seq_lengths": True,
     # Losses are sums: nothing is divided by a number of tokens or of micro-batches.
     "calculate_per_token_loss": True,
@@ -34,19 +32,6 @@ _SETTINGS = {
     "attention_dropout": 0.0,
     "perform_initialization": False,
 }
-_NORMS_OF_LOCAL_LAYERS = {
-    "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
-    "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
-}
-"""Transformer Engine's layers hold their norms; megatron-core's own have them beside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parallelism:
-    """How many ranks a weight, and the layers, are divided over. The rest is data parallel."""
-
-    tensor: int = 1
-    pipeline: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,55 +42,56 @@ class MegatronModel:
     linears: AdaptedLinears
     targets: Sequence[Target]
     hf_config: PretrainedConfig
+    device: Device
 
 
-def device_context() -> contextlib.AbstractContextManager[None]:
-    """Return what everything that megatron-core computes must run in."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else cpu.on_cpu()
-
-
-def load(path: str, dtype: torch.dtype, parallelism: Parallelism) -> MegatronModel:
+def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device) -> MegatronModel:
     """Build this rank's part of a model and load its weights; all ranks call it together.
 
     Args:
         path: a folder in Hugging Face layout.
         dtype: of the base weights.
         parallelism: `torch.distributed` must be initialised, with a multiple of its ranks.
+        device: to compute on.
 
     Raises:
         UnsupportedModelError: this family, or how the model is configured, is not supported, or it
             can't be divided as asked.
     """
     config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    _check(config, parallelism)
+    _check(config, parallelism, device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor,
         pipeline_model_parallel_size=parallelism.pipeline,
+        context_parallel_size=parallelism.context,
+        expert_model_parallel_size=parallelism.expert,
     )
-    with device_context():
-        _seed()
+    with device.computing():
+        device.seed()
         bridge = _bridge(config, dtype)
+        bridge.set_extra_args(**_SETTINGS, **device.configure(bridge, parallelism))
         module = bridge._model_provider([])(
             parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         )
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if torch.cuda.is_available():
-            module.cuda()
+        module.to(device.torch_device)
         with torch.no_grad():
             bridge.load_weights([module], path)
         module.requires_grad_(requires_grad=False)
     with torch.device("meta"):
         targets = find_targets(AutoModelForCausalLM.from_config(config), "model", "lm_head")
-    return MegatronModel(module, _adapt(bridge, module, targets), targets, config)
+    return MegatronModel(module, _adapt(bridge, module, targets), targets, config, device)
 
 
-def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
-    if config.model_type not in {"llama", "qwen2", "qwen3"}:
+def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # noqa: ANN401 - transformers' own
+    if config.model_type not in device.families:
         raise UnsupportedModelError(
-            f"the megatron trainer does not know the family {config.model_type!r}: it takes llama,"
-            " qwen2 and qwen3; use backend torch"
+            f"the megatron trainer does not know the family {config.model_type!r}: on a"
+            f" {device.torch_device} it takes {', '.join(sorted(device.families))}; use backend"
+            " torch"
         )
+    device.check(parallelism)
     rope = config.rope_parameters.get("rope_type", "default")
     if rope != "default":
         raise UnsupportedModelError(
@@ -129,13 +115,6 @@ def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - tra
         )
 
 
-def _seed() -> None:
-    if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
-    else:
-        cpu.seed()
-
-
 def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge has no types
     bridge = AutoBridge.from_config(config, dtype=dtype)
     tied = getattr(config, "tie_word_embeddings", False)
@@ -149,14 +128,6 @@ def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge h
         "position_embedding_type": "rope",
         "rotary_base": config.rope_parameters["rope_theta"],
     }
-    if torch.cuda.is_available():
-        bridge.set_extra_args(**_SETTINGS)
-        return bridge
-    bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS_OF_LOCAL_LAYERS
-    bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS_OF_LOCAL_LAYERS
-    bridge.set_extra_args(**_SETTINGS, **cpu.SETTINGS)
-    bridge.has_vp_stage = True
-    bridge._get_transformer_layer_spec = lambda _stage=None: cpu.layer_spec(bridge.config)
     return bridge
 
 

@@ -28,7 +28,7 @@ from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
-from tinkercloud_worker.megatron_trainer.model import MegatronModel, device_context
+from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
 from tinkercloud_worker.replicas import ReplicatedTrainer
 
@@ -43,6 +43,7 @@ class MegatronTrainer(ReplicatedTrainer):
         longest = min(max_context_length or 1 << 62, config.max_position_embeddings)
         super().__init__(TokenLimits(config.vocab_size, longest))
         self._base = base
+        self._device = base.device.torch_device
         self._max_batch_tokens = max_batch_tokens
 
     def membership(self) -> Membership:
@@ -75,12 +76,12 @@ class MegatronTrainer(ReplicatedTrainer):
                 "lora_config: the megatron trainer trains adapters only; give a rank, or use a base"
                 " model that is served by the torch trainer"
             )
-        return new_adapter(self._base.targets, lora_config)
+        return new_adapter(self._base.targets, lora_config, self._device)
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
         output = PassOutput(len(batch.examples))
-        micro_batches = collate_all(batch, self._max_batch_tokens)
+        micro_batches = collate_all(batch, self._max_batch_tokens, self._device)
         if micro_batches:
             self._base.linears.active = _active(model)
             try:
@@ -95,11 +96,11 @@ class MegatronTrainer(ReplicatedTrainer):
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
             ids_BT = micro_batch.ids_BT
-            positions_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+            positions_BT = torch.arange(ids_BT.shape[1], device=self._device).expand_as(ids_BT)
             result = module(ids_BT, positions_BT, None)
             return result, partial(_loss, micro_batch, loss, output)
 
-        with device_context():
+        with self._base.device.computing():
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(micro_batches),

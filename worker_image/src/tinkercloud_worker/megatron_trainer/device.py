@@ -1,0 +1,73 @@
+"""What megatron-core computes on: all that differs between a CPU and a GPU is behind `Device`.
+
+`cpu` is what the tests run. `gpu` has been run by nobody yet.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tinkercloud_worker.base_model import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How many ranks things are divided over. The rest is data parallel."""
+
+    tensor: int = 1
+    """Ranks that each weight is divided over."""
+    pipeline: int = 1
+    """Ranks that the layers are divided over."""
+    context: int = 1
+    """Ranks that each sequence is divided over."""
+    expert: int = 1
+    """Ranks that experts are divided over, among those that are there anyway."""
+
+
+class Device(Protocol):
+    """A kind of device that megatron-core runs on."""
+
+    torch_device: torch.device
+    """Where tensors are."""
+    families: frozenset[str]
+    """The `model_type`s that can be trained."""
+
+    def check(self, parallelism: Parallelism) -> None:
+        """Check that a model can be divided so.
+
+        Raises:
+            UnsupportedModelError: it can't, here.
+        """
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return what everything that megatron-core computes must run in."""
+
+    def seed(self) -> None:
+        """Set megatron-core's random states up. Nothing is ever drawn: all weights are loaded."""
+
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - mbridge has no types
+        """Make a bridge build a model for this device; return settings of a TransformerConfig."""
+
+
+def device_of(name: str) -> Device:
+    """Return a device by the name it has in a head's configuration.
+
+    Raises:
+        UnsupportedModelError: this process has no such device.
+    """
+    # Each patches or initialises what the other must not.
+    if name == "cpu":
+        from tinkercloud_worker.megatron_trainer.cpu import Cpu  # noqa: PLC0415
+
+        return Cpu()
+    from tinkercloud_worker.megatron_trainer.gpu import Gpu  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        raise UnsupportedModelError(
+            f"trainer.device: {name!r}, but this rank has no GPU; give the trainer pods GPUs, or"
+            " set it to 'cpu'"
+        )
+    return Gpu()
