@@ -18,6 +18,7 @@ import yaml
 from tinker import types
 from transformers import AutoTokenizer
 
+from tinkercloud_testing.buckets import a_bucket
 from tinkercloud_testing.charts import CHART
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.installation import (
@@ -25,12 +26,13 @@ from tinkercloud_testing.cluster.installation import (
     RELEASE,
     START_SECONDS,
     Installation,
+    a_secret,
     an_installation,
     make_volumes,
     values_of_one_node,
 )
 from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.models import save, smollm2, tiny_llama
@@ -52,19 +54,6 @@ SMOLLM2 = {
     },
 }
 TINY_MODEL = "tiny/llama"
-TINY = {
-    "name": "tiny-llama",
-    "spec": {
-        "modelName": TINY_MODEL,
-        "source": {"volume": {"claimName": "models", "path": "tiny"}},
-        "maxContextLength": 512,
-        "head": {
-            "image": "tinkercloud.test/worker:test",
-            "resources": {"cpu": "250m", "memory": "3Gi"},
-        },
-        "trainer": {"dtype": "float32"},
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +63,54 @@ def installation(
     real_node: RealNode,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
-    """The service with one real model, and a tiny one for its own test."""
+    """The service with one real model."""
     folder = tmp_path_factory.mktemp("installation")
     source = smollm2()
     models = make_volumes(folder)
     shutil.copytree(source, models / source.name)
-    save(tiny_llama(), models / "tiny")
     for path in models.glob("*/*"):
         path.chmod(0o644)
     real_node.load(*map(program_image, ("api-server", "operator", "worker")))
-    with an_installation(cluster, folder, values()) as release:
+    values = values_of_one_node(SMOLLM2) | {"test": {"baseModel": TINY_MODEL}}
+    with an_installation(cluster, folder, values) as release:
         yield release
 
 
-def values() -> dict[str, Any]:
-    return values_of_one_node(SMOLLM2, TINY) | {"test": {"baseModel": TINY_MODEL}}
+@pytest.fixture
+def tiny_model_in_a_bucket(
+    installation: Installation, own_node: RealNode, tmp_path: Path
+) -> Iterator[None]:
+    """A tiny model that pods fetch from an object store of this machine."""
+    del own_node
+    with a_bucket(HOST_ADDRESS) as bucket:
+        uri = bucket.hold(save(tiny_llama(), tmp_path / "tiny"), "tiny")
+        secret, model = "bucket", "tiny-llama"
+        installation.cluster.apply(
+            a_secret(secret, installation.namespace, bucket.environment),
+            {
+                "apiVersion": "tinkercloud.dev/v1alpha1",
+                "kind": "BaseModel",
+                "metadata": {"name": model, "namespace": installation.namespace},
+                "spec": {
+                    "modelName": TINY_MODEL,
+                    "source": {"uri": uri, "secretName": secret},
+                    "maxContextLength": 512,
+                    "head": {
+                        "image": "tinkercloud.test/worker:test",
+                        "resources": {"cpu": "250m", "memory": "3Gi"},
+                    },
+                    "trainer": {"dtype": "float32"},
+                },
+            },
+        )
+        with installation.client() as client:
+            wait_until(lambda: TINY_MODEL in served_by(client), "the tiny model on offer")
+        yield
+        installation.kubectl("delete", f"secret/{secret}", f"basemodel/{model}")
+
+
+def served_by(client: tinker.ServiceClient) -> list[str | None]:
+    return [model.model_name for model in client.get_server_capabilities().supported_models]
 
 
 @dataclass
@@ -210,8 +232,8 @@ def test_a_new_session_resumes_from_the_checkpoint(
     assert loss_of(training, pairs()) == story.loss
 
 
-def test_the_charts_own_test_trains_a_step_in_a_pod_and_ends_its_session(
-    installation: Installation,
+def test_the_charts_own_test_trains_a_fetched_model_in_a_pod_and_ends_its_session(
+    installation: Installation, tiny_model_in_a_bucket: None
 ) -> None:
     before = {session["metadata"]["uid"] for session in installation.sessions()}
 

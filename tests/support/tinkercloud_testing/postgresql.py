@@ -1,6 +1,6 @@
 """A real PostgreSQL: programs of the operating system, a data folder of its own, a free port.
 
-It listens on the loopback alone, wants a password, and ends with the test run.
+It listens on one address, wants a password, and ends with the test run.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from tinkercloud_testing.servers import free_port
 _USER = "tinkercloud"
 _SYSTEM_USER = "postgres"
 _SETTINGS = {
-    "listen_addresses": "127.0.0.1",
     "unix_socket_directories": "",
     # What the machine would lose in a power cut is of no interest here.
     "fsync": "off",
@@ -33,6 +32,7 @@ class PostgreSQL:
 
     program: Program
     programs: Path
+    address: str
     port: int
     password: str
 
@@ -50,36 +50,41 @@ class PostgreSQL:
         """Make an empty database and return its URL, as `TINKERCLOUD_DATABASE_URL` wants it."""
         name = f"db_{secrets.token_hex(8)}"
         self._run("createdb", name)
-        return f"postgresql+asyncpg://{_USER}:{self.password}@127.0.0.1:{self.port}/{name}"
+        return f"postgresql+asyncpg://{_USER}:{self.password}@{self.address}:{self.port}/{name}"
 
     def _run(self, program: str, *arguments: str) -> None:
-        where = ("--host=127.0.0.1", f"--port={self.port}", f"--username={_USER}")
+        where = (f"--host={self.address}", f"--port={self.port}", f"--username={_USER}")
         environment = {**os.environ, "PGPASSWORD": self.password}
         command = [str(self.programs / program), *where, "--no-password", *arguments]
         subprocess.run(command, env=environment, check=True)
 
 
 @contextlib.contextmanager
-def a_postgresql() -> Iterator[PostgreSQL]:
-    """Run PostgreSQL, which is installed first where it is missing (Debian, as root)."""
+def a_postgresql(address: str = "127.0.0.1") -> Iterator[PostgreSQL]:
+    """Run PostgreSQL, which is installed first where it is missing (Debian, as root).
+
+    Args:
+        address: where it listens.
+    """
     subprocess.run([str(ROOT / "tools" / "install_postgresql.sh")], check=True)
     programs = _programs()
     port, password = free_port(), secrets.token_urlsafe(16)
     with state_folder() as folder:
         data = _initialised(programs, folder, password)
-        options = [f"-c{name}={value}" for name, value in {**_SETTINGS, "port": str(port)}.items()]
+        settings = {**_SETTINGS, "listen_addresses": address, "port": str(port)}
+        options = [f"-c{name}={value}" for name, value in settings.items()]
         # Giving up root undoes the order to die with this run, so it is given again: a fast
         # shutdown, which leaves no shared memory behind.
         as_nobody = _as_nobody_special("--pdeathsig", "INT")
         command = [*as_nobody, str(programs / "postgres"), "-D", str(data)]
-        is_ready = [str(programs / "pg_isready"), "--quiet", "--host=127.0.0.1", f"--port={port}"]
+        is_ready = [str(programs / "pg_isready"), "--quiet", f"--host={address}", f"--port={port}"]
         program = Program(
             "postgres",
             [*command, *options],
             folder / "postgres.log",
             lambda: subprocess.run(is_ready, check=False).returncode == 0,
         )
-        server = PostgreSQL(program, programs, port, password)
+        server = PostgreSQL(program, programs, address, port, password)
         server.start()
         try:
             yield server
@@ -116,6 +121,8 @@ def _initialised(programs: Path, folder: Path, password: str) -> Path:
         stdout=subprocess.DEVNULL,
         cwd=folder,
     )
+    with (data / "pg_hba.conf").open("a") as rules:
+        rules.write("host all all all scram-sha-256\n")
     return data
 
 

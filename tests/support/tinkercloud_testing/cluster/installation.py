@@ -112,6 +112,16 @@ def values_of_one_node(*base_models: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def a_secret(name: str, namespace: str, entries: Mapping[str, str]) -> dict[str, Any]:
+    """Return a Secret."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "namespace": namespace},
+        "stringData": dict(entries),
+    }
+
+
 def make_volumes(folder: Path) -> Path:
     """Make the folders of the node that pods use, which outlive them; return the models'."""
     # The folders above are this user's alone.
@@ -125,7 +135,7 @@ def make_volumes(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def an_installation(
-    cluster: Cluster, folder: Path, values: Mapping[str, Any]
+    cluster: Cluster, folder: Path, values: Mapping[str, Any], **secrets: Mapping[str, str]
 ) -> Iterator[Installation]:
     """Install what a user would, in the order that docs/installation.md gives.
 
@@ -133,10 +143,12 @@ def an_installation(
         cluster: where KubeRay is, and a node that has the images.
         folder: of `make_volumes`.
         values: of the chart.
+        secrets: entries of the Secrets that the values name.
     """
     with cluster.a_namespace("tinkercloud", **_RESTRICTED) as namespace:
         for name in _VOLUMES:
             cluster.apply(*a_volume(name, namespace, folder / name))
+        cluster.apply(*[a_secret(name, namespace, secrets[name]) for name in secrets])
         path = folder / "values.yaml"
         path.write_text(yaml.safe_dump(dict(values)))
         release = Installation(cluster, namespace, path)

@@ -34,7 +34,7 @@ from tinkercloud_testing.cluster.images import (
 )
 from tinkercloud_testing.cluster.programs import ROOT, build_folder, system_tool
 
-_LIGHT = ("tinkercloud-api", "tinkercloud-operator")
+_LIGHT = ("tinkercloud-api[postgres]", "tinkercloud-operator")
 _WORKER = ("tinkercloud-worker",)
 _TRAINER = ("tinkercloud-worker[megatron]",)
 PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
