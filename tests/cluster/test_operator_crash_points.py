@@ -138,7 +138,7 @@ def is_killed(world: World, name: str, step: Step, crash: Crash) -> bool:
         step.begin(world.sessions, name)
         reached = waiting.submit(wait_for, world.sessions, name, step.goal)
         wait_until(lambda: is_over(world, trap, reached), step.goal, ENDLESS_SECONDS)
-        world.api.trap = None
+        was_killed = trap.disarm()
         world.operator.program.start()
         reached.result()
 
@@ -146,7 +146,7 @@ def is_killed(world: World, name: str, step: Step, crash: Crash) -> bool:
     wait_until(lambda: len(world.sessions.children(name)) == step.children, left, ENDLESS_SECONDS)
     made = Counter(write.path for write in world.api.writes[first:] if write.status == 201)
     assert set(made.values()) <= {1}, f"made twice: {made}"
-    return trap.has_sprung
+    return was_killed
 
 
 def wait_for(sessions: Sessions, name: str, goal: str) -> None:

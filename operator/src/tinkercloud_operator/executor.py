@@ -114,7 +114,7 @@ class Executor:
             case AskHead():
                 return await self._ask(observed, action)
             case HoldFinalizer(held):
-                await self._hold_finalizer(observed, held=held)
+                await (self._hold_finalizer(observed) if held else self._let_go(observed))
             case DeleteSession():
                 await self._cluster.delete(ObjectRef("TrainingSession", observed.name))
             case Announce():
@@ -151,15 +151,24 @@ class Executor:
             await self._write_status(observed, observed.status.model_copy(update=update))
         return True
 
-    async def _hold_finalizer(self, observed: Observed, *, held: bool) -> None:
+    async def _hold_finalizer(self, observed: Observed) -> None:
+        await self._apply_metadata(observed, {"finalizers": [labels.FINALIZER]})
+
+    async def _let_go(self, observed: Observed) -> None:
+        try:
+            await self._apply_metadata(observed, {})
+        except Conflict:
+            # The answer to letting go may be older than what was seen of the session's deletion.
+            log.debug("gone already", session=observed.name)
+
+    async def _apply_metadata(self, observed: Observed, metadata: Manifest) -> None:
         # With the uid, applying can't make a session anew that is gone by now.
-        metadata = {"name": observed.name, "uid": observed.uid}
-        finalizers = {"finalizers": [labels.FINALIZER]} if held else {}
+        own = {"name": observed.name, "uid": observed.uid}
         applied = await self._cluster.apply(
             {
                 "apiVersion": labels.API_VERSION,
                 "kind": "TrainingSession",
-                "metadata": {**metadata, **finalizers},
+                "metadata": {**own, **metadata},
             }
         )
         self._note_own("TrainingSession", applied)

@@ -38,7 +38,7 @@ class _Lock(LeaseLock):
 
     def __init__(self, api: client.ApiClient, settings: Settings) -> None:
         super().__init__(settings.lease_name, settings.namespace, settings.identity, api)
-        self._patience_seconds = settings.lease_renew_seconds
+        self._patience_seconds: float = settings.lease_renew_seconds
 
     async def get(self, name: str, namespace: str) -> _Found:
         try:

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.cluster import Refused, Unreachable
+from tinkercloud_operator.cluster import Conflict, Refused, Unreachable
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import ChildKey, Manifest
@@ -15,7 +15,7 @@ from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
-from tinkercloud_testing.sessions import observed
+from tinkercloud_testing.sessions import NOON, observed
 
 SESSION = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions/one"
 RAY_CLUSTER = "/apis/ray.io/v1/namespaces/default/rayclusters/one"
@@ -165,3 +165,22 @@ async def test_a_witness_that_went_is_made_again_of_the_same_secret(operator: Op
 
     assert token(operator.api) == before
     assert has_secret("one", operator.children)
+
+
+async def test_a_deleted_session_that_is_gone_already_is_let_go(operator: Operator) -> None:
+    operator.api.refused["one"] = 409
+    deleted = observed(deleted=NOON, has_finalizer=True)
+
+    again = await operator.executor.execute(deleted, reconcile(deleted, Settings()))
+
+    assert not again
+    assert operator.api.writes == [f"PATCH {SESSION}"]
+
+
+async def test_no_child_is_made_of_a_session_that_is_gone(operator: Operator) -> None:
+    operator.api.refused["one"] = 409
+
+    with pytest.raises(Conflict):
+        await operator.look()
+
+    assert operator.api.writes == [f"PATCH {SESSION}"]

@@ -51,7 +51,7 @@ class Write:
 
 @dataclass
 class Trap:
-    """Springs at the n-th write from now on."""
+    """Springs at the n-th write from now on, unless it is disarmed before."""
 
     writes_left: int
     moment: str
@@ -59,17 +59,26 @@ class Trap:
     spring: Callable[[], None]
     """Kills who made the write; it never sees the answer."""
     has_sprung: bool = False
+    _is_armed: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def springs(self, moment: str) -> bool:
         """Count a write's moment, and say whether the trap springs at it."""
-        if self.has_sprung or moment != self.moment:
-            return False
-        self.writes_left -= 1
-        if self.writes_left > 0:
-            return False
-        self.spring()
-        self.has_sprung = True
-        return True
+        with self._lock:
+            if not self._is_armed or moment != self.moment:
+                return False
+            self.writes_left -= 1
+            if self.writes_left > 0:
+                return False
+            self.spring()
+            self._is_armed, self.has_sprung = False, True
+            return True
+
+    def disarm(self) -> bool:
+        """Let it spring no more; return whether it has."""
+        with self._lock:
+            self._is_armed = False
+            return self.has_sprung
 
 
 @dataclass
