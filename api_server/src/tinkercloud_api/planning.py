@@ -10,7 +10,7 @@ from huggingface_hub.errors import HFValidationError
 from rich.console import RenderableType
 from rich.table import Table
 
-from tinkercloud_crds.planning import architecture, fleet
+from tinkercloud_crds.planning import architecture, families, fleet
 from tinkercloud_crds.planning.memory import GpuMemory
 from tinkercloud_crds.planning.offer import Plan
 from tinkercloud_crds.planning.offer import plan as make_plan
@@ -42,7 +42,7 @@ def plan(
             nothing fits.
     """
     try:
-        described = architecture.read(read_config(model))
+        described = families.read(read_config(model))
         longest = min(_DEFAULT_SEQUENCE_LENGTH, described.max_context_length)
         return make_plan(
             described,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
-from tinkercloud_crds.planning import architecture
+from tinkercloud_crds.planning import families
 from tinkercloud_crds.planning.fleet import Fleet, gpu
 from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
 from tinkercloud_crds.planning.planner import Demand
@@ -239,7 +239,7 @@ def _plan(
         raise ValueError("config: expected the JSON object of a config.json")  # noqa: TRY004 - text
     kind = gpu(trainer.planning.gpu)
     pods = trainer.gpus_per_replica
-    demand = Demand(architecture.read(config), sequence_length, lora_rank)
+    demand = Demand(families.read(config), sequence_length, lora_rank)
     return plan_trainer(
         demand, Fleet(kind, trainer.replicas * pods, per_node=pods), processes=processes
     )

@@ -15,7 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.planning.architecture import Architecture, read
+from tinkercloud_crds.planning.architecture import Architecture
+from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
 from tinkercloud_crds.planning.layouts import layouts
 from tinkercloud_crds.planning.memory import training

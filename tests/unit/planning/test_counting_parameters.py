@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tinkercloud_crds.planning.architecture import UnknownArchitecture, model_types, read
+from tinkercloud_crds.planning.architecture import UnknownArchitecture
+from tinkercloud_crds.planning.families import model_types, read
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "public_models.json").read_text()

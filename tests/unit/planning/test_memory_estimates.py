@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_crds.planning.architecture import Architecture, read
+from tinkercloud_crds.planning.architecture import Architecture
+from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import gpu
 from tinkercloud_crds.planning.memory import (
     Layout,

@@ -1,0 +1,194 @@
+"""Which Hugging Face configurations can be read, and what each of them means by its fields."""
+
+from collections.abc import Callable, Mapping
+
+from tinkercloud_crds.planning.architecture import Architecture, Layer, UnknownArchitecture
+from tinkercloud_crds.planning.blocks import (
+    Attention,
+    Config,
+    Fields,
+    Mlp,
+    gated_mlp,
+    grouped_attention,
+    latent_attention,
+    mixture,
+)
+
+
+def read(config: Config) -> Architecture:
+    """Return the architecture that a `config.json` describes.
+
+    Raises:
+        UnknownArchitecture: its model type is not one of `model_types`, or a field is missing or
+            has a value that can't be.
+    """
+    model_type = config.get("model_type")
+    family = _FAMILIES.get(str(model_type))
+    if family is None:
+        raise UnknownArchitecture(
+            f"model_type: {model_type!r} can't be planned for; accepted: {', '.join(model_types())}"
+        )
+    return family(Fields(config))
+
+
+def model_types() -> list[str]:
+    """Return the values of `model_type` that `read` accepts."""
+    return sorted(_FAMILIES)
+
+
+def _layer(attention: Attention, mlp: Mlp, norms: int, hidden: int) -> Layer:
+    return Layer(
+        matrices=attention.matrices + mlp.matrices,
+        others=attention.others + mlp.others + norms * hidden,
+        norms=norms,
+        attention_width=attention.width,
+        mlp_width=mlp.width,
+        copies=mlp.copies,
+    )
+
+
+def _assembled(
+    fields: Fields,
+    attention: Attention,
+    mlp: Mlp,
+    *,
+    dense: Mlp | None = None,
+    dense_layers: int = 0,
+    norms: int = 2,
+    tied: bool = False,
+) -> Architecture:
+    """Return the whole model.
+
+    Args:
+        fields: the configuration.
+        attention: of every layer.
+        mlp: of every layer but the leading ones.
+        dense: of the leading layers.
+        dense_layers: how many those are.
+        norms: of the hidden size, per layer.
+        tied: what the family's configurations mean by saying nothing.
+    """
+    hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    if dense_layers >= layers:
+        raise UnknownArchitecture(
+            f"first_k_dense_replace: {dense_layers} leaves none of the {layers} layers a mixture"
+        )
+    leading = (_layer(attention, dense, norms, hidden),) * dense_layers if dense else ()
+    return Architecture(
+        model_type=str(fields.config["model_type"]),
+        hidden_size=hidden,
+        vocab_size=fields.size("vocab_size"),
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        cached=attention.cached,
+        max_context_length=fields.size("max_position_embeddings"),
+        tied=fields.flag("tie_word_embeddings", default=tied),
+        leading=leading,
+        repeated=_layer(attention, mlp, norms, hidden),
+        repeats=layers - len(leading),
+    )
+
+
+def _dense_mlp(fields: Fields) -> Mlp:
+    return gated_mlp(fields.size("hidden_size"), fields.size("intermediate_size"))
+
+
+def _optional_biases(fields: Fields) -> tuple[str, ...]:
+    return ("q", "k", "v", "o") if fields.flag("attention_bias", default=False) else ()
+
+
+def _llama(fields: Fields) -> Architecture:
+    return _assembled(
+        fields, grouped_attention(fields, biased=_optional_biases(fields)), _dense_mlp(fields)
+    )
+
+
+def _mistral(fields: Fields) -> Architecture:
+    return _assembled(fields, grouped_attention(fields), _dense_mlp(fields))
+
+
+def _qwen2(fields: Fields) -> Architecture:
+    return _assembled(fields, grouped_attention(fields, biased=("q", "k", "v")), _dense_mlp(fields))
+
+
+def _qwen3_attention(fields: Fields) -> Attention:
+    return grouped_attention(fields, head_dim=128, biased=_optional_biases(fields), has_norms=True)
+
+
+def _qwen3(fields: Fields) -> Architecture:
+    return _assembled(fields, _qwen3_attention(fields), _dense_mlp(fields))
+
+
+def _gemma(fields: Fields) -> Architecture:
+    attention = grouped_attention(fields, head_dim=256)
+    return _assembled(fields, attention, _dense_mlp(fields), tied=True)
+
+
+def _gemma2(fields: Fields) -> Architecture:
+    attention = grouped_attention(fields, head_dim=256)
+    return _assembled(fields, attention, _dense_mlp(fields), norms=4, tied=True)
+
+
+def _gemma3(fields: Fields) -> Architecture:
+    attention = grouped_attention(fields, head_dim=256, has_norms=True)
+    return _assembled(fields, attention, _dense_mlp(fields), norms=4, tied=True)
+
+
+def _mixtral(fields: Fields) -> Architecture:
+    mlp = mixture(
+        fields.size("hidden_size"),
+        fields.size("intermediate_size"),
+        experts=fields.size("num_local_experts"),
+        chosen=fields.size("num_experts_per_tok"),
+    )
+    return _assembled(fields, grouped_attention(fields), mlp)
+
+
+def _qwen3_moe(fields: Fields) -> Architecture:
+    if fields.config.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
+        raise UnknownArchitecture(
+            "mlp_only_layers, decoder_sparse_step: only models whose layers are all mixtures can"
+            " be planned for"
+        )
+    mlp = mixture(
+        fields.size("hidden_size"),
+        fields.size("moe_intermediate_size"),
+        experts=fields.size("num_experts"),
+        chosen=fields.size("num_experts_per_tok"),
+    )
+    return _assembled(fields, _qwen3_attention(fields), mlp)
+
+
+def _deepseek(fields: Fields) -> Architecture:
+    if fields.size("moe_layer_freq", 1) != 1:
+        raise UnknownArchitecture("moe_layer_freq: only 1 can be planned for")
+    hidden = fields.size("hidden_size")
+    mlp = mixture(
+        hidden,
+        fields.size("moe_intermediate_size"),
+        experts=fields.size("n_routed_experts"),
+        chosen=fields.size("num_experts_per_tok"),
+        shared=fields.count("n_shared_experts"),
+    )
+    return _assembled(
+        fields,
+        latent_attention(fields),
+        mlp,
+        dense=_dense_mlp(fields),
+        dense_layers=fields.count("first_k_dense_replace"),
+    )
+
+
+_FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}
