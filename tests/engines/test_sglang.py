@@ -63,7 +63,7 @@ def a_sampler(fakes: list[FakeSglang], folder: Path, **options) -> InferenceSamp
         scratch_dir=str(folder / "scratch"),
         sampler=SamplerConfig(backend="sglang", inference=inference),
     )
-    return inference_sampler(config)
+    return inference_sampler(config, targets=[])
 
 
 @pytest.fixture
@@ -139,6 +139,18 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
         assert_same(their, our)
 
 
+async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
+    sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    await sampler.publish("base", None)
+    questions = PromptQuestions(logprobs_from=4)
+
+    await sampler.sample("base", a_sampling_request(PROMPTS[2], questions=questions))
+
+    bodies = [body for fake in fakes for body in fake.called("/generate")]
+    assert [body["logprob_start_len"] for body in bodies].count(3) == 1
+
+
 async def test_a_session_keeps_to_one_engine_and_different_ones_to_different_ones(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
@@ -202,6 +214,8 @@ async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
         await sampler.close()
 
     assert len(fake.called("/load_lora_adapter")) == 2
+    # Drawing and scoring without an adapter is how an engine is examined, each time it comes.
+    assert len([body for body in fake.called("/generate") if "lora_path" not in body]) == 4
 
 
 async def test_requests_go_to_the_engine_that_is_left(
@@ -334,6 +348,10 @@ async def test_colocated_engines_give_their_memory_away_while_the_trainer_comput
     assert [len(fake.called("/release_memory_occupation")) for fake in fakes] == [1, 1]
     for result in [*released[:3], *released[5:]]:
         assert_same(result, await engine.sampler.sample("one", request))
+    await train()
+    await sampler.retire("one")
+    await asyncio.gather(*sampler._cleaning)
+    assert [fake.adapters for fake in fakes] == [{}, {}]
     thread.stop()
     await sampler.close()
 

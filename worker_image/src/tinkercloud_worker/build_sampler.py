@@ -4,15 +4,19 @@ The torch sampler takes turns with training on that thread, on the head's copy o
 Inference servers compute by themselves; those that share the trainer's GPUs take turns with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
@@ -22,6 +26,7 @@ from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.inference.sglang_control import SglangControl
 from tinkercloud_worker.inference.vllm import VllmDialect
+from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 
@@ -55,15 +60,19 @@ def build_sampler(
         )
         thread.start(sampler)
         return sampler, thread
-    servers = inference_sampler(config)
+    servers = inference_sampler(config, base.targets)
     colocated = config.sampler.inference.colocated
     thread = ColocatedThread(servers.training, on_crash) if colocated else EngineThread(on_crash)
     thread.start(NoBackground())
     return servers, thread
 
 
-def inference_sampler(config: HeadConfig) -> InferenceSampler:
+def inference_sampler(config: HeadConfig, targets: Sequence[Target]) -> InferenceSampler:
     """Return the sampler that asks the configured servers.
+
+    Args:
+        config: of the head.
+        targets: weights of the base model that adapters may adapt.
 
     Raises:
         OSError: the file with their key can't be read.
@@ -84,7 +93,17 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
             if isinstance(dialect, SglangDialect)
         }
     engines = [Engine(dialect, folder) for dialect in dialects]
-    return InferenceSampler(engines, controls, folder, config.sampler, config.model.name)
+    # vLLM's CPU kernels give rows that name no adapter the last one's.
+    neutral = neutral_adapter(targets) if inference.kind == "vllm" else None
+    return InferenceSampler(
+        engines, controls, folder, config.sampler, config.model.name, neutral=neutral
+    )
+
+
+def neutral_adapter(targets: Sequence[Target]) -> WeightsSnapshot:
+    """Return an adapter under which a model is what it is without one."""
+    layout = lora.layout(targets[:1], rank=1)
+    return WeightsSnapshot(LoraConfig(rank=1), layout.views(torch.zeros(layout.size)))
 
 
 def _clients(inference: InferenceConfig) -> list[InferenceClient]:

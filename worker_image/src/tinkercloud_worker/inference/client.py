@@ -2,7 +2,8 @@
 
     ServerError (Unavailable)   the server's fault, or nobody's: futures say category "server"
     ├── ServerUnreachable       no answer at all: it is down, restarting, or the network is
-    └── NotThere                it does not hold the adapter that was named
+    ├── NotThere                it does not hold the adapter that was named
+    └── AdaptersDisabled        it was started without adapters
 
 What the server says is wrong with a request is raised as InvalidRequest, in its own words.
 """
@@ -32,6 +33,10 @@ class ServerUnreachable(ServerError):
 
 class NotThere(ServerError):
     """It does not hold what the request names, as after a restart."""
+
+
+class AdaptersDisabled(ServerError):
+    """It takes no adapters at all."""
 
 
 class InferenceClient:

@@ -23,7 +23,7 @@ from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.adapters import AdapterFolder
-from tinkercloud_worker.inference.client import NotThere, ServerUnreachable
+from tinkercloud_worker.inference.client import AdaptersDisabled, NotThere, ServerUnreachable
 from tinkercloud_worker.inference.engine import Engine
 from tinkercloud_worker.inference.sglang_control import BASE, TRAINING, SglangControl
 
@@ -68,6 +68,8 @@ class InferenceSampler:
         folder: AdapterFolder,
         config: SamplerConfig,
         base_model: str,
+        *,
+        neutral: WeightsSnapshot | None,
     ) -> None:
         """Make a sampler; no server is asked yet.
 
@@ -77,12 +79,16 @@ class InferenceSampler:
             folder: where to write what they load.
             config: bounds and patience.
             base_model: name of the base model.
+            neutral: an adapter that changes nothing, to sample the base model through where servers
+                can't be trusted with requests that name no adapter; None where they can.
         """
         self._engines = {engine.url: engine for engine in engines}
         self._controls = controls
         self._folder = folder
         self._config = config
         self._base_model = base_model
+        self._neutral = neutral
+        self._base: asyncio.Task[_Version] | None = None
         self._versions: dict[str, _Version] = {}
         self._users: Counter[str] = Counter()
         """Versions and requests that need the files of a name."""
@@ -146,7 +152,8 @@ class InferenceSampler:
         if published.name is not None:
             self._users[published.name] += 1
         try:
-            return await self._ask(version, published, _sampling(request, published.adapter))
+            used = published if published.name is not None else await self._base_version()
+            return await self._ask(version, used, _sampling(request, used.adapter))
         finally:
             self._queued -= 1
             if published.name is not None:
@@ -178,6 +185,30 @@ class InferenceSampler:
                 " lived only in a head that has stopped; save the weights again"
             )
         return self._versions[version]
+
+    async def _base_version(self) -> _Version:
+        """Return what stands for the base model; the neutral adapter is written when first used."""
+        if self._neutral is None:
+            return _BASE_MODEL
+        if self._base is None:
+            self._base = asyncio.create_task(self._publish_neutral(self._neutral))
+        writing = self._base
+        try:
+            return await asyncio.shield(writing)
+        except Exception:
+            if self._base is writing:
+                self._base = None
+            raise
+
+    async def _publish_neutral(self, neutral: WeightsSnapshot) -> _Version:
+        name = await asyncio.to_thread(self._folder.write, neutral, self._base_model)
+        version = _Version(neutral.lora, name)
+        try:
+            await self._ask("", version, _nothing)
+        except AdaptersDisabled:
+            # Where there are no adapters, none can get into the base model's way.
+            return _BASE_MODEL
+        return version
 
     async def _ask(
         self,

@@ -20,7 +20,13 @@ from tinkercloud_protocol.payloads import (
     TopLogprobs,
 )
 from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
+from tinkercloud_worker.inference.client import (
+    AdaptersDisabled,
+    InferenceClient,
+    Json,
+    NotThere,
+    ServerError,
+)
 from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
 
 _COMPLETIONS = "/v1/completions"
@@ -81,20 +87,9 @@ class VllmDialect:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
             await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
-        except InvalidRequest as error:
+        except (InvalidRequest, ServerError) as error:
             if "already been loaded" not in error.message:
-                raise
-        except NotThere as error:
-            raise ServerError(
-                f"{error.message}. vLLM reads adapters from sampler.inference.adapters_dir, which"
-                " it must see, and loads them when it is started with --enable-lora and"
-                " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            ) from None
-        except ServerError as error:
-            # What is wrong with an adapter, such as its rank, is an internal error to vLLM.
-            if "add_lora" not in error.message:
-                raise
-            raise InvalidRequest(error.message) from None
+                raise _meaning(error) from None
 
     async def unload_adapter(self, name: str) -> None:
         """See `Dialect.unload_adapter`."""
@@ -200,6 +195,24 @@ class VllmDialect:
             if top_k
             else None,
         )
+
+
+def _meaning(refused: InvalidRequest | ServerError) -> Exception:
+    """Return what it means that an adapter was not loaded."""
+    words = refused.message
+    no_route = isinstance(refused, NotThere) and "Not Found" in words
+    if no_route or "LoRA is not enabled" in words:
+        return AdaptersDisabled(
+            f"{words}. vLLM takes adapters when it is started with --enable-lora and with"
+            " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        )
+    if isinstance(refused, NotThere):
+        return ServerError(
+            f"{words}. vLLM reads adapters from sampler.inference.adapters_dir, which it must see;"
+            " if it does under another path, set adapters_dir_there"
+        )
+    # What is wrong with an adapter, such as its rank, is an internal error to vLLM.
+    return InvalidRequest(words) if "add_lora" in words else refused
 
 
 def _ranked(position: Mapping[str, float], k: int) -> Ranked:
