@@ -29,7 +29,8 @@ from tinkercloud_crds.planning.memory import (
 )
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.models import smollm2, tiny_llama, tiny_qwen3
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.adam import new_adapter
+from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
@@ -96,6 +97,24 @@ def built(config: dict[str, Any]) -> PreTrainedModel:
 def adapted(model: PreTrainedModel) -> PeftModel:
     config = PeftConfig(r=RANK, target_modules="all-linear")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def kept_by_the_trainer(config: dict[str, Any]) -> int:
+    """Return what a forward pass of the trainer keeps if its layers are computed again."""
+    base = BaseModel(built(config).eval(), packed=False)
+    adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
+    route = route_all(ActiveWeights(adapter.tensors, lora_scale=1.0))
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    ids = torch.arange(TOKENS)[None] % 200
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        base.hidden(ids, route, recompute=True)
+    weights = {w.untyped_storage().data_ptr() for w in base.named_weights().values()}
+    return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
 
 
 @every_model
@@ -168,6 +187,18 @@ def test_a_layer_that_is_computed_again_keeps_its_input_only() -> None:
         for layers in (2, 4)
     ]
     assert estimates[1].activations - estimates[0].activations == measured
+
+
+def test_the_torch_trainer_keeps_the_inputs_of_layers_that_it_computes_again() -> None:
+    name = "Qwen/Qwen3-0.6B"
+
+    measured = kept_by_the_trainer(shortened(name, 4)) - kept_by_the_trainer(shortened(name, 2))
+
+    estimates = [
+        training(read(shortened(name, layers)), Layout(), tokens=TOKENS, lora_rank=RANK)
+        for layers in (2, 4)
+    ]
+    assert measured == estimates[1].activations - estimates[0].activations
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3"])
