@@ -296,6 +296,13 @@ def test_the_head_is_told_how_the_trainer_pods_train() -> None:
     assert (on_cpus.ranks, on_cpus.tensor_parallel, on_cpus.device) == (4, 2, "cpu")
 
 
+def test_layers_are_computed_again_on_gpus_as_their_plan_supposes() -> None:
+    on_gpus = surroundings.head_config(a_build(a_base_model(trainer=TRAINERS))).trainer
+    on_cpus = surroundings.head_config(a_build(CPU_TRAINERS)).trainer
+
+    assert (on_gpus.max_kept_tokens, on_cpus.max_kept_tokens) == (0, None)
+
+
 def test_a_session_of_fewer_trainer_pods_has_fewer_ranks() -> None:
     build = a_build(CPU_TRAINERS, a_session(trainer={"replicas": 1}))
 

@@ -69,6 +69,8 @@ def _trainer_config(trainer: TrainerShape | None) -> TrainerConfig:
         device="cuda" if trainer.gpus_per_replica else "cpu",
         dtype=trainer.dtype,
         max_batch_tokens=trainer.max_batch_tokens,
+        # What fits a GPU is planned for layers that are computed again.
+        max_kept_tokens=0 if trainer.gpus_per_replica else None,
     )
 
 
