@@ -185,3 +185,19 @@ def test_what_megatron_core_does_on_gpus_only_is_refused_on_a_cpu(field) -> None
 def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="'cuda', but this rank has no GPU"):
         device_of("cuda")
+
+
+def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(alone, tmp_path) -> None:
+    megatron, _ = pair(tiny_llama, tmp_path)
+    data = random_data(LENGTHS)
+    expected = run(megatron, data)
+    gradient = megatron.export_gradient("m")
+    megatron.discard_gradient("m")
+
+    megatron._multiple = 4
+    got = run(megatron, data)
+
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-6
+    )
+    assert_close(megatron.export_gradient("m"), gradient, rtol=1e-5)

@@ -6,7 +6,8 @@ computes as one, have an adapter each, and what is exported needs no conversion.
 
 A rank's gradient of an adapter is its part of a sum over all ranks. What ranks of a tensor-parallel
 group compute alike (A before a layer divided by its outputs, B behind one divided by its inputs)
-counts at the first of them only; see `count_once`.
+counts at the first of them only; see `count_once`. Where they divide the sequence between the
+weights (sequence parallelism), each computes these for its own positions, and all count.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -53,13 +56,16 @@ class AdaptedLinears:
             targets: the Hugging Face layers it computes.
             merge: how their outputs are arranged in its own.
         """
+        alike: list[str]
         if isinstance(linear, ColumnParallelLinear):
-            self._counted_alike.update(target.a_name for target in targets)
+            alike = [target.a_name for target in targets]
             linear.register_forward_hook(partial(self._add_columns, targets, merge))
         else:
             (target,) = targets
-            self._counted_alike.add(target.b_name)
+            alike = [target.b_name]
             linear.register_forward_hook(partial(self._add_rows, target))
+        if not linear.sequence_parallel:
+            self._counted_alike.update(alike)
 
     def count_once(self, tensors: Mapping[str, Tensor]) -> None:
         """Drop the gradients that the first rank of the tensor-parallel group has just the same."""
@@ -74,22 +80,28 @@ class AdaptedLinears:
         self,
         targets: Sequence[Target],
         merge: Merge,
-        _module: nn.Module,
+        module: nn.Module,
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None] | None:
         active = self.active
-        if active is None or not any(t.a_name in active.tensors for t in targets):
+        # Switches are about attention or MLP: all of the targets are adapted, or none.
+        if active is None or targets[0].a_name not in active.tensors:
             return None
         x = inputs[0].float()
-        terms = [_column_term(x, target, active) for target in targets]
+        spread = (
+            gather_from_sequence_parallel_region
+            if module.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        terms = [_column_term(x, target, active, spread) for target in targets]
         y, bias = output
         return y + merge(terms).to(y.dtype), bias
 
     def _add_rows(
         self,
         target: Target,
-        _module: nn.Module,
+        module: nn.Module,
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None] | None:
@@ -97,18 +109,21 @@ class AdaptedLinears:
         if active is None or target.a_name not in active.tensors:
             return None
         a, b = _slice(active.tensors[target.a_name], 1), active.tensors[target.b_name]
-        low = reduce_from_tensor_model_parallel_region(inputs[0].float() @ a.T)
+        add_up = (
+            reduce_scatter_to_sequence_parallel_region
+            if module.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        low = add_up(inputs[0].float() @ a.T)
         y, bias = output
         return y + (low @ b.T * active.scale).to(y.dtype), bias
 
 
-def _column_term(x: Tensor, target: Target, active: Active) -> Tensor:
-    if target.a_name not in active.tensors:
-        size = target.out_features // parallel_state.get_tensor_model_parallel_world_size()
-        return x.new_zeros(*x.shape[:-1], size)
+def _column_term(
+    x: Tensor, target: Target, active: Active, spread: Callable[[Tensor], Tensor]
+) -> Tensor:
     a, b = active.tensors[target.a_name], _slice(active.tensors[target.b_name], 0)
-    low: Tensor = copy_to_tensor_model_parallel_region(x @ a.T)
-    return low @ b.T * active.scale
+    return spread(x @ a.T) @ b.T * active.scale
 
 
 def _slice(tensor: Tensor, dim: int) -> Tensor:

@@ -12,12 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch.overrides import TorchFunctionMode
 
 from tinkercloud_worker.base_model import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.layers import use_local_layers
 
 _SETTINGS: Mapping[str, object] = {
     "use_cpu_initialization": True,
@@ -30,11 +30,6 @@ _SETTINGS: Mapping[str, object] = {
     "sequence_parallel": False,
 }
 """Of a TransformerConfig: kernels that exist for GPUs only are off."""
-_NORMS_OF_LOCAL_LAYERS = {
-    "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
-    "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
-}
-"""Transformer Engine's layers hold their norms; megatron-core's own have them beside."""
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -83,11 +78,6 @@ class Cpu:
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
     def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401, ARG002 - part of the interface
-        """See `Device.configure`: with layers made of megatron-core's own modules."""
-        bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS_OF_LOCAL_LAYERS
-        bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS_OF_LOCAL_LAYERS
-        bridge.has_vp_stage = True
-        bridge._get_transformer_layer_spec = lambda _stage=None: get_gpt_layer_local_spec(
-            qk_layernorm=bridge.config.qk_layernorm, normalization=bridge.config.normalization
-        )
+        """See `Device.configure`."""
+        use_local_layers(bridge, lambda spec: spec)
         return _SETTINGS

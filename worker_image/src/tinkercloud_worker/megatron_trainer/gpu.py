@@ -1,6 +1,8 @@
 """What megatron-core needs on a GPU: next to nothing, as that is what it is made for.
 
-Written, and run by nobody yet: sequence, context and expert parallelism as well.
+Layers are the ones that run on the CPU, so that adapters find the same linear layers; Transformer
+Engine gives them attention and norms where it is installed, which sequence parallelism needs.
+Written, and run by nobody yet.
 """
 
 import contextlib
@@ -9,18 +11,29 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 
+from tinkercloud_worker.base_model import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.layers import use_local_layers
 
 
 class Gpu:
     """See `device.Device`. The GPU is the only one that this process sees."""
 
     torch_device = torch.device("cuda")
-    families = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+    families = frozenset({"llama", "qwen2", "qwen3"})
 
     def check(self, parallelism: Parallelism) -> None:
         """See `Device.check`."""
+        for name, ranks in (("context", parallelism.context), ("expert", parallelism.expert)):
+            if ranks > 1:
+                raise UnsupportedModelError(
+                    f"trainer.{name}_parallel: {ranks}, but the megatron trainer divides weights"
+                    " and layers only; set it to 1, and tensor_parallel or pipeline_parallel higher"
+                )
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """See `Device.computing`."""
@@ -30,11 +43,24 @@ class Gpu:
         """See `Device.seed`."""
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
-    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401, ARG002 - part of the interface
-        """See `Device.configure`. Transformer Engine's layers are mbridge's own choice."""
-        return {
-            # Norms and dropout between divided weights are divided too, along the sequence.
-            "sequence_parallel": parallelism.tensor > 1,
-            "context_parallel_size": parallelism.context,
-            "expert_model_parallel_size": parallelism.expert,
-        }
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - part of the interface
+        """See `Device.configure`."""
+        use_local_layers(bridge, _finish)
+        # What is computed between divided weights is divided too, along the sequence.
+        return {"sequence_parallel": HAVE_TE and parallelism.tensor > 1}
+
+
+def _finish(spec: ModuleSpec) -> ModuleSpec:
+    if not HAVE_TE:
+        return spec
+    from megatron.core.extensions.transformer_engine import (  # noqa: PLC0415 - not everywhere
+        TEDotProductAttention,
+        TENorm,
+    )
+
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
+    attention.core_attention = TEDotProductAttention
+    if attention.q_layernorm is not IdentityOp:
+        attention.q_layernorm = attention.k_layernorm = TENorm
+    return spec

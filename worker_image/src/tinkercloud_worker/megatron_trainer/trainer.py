@@ -9,6 +9,7 @@ V this rank's part of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
@@ -44,6 +45,8 @@ class MegatronTrainer(ReplicatedTrainer):
         super().__init__(TokenLimits(config.vocab_size, longest))
         self._base = base
         self._device = base.device.torch_device
+        divided = base.module.config.sequence_parallel
+        self._multiple = parallel_state.get_tensor_model_parallel_world_size() if divided else 1
         self._max_batch_tokens = max_batch_tokens
 
     def membership(self) -> Membership:
@@ -81,7 +84,10 @@ class MegatronTrainer(ReplicatedTrainer):
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
         output = PassOutput(len(batch.examples))
-        micro_batches = collate_all(batch, self._max_batch_tokens, self._device)
+        micro_batches = [
+            padded(micro_batch, self._multiple)
+            for micro_batch in collate_all(batch, self._max_batch_tokens, self._device)
+        ]
         if micro_batches:
             self._base.linears.active = _active(model)
             try:
@@ -113,6 +119,16 @@ class MegatronTrainer(ReplicatedTrainer):
             )
 
 
+def padded(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Lengthen all rows, on the right, to a multiple of so many positions."""
+    extra = -micro_batch.ids_BT.shape[1] % multiple
+    return replace(
+        micro_batch,
+        ids_BT=nn.functional.pad(micro_batch.ids_BT, (0, extra)),
+        valid_BT=nn.functional.pad(micro_batch.valid_BT, (0, extra)),
+    )
+
+
 def _loss(
     micro_batch: MicroBatch, loss: Loss, output: PassOutput, logits_BTV: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -128,7 +144,7 @@ def _loss(
     )
     loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
     output.add(micro_batch, lp_RK.detach(), float(loss_sum))
-    return (lp_RK * derivative_RK).sum(), torch.tensor(0, dtype=torch.int), {}
+    return (lp_RK * derivative_RK).sum(), torch.tensor(0, dtype=torch.int, device=lp_RK.device), {}
 
 
 def _active(model: TrainedModel) -> Active:
