@@ -28,7 +28,7 @@ from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.lora import Target
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tiny/llama"
 NEVER = StopRules(frozenset(), ())
@@ -197,7 +197,9 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     free = a_sampling_request(PROMPTS[0], temperature=0.0, max_tokens=40, stop=NEVER)
     [whole] = (await sampler.sample("base", free)).sequences
     token = whole.tokens[7]
-    string = byte_tokenizer().decode(whole.tokens[4:6])
+    # Most bytes are no characters by themselves.
+    texts = [byte_tokenizer().decode([drawn]) for drawn in whole.tokens[3:]]
+    string = next(text for text in texts if text.isascii())
 
     by_token = a_sampling_request(
         PROMPTS[0], temperature=0.0, max_tokens=40, stop=StopRules(frozenset({token}), ())

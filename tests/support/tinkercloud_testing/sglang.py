@@ -104,6 +104,8 @@ class FakeSglang:
     released: set[str] = field(default_factory=set)
     """Kinds of memory it has given away."""
     weight_version: str = "default"
+    loaded_path: Path | None = None
+    """Where its weights are from, if not from where it was started with."""
     url: str = ""
     _base: str = "base"
     _published: int = 0
@@ -112,10 +114,11 @@ class FakeSglang:
         """Return the bodies of the calls of a path."""
         return [body for name, body in self.calls if name == path]
 
-    async def restart(self) -> None:
+    def restart(self) -> None:
         """Forget what a new process would not know."""
         self.adapters.clear()
-        self.weight_version, self._base = "default", "base"
+        self.released.clear()
+        self.loaded_path, self.weight_version, self._base = self.model_path, "default", "base"
 
     async def generate(self, body: dict[str, Any]) -> web.Response:
         """Answer /generate for a batch."""
@@ -202,12 +205,20 @@ class FakeSglang:
         assert (folder / "config.json").exists()
         tensors = load_file(folder / "model.safetensors")
         self._base = await self._publish(WeightsSnapshot(None, tensors))
+        self.loaded_path = folder
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def update_weight_version(self, body: dict[str, Any]) -> web.Response:
+        """Answer /update_weight_version."""
+        definition("UpdateWeightVersionReqInput").model_validate(body)
+        self.weight_version = body["new_version"]
+        return web.json_response({"success": True, "new_version": self.weight_version})
 
     async def release_memory_occupation(self, body: dict[str, Any]) -> web.Response:
         """Answer /release_memory_occupation."""
         definition("ReleaseMemoryOccupationReqInput").model_validate(body)
+        assert not self.released, "an engine can give its memory away once"
         self.released |= set(body["tags"])
         return web.Response()
 
@@ -237,7 +248,8 @@ class FakeSglang:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request."""
         if request.path == "/model_info":
-            info = {"model_path": str(self.model_path), "is_generation": True}
+            path, version = str(self.loaded_path or self.model_path), self.weight_version
+            info = {"model_path": path, "weight_version": version, "is_generation": True}
             return web.json_response(info)
         if request.path == "/health_generate":
             return web.Response()

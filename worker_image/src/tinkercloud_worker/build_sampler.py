@@ -78,17 +78,20 @@ def inference_sampler(config: HeadConfig, targets: Sequence[Target]) -> Inferenc
         OSError: the file with their key can't be read.
     """
     inference = config.sampler.inference
+    owner = f"{config.head}-{config.generation}"
     folder = AdapterFolder(
         Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters"),
         there=Path(inference.adapters_dir_there) if inference.adapters_dir_there else None,
-        owner=f"{config.head}-{config.generation}",
+        owner=owner,
         base_path=Path(config.model.path),
     )
     dialects = [_dialect(config, client) for client in _clients(inference)]
     controls = {}
     if config.sampler.backend == "sglang":
         controls = {
-            dialect.client.url: SglangControl(dialect, folder)
+            dialect.client.url: SglangControl(
+                dialect, folder, owner=owner, base_path=config.model.path
+            )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
         }

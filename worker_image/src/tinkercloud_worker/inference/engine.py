@@ -35,7 +35,7 @@ class Engine:
         self.dialect = dialect
         self.url = dialect.client.url
         self.running = 0
-        """Requests it has now."""
+        """Requests it has, or that wait for their turn with it; counted by who sends them."""
         self._folder = folder
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._introduction: asyncio.Task[None] | None = None
@@ -55,28 +55,28 @@ class Engine:
         """Do something with an adapter (None: with the base model), which is loaded for it.
 
         Raises:
-            ServerUnreachable: the server does not answer. It is looked after from now on.
+            ServerUnreachable: the server does not answer.
             ServerError: it does not do it.
         """
-        self.running += 1
-        try:
-            await self._introduced()
-            if adapter is None:
-                return await work()
-            await self._loaded(adapter)
-            load = self._loads.get(adapter)
-            try:
-                return await work()
-            except NotThere:
-                log.info("an inference server has lost an adapter", url=self.url, adapter=adapter)
-                self._forget(adapter, load)
-            await self._loaded(adapter)
+        await self._introduced()
+        if adapter is None:
             return await work()
-        except ServerUnreachable as error:
-            self._look_after(error)
-            raise
-        finally:
-            self.running -= 1
+        await self._loaded(adapter)
+        load = self._loads.get(adapter)
+        try:
+            return await work()
+        except NotThere:
+            log.info("an inference server has lost an adapter", url=self.url, adapter=adapter)
+            self._forget(adapter, load)
+        await self._loaded(adapter)
+        return await work()
+
+    def look_after(self, error: ServerUnreachable) -> None:
+        """Wait for the server to come back; until then it is not up."""
+        if self._recovery is None:
+            log.warning("an inference server is lost", url=self.url, reason=error.message)
+            self._introduction = None
+            self._recovery = asyncio.create_task(self._recover())
 
     def has(self, adapter: str) -> bool:
         """Return whether an adapter has been loaded, or is being."""
@@ -152,12 +152,6 @@ class Engine:
                 " raw_logprobs"
             )
         log.info("inference server", url=self.url, logprob_error=round(error, 6))
-
-    def _look_after(self, error: ServerUnreachable) -> None:
-        if self._recovery is None:
-            log.warning("an inference server is lost", url=self.url, reason=error.message)
-            self._introduction = None
-            self._recovery = asyncio.create_task(self._recover())
 
     async def _recover(self) -> None:
         while True:

@@ -222,17 +222,21 @@ class InferenceSampler:
         deadline = time.monotonic() + self._config.inference.recovery_seconds
         for attempt in range(1, _ATTEMPTS + 1):
             engine = await self._choose(key, deadline)
+            engine.running += 1
             try:
                 return await self._on(engine, published, work)
-            except ServerUnreachable:
-                self._restarted(engine)
+            except ServerUnreachable as error:
+                engine.look_after(error)
+                self._lost(engine)
                 if attempt == _ATTEMPTS:
                     raise
             except NotThere:
-                # An adapter has been loaded again by then: whole models have not.
-                if published.kind == BASE or attempt == _ATTEMPTS:
+                # An adapter has been loaded again by then; the weights under it have not.
+                if engine.url not in self._controls or attempt == _ATTEMPTS:
                     raise
-                self._controls[engine.url].lost()
+                self._lost(engine)
+            finally:
+                engine.running -= 1
         raise AssertionError("the last attempt returns or raises")
 
     async def _on(
@@ -244,9 +248,9 @@ class InferenceSampler:
         async with control.turns.of(published.kind):
             return await engine.run(published.adapter, lambda: work(engine))
 
-    def _restarted(self, engine: Engine) -> None:
+    def _lost(self, engine: Engine) -> None:
         if (control := self._controls.get(engine.url)) is not None:
-            control.restarted()
+            control.lost()
 
     async def _choose(self, key: str, deadline: float) -> Engine:
         while True:

@@ -46,7 +46,7 @@ class SglangDialect:
 
     async def check_model(self) -> None:
         """See `Dialect.check_model`. SGLang knows its model by its folder only: any will do."""
-        info = await self.client.get("/model_info", seconds=_CALL_SECONDS)
+        info = await self.model_info()
         if not info.get("is_generation", True):
             raise ServerError(f"{self.client.url} serves {info['model_path']}, which draws no text")
 
@@ -106,9 +106,9 @@ class SglangDialect:
         [item] = await self._generate(body, adapter)
         return _scores(request, item["meta_info"], first)
 
-    async def model_path(self) -> str:
-        """Return the folder or name that the engine was started with."""
-        return str((await self.client.get("/model_info", seconds=_CALL_SECONDS))["model_path"])
+    async def model_info(self) -> Json:
+        """Return what the engine says of its model, among it `model_path` and `weight_version`."""
+        return await self.client.get("/model_info", seconds=_CALL_SECONDS)
 
     async def _generate(self, body: dict[str, Any], adapter: str | None) -> Sequence[Json]:
         if adapter is not None:

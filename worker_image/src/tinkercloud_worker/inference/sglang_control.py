@@ -3,6 +3,10 @@
 Engines that share GPUs with the trainer are started with `--enable-memory-saver` and
 `--enable-weights-cpu-backup`: without the second, weights are not there any more when memory is
 taken back.
+
+An engine's weights are marked by who loaded them and what they are. Every answer tells the mark, so
+that one from other weights is never taken for right, and an engine that has begun again is known by
+having none of ours.
 """
 
 from tinkercloud_worker.inference.adapters import AdapterFolder
@@ -15,55 +19,84 @@ BASE = "base"
 TRAINING = "training"
 """Kind of work of a trainer that shares the engine's GPUs."""
 
+_UNMARKED = "default"
+"""What SGLang calls the weights it was started with."""
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
-_MEMORY_SECONDS = 120.0
+_CALL_SECONDS = 120.0
 _WEIGHTS_SECONDS = 1800.0
 
 
 class SglangControl:
     """One engine. Kinds of work other than BASE and TRAINING are names of whole models."""
 
-    def __init__(self, dialect: SglangDialect, folder: AdapterFolder) -> None:
+    def __init__(
+        self, dialect: SglangDialect, folder: AdapterFolder, *, owner: str, base_path: str
+    ) -> None:
+        """Make a control; the engine is not asked yet.
+
+        Args:
+            dialect: of the engine.
+            folder: where whole models are.
+            owner: differs between any two processes that ever control the engine.
+            base_path: the base model's folder, should the engine no more know its own.
+        """
         self._dialect = dialect
         self._folder = folder
-        self._held: str | None = BASE
-        """Weights the engine has; None if that is not certain."""
-        self.turns = Turns(self._change, BASE)
-
-    def restarted(self) -> None:
-        """Take note that the engine has begun again, with what it was started with."""
-        self._held = BASE
-        self._dialect.weight_version = None
-        self.turns.reset(BASE)
+        self._owner = owner
+        self._base_path = base_path
+        self._held: str | None = None
+        """Kind of the weights it has; None for somebody else's."""
+        self._is_released = False
+        self.turns = Turns(self._change, None)
 
     def lost(self) -> None:
-        """Take note that the engine has other weights than it should have."""
-        self._held = None
+        """Take note that the engine may have begun again, or has other weights than it should."""
         self.turns.reset(None)
 
     async def _change(self, previous: str | None, kind: str) -> None:
+        if previous is None:
+            await self._find_out()
         if kind == TRAINING:
-            # Requests that somebody gave up may still run, and an engine that releases its memory
-            # while anything runs dies of it. Pausing ends them.
-            await self._call("/pause_generation", {"mode": "abort"})
-            await self._call("/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]})
+            await self._release()
             return
-        if previous == TRAINING:
-            await self._call("/resume_memory_occupation", {"tags": [_WEIGHTS]})
-            await self._call("/resume_memory_occupation", {"tags": [_CACHE, _GRAPHS]})
-            await self._call("/continue_generation", {})
+        await self._resume()
         if kind != self._held:
             await self._load(kind)
 
-    async def _call(self, path: str, body: Json) -> None:
-        await self._dialect.client.post(path, body, seconds=_MEMORY_SECONDS)
+    async def _find_out(self) -> None:
+        info = await self._dialect.model_info()
+        owner, _, held = str(info["weight_version"]).rpartition("/")
+        if info["weight_version"] == _UNMARKED:
+            self._is_released = False
+            self._base_path = str(info["model_path"])
+            self._held = BASE
+            body = {"new_version": self._mark(BASE), "abort_all_requests": False}
+            await self._call("/update_weight_version", body)
+        else:
+            self._held = held if owner == self._owner else None
+        self._dialect.weight_version = self._mark(self._held) if self._held else None
+
+    async def _release(self) -> None:
+        if self._is_released:
+            return
+        # Requests that somebody gave up may still run, and an engine that releases its memory while
+        # anything runs dies of it. Pausing ends them.
+        await self._call("/pause_generation", {"mode": "abort"})
+        await self._call("/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]})
+        self._is_released = True
+
+    async def _resume(self) -> None:
+        if not self._is_released:
+            return
+        await self._call("/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE, _GRAPHS]})
+        self._is_released = False
+        await self._call("/continue_generation", {})
 
     async def _load(self, kind: str) -> None:
         self._held = None
-        base = kind == BASE
-        folder = await self._dialect.model_path() if base else str(self._folder.there(kind))
+        folder = self._base_path if kind == BASE else str(self._folder.there(kind))
         # Keys and values of a prompt belong to the weights they were computed with.
-        body = {"model_path": folder, "weight_version": kind, "flush_cache": True}
+        body = {"model_path": folder, "weight_version": self._mark(kind), "flush_cache": True}
         answer = await self._dialect.client.post(
             "/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS
         )
@@ -72,4 +105,10 @@ class SglangControl:
                 f"{self._dialect.client.url} could not load {folder}: {answer.get('message')}"
             )
         self._held = kind
-        self._dialect.weight_version = kind
+        self._dialect.weight_version = self._mark(kind)
+
+    def _mark(self, kind: str) -> str:
+        return f"{self._owner}/{kind}"
+
+    async def _call(self, path: str, body: Json) -> None:
+        await self._dialect.client.post(path, body, seconds=_CALL_SECONDS)

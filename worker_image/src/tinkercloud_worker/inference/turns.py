@@ -16,15 +16,18 @@ _Waiting = tuple[str, "asyncio.Future[None]"]
 class Turns:
     """Belongs to one event loop."""
 
-    def __init__(self, change: Callable[[str | None, str], Awaitable[None]], kind: str) -> None:
+    def __init__(
+        self, change: Callable[[str | None, str], Awaitable[None]], kind: str | None
+    ) -> None:
         """Make turns.
 
         Args:
-            change: changes over from one kind to another; from None where the last change failed.
-            kind: of work that needs no change to begin with.
+            change: changes over from one kind to another; from None where that is not certain, as
+                after a change that failed.
+            kind: of work that needs no change to begin with; None if that is not certain.
         """
         self._change = change
-        self._kind: str | None = kind
+        self._kind = kind
         self._running = 0
         self._waiting: deque[_Waiting] = deque()
         self._changing: asyncio.Task[None] | None = None
@@ -51,7 +54,7 @@ class Turns:
             self._leave()
 
     def reset(self, kind: str | None) -> None:
-        """Take it that the server is ready for a kind, as after a restart; None for none at all."""
+        """Take it that the server is ready for a kind; None if that is not certain."""
         self._kind = kind
 
     def _leave(self) -> None:
