@@ -17,6 +17,9 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
@@ -25,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Group, Target
+from tinkercloud_worker.low_rank import add_low_rank
 
 log = structlog.get_logger(__name__)
 
@@ -90,8 +94,8 @@ class BaseModel:
         for target in self.targets:
             if target.group != "unembed":
                 module = model.get_submodule(target.name)
-                if isinstance(module, nn.Linear):
-                    _freeze(module, packed=packed)
+                if packed and isinstance(module, nn.Linear):
+                    _freeze(module)
                 module.register_forward_hook(partial(self._add_adapters, target))
         self._recomputes = False
         for name, layer in _layers(self._trunk):
@@ -165,6 +169,18 @@ class BaseModel:
     def named_weights(self) -> dict[str, Tensor]:
         """Return all weights by name; tied ones once, under the first of their names."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def share_out(self, mesh: DeviceMesh) -> None:
+        """Divide the weights of the layers over ranks; a layer's are gathered while it computes.
+
+        From here on a pass is collective: all ranks of the mesh make as many, in one order, each
+        with a backward pass or each without. Embeddings stay whole. Packed weights would too.
+        """
+        layers = next(m for m in self._trunk.modules() if isinstance(m, nn.ModuleList))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        rest = {weight for weight in self._trunk.parameters() if not isinstance(weight, DTensor)}
+        fully_shard(self._trunk, mesh=mesh, ignored_params=rest)
 
     def hidden(
         self,
@@ -273,7 +289,7 @@ class BaseModel:
             weights = route.weights
             if weights and weights.lora_scale and target.a_name in weights.tensors:
                 a, b = weights.tensors[target.a_name], weights.tensors[target.b_name]
-                y = _low_rank(inputs[0][route.rows], y, a, b, weights.lora_scale)
+                y = add_low_rank(inputs[0][route.rows], y, a, b, weights.lora_scale)
             parts.append(y)
         if not parts:
             return output
@@ -347,9 +363,9 @@ def _layers(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
 
 
-def _freeze(module: nn.Linear, *, packed: bool) -> None:
+def _freeze(module: nn.Linear) -> None:
     """Let a linear layer compute from a packed weight, unless another takes the weight's place."""
-    frozen = FrozenLinear(module.weight, module.bias, packed=packed)
+    frozen = FrozenLinear(module.weight, module.bias, packed=True)
 
     def forward(x: Tensor) -> Tensor:
         if module.weight is frozen.weight:
@@ -358,14 +374,6 @@ def _freeze(module: nn.Linear, *, packed: bool) -> None:
 
     # Assigned to the instance, so that the module stays what it is, names and all.
     module.forward = forward  # type: ignore[method-assign,assignment]
-
-
-def _low_rank(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return y + scale * (x @ a^T) @ b^T; x [..., in], y [..., out], a [r, in], b [out, r]."""
-    if y.dtype == torch.float32:
-        x_in, y_out = x.flatten(0, -2), y.flatten(0, -2)
-        return torch.addmm(y_out, x_in @ a.T, b.T, alpha=scale).view_as(y)
-    return y + ((x.float() @ a.T) @ b.T * scale).to(y.dtype)
 
 
 def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
