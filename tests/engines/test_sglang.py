@@ -236,6 +236,24 @@ async def test_requests_go_to_the_engine_that_is_left(
     await sampler.close()
 
 
+async def test_the_files_of_what_is_retired_go_though_its_engine_is_gone(
+    engine: Engine, model_folder: Path, tmp_path: Path
+) -> None:
+    fake = FakeSglang(engine, model_folder)
+    await engine.sampler.publish("base", None)
+    async with listening(fake):
+        sampler = a_sampler([fake], tmp_path, recovery_seconds=0.2)
+        await sampler.publish("one", an_adapter(engine, 1))
+    with pytest.raises(ServerUnreachable):
+        await sampler.sample("one", a_sampling_request([1]))
+
+    await sampler.retire("one")
+    await asyncio.gather(*sampler._cleaning)
+
+    assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
+    await sampler.close()
+
+
 async def test_when_no_engine_comes_back_the_request_ends_and_says_so(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:

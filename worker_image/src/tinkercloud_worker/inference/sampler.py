@@ -23,7 +23,12 @@ from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.adapters import AdapterFolder
-from tinkercloud_worker.inference.client import AdaptersDisabled, NotThere, ServerUnreachable
+from tinkercloud_worker.inference.client import (
+    AdaptersDisabled,
+    NotThere,
+    ServerError,
+    ServerUnreachable,
+)
 from tinkercloud_worker.inference.engine import Engine
 from tinkercloud_worker.inference.sglang_control import BASE, TRAINING, SglangControl
 
@@ -287,9 +292,12 @@ class InferenceSampler:
         if control is None or not engine.has(name):
             await engine.unload(name)
             return
-        # An adapter lies in the memory that the engine gives away while the trainer computes.
-        async with control.turns.of(BASE):
-            await engine.unload(name)
+        try:
+            # An adapter lies in the memory that the engine gives away while the trainer computes.
+            async with control.turns.of(BASE):
+                await engine.unload(name)
+        except ServerError as error:
+            log.warning("an adapter stays loaded", url=engine.url, reason=error.message)
 
 
 def _sampling(
