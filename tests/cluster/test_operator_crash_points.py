@@ -39,7 +39,7 @@ IDLE_SESSIONS = 2
 """Of each world and way to be culled, made beforehand; who needs more waits until they are old."""
 IDLE_SECONDS = 60
 """The shortest time after which a session may be idle."""
-ENDLESS_SECONDS = 900
+ENDLESS_SECONDS = 300
 """Nothing here takes that long, however busy the machine is."""
 RUNNING_CHILDREN = 11
 """RayCluster, head, two trainers, sampler; Service, Secret and its witness, ConfigMap,

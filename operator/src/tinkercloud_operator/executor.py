@@ -28,6 +28,7 @@ from tinkercloud_operator.plan import (
     DeleteSession,
     HoldFinalizer,
     Plan,
+    WitnessSecret,
 )
 from tinkercloud_operator.witness import witness
 
@@ -109,6 +110,8 @@ class Executor:
                 self._note_child(manifest["kind"], await self._cluster.apply(manifest))
             case CreateSecret():
                 await self._create_secret(observed, action)
+            case WitnessSecret():
+                await self._witness_secret(observed, action)
             case Delete(key):
                 await self._cluster.delete(ObjectRef(key.kind, key.name))
             case AskHead():
@@ -122,23 +125,34 @@ class Executor:
         return False
 
     async def _create_secret(self, observed: Observed, action: CreateSecret) -> None:
-        """Make the Secret, unless it is there, and its witness, which tells when it goes."""
         token = base64.b64encode(secrets.token_urlsafe(32).encode()).decode()
         data = dict.fromkeys(action.token_keys, token)
         try:
-            secret = await self._cluster.create({**action.manifest, "data": data})
+            await self._cluster.create({**action.manifest, "data": data})
         except Conflict:
-            secret = await self._cluster.get(ObjectRef("Secret", Names(observed.name).token_secret))
+            await self._own_secret(observed)
+
+    async def _witness_secret(self, observed: Observed, action: WitnessSecret) -> None:
+        secret = await self._own_secret(observed)
+        manifest = witness(action.manifest, secret["metadata"]["uid"])
+        self._note_child(manifest["kind"], await self._cluster.apply(manifest))
+
+    async def _own_secret(self, observed: Observed) -> Manifest:
+        """Return the session's Secret.
+
+        Raises:
+            Refused: it is not this session's.
+            ClusterError: it could not be read.
+        """
+        name = Names(observed.name).token_secret
+        secret = await self._cluster.get(ObjectRef("Secret", name))
         owners = secret["metadata"].get("ownerReferences", [])
         if all(owner["uid"] != observed.uid for owner in owners):
             raise Refused(
-                f"Secret {secret['metadata']['name']} is not this session's: it belongs to an"
-                " earlier one of this name that is still going, or to somebody else; it is tried"
-                " again"
+                f"Secret {name} is not this session's: it belongs to an earlier one of this name"
+                " that is still going, or to somebody else; it is tried again"
             )
-        uid = secret["metadata"]["uid"]
-        applied = await self._cluster.apply(witness(action.manifest, uid))
-        self._note_child("ConfigMap", applied)
+        return secret
 
     async def _ask(self, observed: Observed, action: AskHead) -> bool:
         answer = await self._heads.ask(observed.name, action)

@@ -28,6 +28,14 @@ class CreateSecret:
 
 
 @dataclass(frozen=True, slots=True)
+class WitnessSecret:
+    """Make the witness of the session's Secret, which exists."""
+
+    manifest: Manifest
+    """The Secret's, without data."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delete:
     """Delete a child, if it exists."""
 
@@ -65,7 +73,16 @@ class Announce:
     is_warning: bool
 
 
-Action = Apply | CreateSecret | Delete | AskHead | HoldFinalizer | DeleteSession | Announce
+Action = (
+    Apply
+    | CreateSecret
+    | WitnessSecret
+    | Delete
+    | AskHead
+    | HoldFinalizer
+    | DeleteSession
+    | Announce
+)
 
 
 class Stage(IntEnum):
@@ -77,8 +94,8 @@ class Stage(IntEnum):
     SURROUNDINGS = 2
     """What pods are told and bound by."""
     PODS = 3
-    """What pods are made from. The head's Service comes along: it costs most, since the API server
-    gives out cluster addresses one at a time."""
+    """What pods are made from, and what they do not wait for: the head's Service costs most, since
+    the API server gives out cluster addresses one at a time."""
     NEWS = 4
     """What people are told."""
 
@@ -87,6 +104,8 @@ def stage(action: Action) -> Stage:
     """Return when an action is done."""
     match action:
         case Apply(manifest) if manifest["kind"] in {"RayCluster", "Service"}:
+            return Stage.PODS
+        case WitnessSecret():
             return Stage.PODS
         case Apply() | CreateSecret():
             return Stage.SURROUNDINGS

@@ -28,6 +28,7 @@ from tinkercloud_operator.plan import (
     DeleteSession,
     HoldFinalizer,
     Plan,
+    WitnessSecret,
 )
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Refusal, Shape, idle_policy, longest_lifetime, resolve
@@ -77,6 +78,7 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
     if not observed.has_secret:
         secret = _owned(surroundings.token_secret(build), observed)
         yield CreateSecret(secret, surroundings.SECRET_KEYS)
+        yield WitnessSecret(secret)
     for manifest in children(build):
         wanted = _owned(manifest, observed)
         if not is_as_wanted(wanted, observed.children.get(key_of(manifest))):

@@ -66,7 +66,7 @@ async def test_pods_are_made_after_all_that_they_are_told_and_bound_by(operator:
     await operator.look()
 
     made = [request.split()[1] for request in operator.api.writes]
-    told = {"one-config", "one-token", "secrets", "networkpolicies", "poddisruptionbudgets"}
+    told = {"one-config", "secrets", "networkpolicies", "poddisruptionbudgets"}
     before = made[: min(made.index(RAY_CLUSTER), made.index(SERVICE))]
     assert told <= {part for path in before for part in path.split("/")}
 

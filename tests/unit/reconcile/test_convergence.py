@@ -30,9 +30,11 @@ from tinkercloud_operator.plan import (
     DeleteSession,
     HoldFinalizer,
     Plan,
+    WitnessSecret,
 )
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.witness import has_secret, witness
 from tinkercloud_testing.sessions import (
     SAMPLERS,
     TRAINERS,
@@ -68,6 +70,7 @@ class World:
         self.session = observed(base_model=base_model)
         self.children: dict[ChildKey, Json] = {}
         self.pods: dict[str, Pod] = {}
+        self.has_secret = False
         self.is_gone = False
         self.is_deaf = False
         self.refuses = False
@@ -79,7 +82,12 @@ class World:
 
     def observe(self) -> Observed:
         children = copy.deepcopy(self.children)
-        return replace(self.session, children=children, pods=tuple(self.pods.values()))
+        return replace(
+            self.session,
+            children=children,
+            has_secret=has_secret("one", children),
+            pods=tuple(self.pods.values()),
+        )
 
     def change(self, **fields: Any) -> None:
         self.session = replace(self.session, **fields)
@@ -119,7 +127,10 @@ class World:
             case Apply(manifest):
                 self._apply(manifest)
             case CreateSecret():
-                self.change(has_secret=True)
+                self.has_secret = True
+            case WitnessSecret(secret):
+                assert self.has_secret, "there is nothing to be a witness of"
+                self._apply(witness(secret, "uid-of-the-secret"))
             case Delete(key):
                 child = self.children.get(key, {"metadata": {}})
                 child["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
@@ -206,6 +217,14 @@ class World:
     def lose_child(self, kind: str) -> None:
         self.children = {key: item for key, item in self.children.items() if key.kind != kind}
 
+    def lose_secret(self) -> None:
+        """Delete the Secret; the garbage collector takes it out of what it owned."""
+        self.has_secret = False
+        for child in self.children.values():
+            owners = child["metadata"].get("ownerReferences", [])
+            left = [owner for owner in owners if owner["kind"] != "Secret"]
+            child["metadata"]["ownerReferences"] = left
+
     def edit_children(self) -> None:
         for child in self.children.values():
             child["metadata"]["labels"] = {"edited": "by hand"}
@@ -274,6 +293,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "images are back": lambda world: world.trouble_pods(None),
     "the RayCluster is deleted": lambda world: world.lose_child("RayCluster"),
     "the Service is deleted": lambda world: world.lose_child("Service"),
+    "the Secret is deleted": World.lose_secret,
     "children are edited": World.edit_children,
     "its owner suspends it": lambda world: world.suspend(asked=True),
     "its owner resumes it": lambda world: world.suspend(asked=False),
@@ -390,6 +410,7 @@ def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequenc
     is_at_rest = world.status.phase in {"Suspended", "Finished"}
     assert world.is_gone or sorted(world.pods) == sorted(wanted)
     assert world.is_gone or (cluster is None) == is_at_rest
+    assert world.is_gone or cluster is None or world.has_secret
     assert world.is_gone or world.status.phase in {"Ready", "Suspended", "Finished"}
 
 
