@@ -81,7 +81,9 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
     if reason is None:
         return None
     code = f" (exit code {ended['exitCode']})" if "exitCode" in ended else ""
-    return Trouble(reason, f"container {name}: {waiting.get('message') or reason}{code}")
+    last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
+    why = f": {last_words}" if last_words else ""
+    return Trouble(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
 
 
 def node(manifest: Manifest) -> Node:

@@ -68,7 +68,11 @@ class TrainerConfig(_Config):
     ones are computed again there, layer by layer, which takes a third more time and a small part
     of the memory. None: any. torch only."""
     packed_weights: bool = True
-    """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory."""
+    """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory. Not
+    what is sharded."""
+    sharded: bool = False
+    """Whether ranks hold the base's layers between them (FSDP2), rather than a copy each; for
+    adapters only. torch only."""
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
@@ -80,6 +84,13 @@ class TrainerConfig(_Config):
             )
         if self.backend == "megatron" and self.ranks == 0:
             raise ValueError("ranks: backend megatron trains at ranks; set it to 1 or more")
+        if self.sharded and (self.backend != "torch" or self.ranks == 0):
+            raise ValueError("sharded: only for ranks of backend torch; leave it out, or set ranks")
+        if self.sharded and self.max_kept_tokens:
+            raise ValueError(
+                f"max_kept_tokens: {self.max_kept_tokens}, but with sharded all ranks must do the"
+                " same; set it to 0, or leave it out"
+            )
         if self.ranks % divided:
             raise ValueError(
                 f"ranks: {self.ranks} is not a multiple of tensor_parallel x pipeline_parallel x"
@@ -206,6 +217,9 @@ class HeadConfig(_Config):
     """URL of the object store: file:///..., s3://..., gs://..., az://..."""
     scratch_dir: str
     """Local folder for what may be lost."""
+    reason_file: str | None = None
+    """File that gets one line about why the engine could not be loaded, for who starts heads to
+    read; absent means that the log alone says it."""
     listen: Listen = Listen()
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = SamplerConfig()

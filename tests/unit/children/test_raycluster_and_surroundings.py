@@ -315,6 +315,15 @@ def test_a_head_without_trainer_pods_trains_by_itself() -> None:
     assert (trainer.backend, trainer.ranks) == ("torch", 0)
 
 
+def test_the_head_leaves_its_last_words_where_kubernetes_looks_for_them() -> None:
+    build = a_build()
+
+    head = ray_cluster(build)["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+
+    assert surroundings.head_config(build).reason_file == "/dev/termination-log"
+    assert "terminationMessagePath" not in head
+
+
 def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None:
     build = a_build(
         a_base_model(source={"hub": "a/b", "secretName": "hub-token"}),

@@ -85,6 +85,7 @@ def test_a_pod_nothing_is_known_of_is_not_there_yet() -> None:
     assert pod == Pod("p", "u", "", False, False, False, False, 0, None)
 
 
+LAST_WORDS = {"terminated": {"exitCode": 143, "message": "starting\nno room for 2 ranks\n"}}
 OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 
 
@@ -100,6 +101,11 @@ OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
             waiting("CrashLoopBackOff", "back-off", lastState={"terminated": {"exitCode": 3}}),
             "CrashLoopBackOff",
             "exit code 3",
+        ),
+        (
+            waiting("CrashLoopBackOff", "back-off", lastState=LAST_WORDS),
+            "CrashLoopBackOff",
+            "back-off (exit code 143): no room for 2 ranks",
         ),
         (waiting("CrashLoopBackOff", lastState=OUT_OF_MEMORY), "OOMKilled", "more memory"),
         ({"name": "head", "state": OUT_OF_MEMORY}, "OOMKilled", "container head"),

@@ -51,6 +51,16 @@ def build_backend(config: HeadConfig) -> Backend:
     )
 
 
+def _build_backend_or_say_why(config: HeadConfig) -> Backend:
+    try:
+        return build_backend(config)
+    except Exception as error:
+        if config.reason_file is not None:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            Path(config.reason_file).write_text(f"the engine could not be loaded: {line}\n")
+        raise
+
+
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's and the generation configuration's."""
     found = {tokenizer.eos_token_id}
@@ -93,7 +103,7 @@ def listening_socket(listen: Listen) -> socket.socket:
 async def serve(config: HeadConfig) -> None:
     """Serve until a stop signal, or until nobody needs this head any more."""
     token = Path(config.token_file).read_text().strip()  # noqa: ASYNC240 - once, before serving
-    lifecycle = Lifecycle(config.timings, lambda: build_backend(config))
+    lifecycle = Lifecycle(config.timings, lambda: _build_backend_or_say_why(config))
     app = HeadApp(lifecycle, config.limits, token, config.generation)
     settings = uvicorn.Config(
         app,

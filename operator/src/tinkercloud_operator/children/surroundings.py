@@ -21,6 +21,8 @@ from tinkercloud_protocol.launch import (
 SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 """Entries of the Secret: the head's token, and the same under the name Ray wants it by."""
 
+_TERMINATION_LOG = "/dev/termination-log"
+"""Where Kubernetes looks for what a container says about its end, unless it is told otherwise."""
 _DNS_PORTS = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
 
 
@@ -43,6 +45,7 @@ def head_config(build: Build) -> HeadConfig:
         token_file=f"{TOKEN_FOLDER}/{labels.TOKEN_KEY}",
         checkpoint_root=settings.checkpoint_root,
         scratch_dir=f"{SCRATCH_FOLDER}/head",
+        reason_file=_TERMINATION_LOG,
         listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
         trainer=_trainer_config(build.shape.trainer),
         limits=Limits(

@@ -1,0 +1,33 @@
+"""A head whose engine can't be loaded says why where Kubernetes looks for it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig
+
+ABSENT = "no-such-folder"
+
+
+@pytest.mark.slow
+def test_a_head_without_its_model_leaves_the_reason_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("token")
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=str(tmp_path / ABSENT)),
+        token_file=str(tmp_path / "token"),
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        scratch_dir=str(tmp_path / "scratch"),
+        reason_file=str(tmp_path / "reason"),
+    )
+    (tmp_path / "head.json").write_text(config.model_dump_json())
+
+    command = [sys.executable, "-m", "tinkercloud_worker", str(tmp_path / "head.json")]
+    ended = subprocess.run(command, check=False)
+
+    [line] = (tmp_path / "reason").read_text().splitlines()
+    assert ended.returncode != 0
+    assert line.startswith("the engine could not be loaded: ")
+    assert ABSENT in line
