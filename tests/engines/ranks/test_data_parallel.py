@@ -11,8 +11,14 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
-from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.actors.group import (
+    GroupShape,
+    GroupTimings,
+    RankGroup,
+    RanksLost,
+    RanksUnavailable,
+)
+from tinkercloud_worker.actors.ranked_trainer import GradientLost, RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Trainer
@@ -180,23 +186,108 @@ def test_forward_changes_nothing(ranked) -> None:
     assert ranked.export_gradient("m") is None
 
 
-def test_a_killed_rank_loses_its_models_for_good_and_a_saved_one_goes_on_in_another_group(
-    cluster,
-) -> None:
-    ranked = RankedTrainer(lambda: RankGroup(GroupShape(RANKS), MortalTrainer))
-    ranked.add_model("m", LORA)
-    step(ranked, "m", [5, 3], seed=0)
-    saved = ranked.export_state("m")
-    with pytest.raises(RanksLost):
-        ranked._group.call("die_at", 1)
+@pytest.fixture
+def mortal(cluster) -> Iterator[RankedTrainer]:
+    trainer = RankedTrainer(lambda: RankGroup(GroupShape(RANKS), MortalTrainer))
+    yield trainer
+    trainer.close()
 
-    with pytest.raises(StateLost, match="last checkpoint"):
-        run(ranked, "m", random_data([4, 5]))
-    ranked.discard_gradient("m")
-    ranked.add_model("restored", LORA)
-    ranked.import_state("restored", saved)
+
+def kill_in(mortal: RankedTrainer, method: str, *ranks: int) -> None:
+    mortal._group.call("die_in", method, *ranks)
+
+
+@pytest.mark.parametrize("method", ["forward_backward", "sum_gradient"])
+def test_after_a_rank_is_killed_a_model_goes_on_as_its_last_step_left_it(mortal, method) -> None:
+    mortal.add_model("m", LORA)
+    mortal.add_model("undisturbed", LORA)
+    for name in ("m", "undisturbed"):
+        step(mortal, name, [5, 3], seed=0)
+    expected = step(mortal, "undisturbed", [4, 6], seed=1)
+    kill_in(mortal, method, 0)
+
+    with pytest.raises(GradientLost, match=rf"failed in {method}: its process ended; .* again"):
+        step(mortal, "m", [4, 6], seed=1)
+
+    assert step(mortal, "m", [4, 6], seed=1) == expected
+    state, other = mortal.export_state("m"), mortal.export_state("undisturbed")
+    assert state.step == other.step == 2
+    assert_equal(state.weights.tensors, other.weights.tensors, atol=0)
+    assert_equal(state.moments, other.moments, atol=0)
+
+
+def test_a_step_that_ranks_apply_when_one_is_killed_is_applied(mortal) -> None:
+    mortal.add_model("m", LORA)
+    mortal.add_model("undisturbed", LORA)
+    expected = step(mortal, "undisturbed", [4, 6], seed=1)
+    kill_in(mortal, "optim_step", 1)
+
+    got = step(mortal, "m", [4, 6], seed=1)
+
+    assert got == expected
+    assert not mortal._group.is_alive
+    weights = [mortal.snapshot(name).tensors for name in ("m", "undisturbed")]
+    assert_equal(*weights, atol=0)
+
+
+def test_another_models_gradient_is_missed_once_and_never_applied_in_part(mortal) -> None:
+    for name in ("undisturbed", "one", "other", "idle"):
+        mortal.add_model(name, LORA)
+    expected = step(mortal, "undisturbed", [5, 3], seed=0)
+    run(mortal, "other", random_data([5, 3]))
+    kill_in(mortal, "forward_backward", 1)
+    with pytest.raises(GradientLost):
+        run(mortal, "one", random_data([5, 3]))
+
+    with pytest.raises(GradientLost, match="send the data of this step again"):
+        mortal.export_gradient("other")
+    with pytest.raises(GradientLost, match="send the data of this step again"):
+        mortal.optim_step("other", ADAM)
+
+    for name in ("one", "other", "idle"):
+        assert step(mortal, name, [5, 3], seed=0) == expected
+
+
+def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin(mortal) -> None:
+    mortal.add_model("m", LORA)
+    saved = mortal.export_state("m")
+    kill_in(mortal, "forward_backward", 0, 1)
+
+    with pytest.raises(StateLost, match=r"model m was lost .* from its last checkpoint"):
+        run(mortal, "m", random_data([4, 5]))
+    mortal.discard_gradient("m")
+    mortal.add_model("restored", LORA)
+    mortal.import_state("restored", saved)
 
     with pytest.raises(StateLost, match="model m was lost"):
-        ranked.snapshot("m")
-    assert_equal(ranked.snapshot("restored").tensors, saved.weights.tensors, atol=0)
-    ranked.close()
+        mortal.snapshot("m")
+    assert_equal(mortal.snapshot("restored").tensors, saved.weights.tensors, atol=0)
+
+
+def test_models_are_kept_until_a_group_can_be_started(cluster) -> None:
+    starts = iter([GroupShape(RANKS), GroupShape(RANKS, cpus_per_rank=1000), GroupShape(RANKS)])
+    trainer = RankedTrainer(lambda: RankGroup(next(starts), MortalTrainer, GroupTimings(start=30)))
+    trainer.add_model("m", LORA)
+    before = trainer.snapshot("m").tensors
+    kill_in(trainer, "forward_backward", 0)
+    with pytest.raises(GradientLost):
+        run(trainer, "m", random_data([4, 5]))
+
+    with pytest.raises(RanksUnavailable, match="no room"):
+        trainer.snapshot("m")
+
+    assert_equal(trainer.snapshot("m").tensors, before, atol=0)
+    trainer.close()
+
+
+def test_a_model_whose_beginning_is_cut_off_does_not_exist_and_others_go_on(mortal) -> None:
+    mortal.add_model("m", LORA)
+    before = mortal.snapshot("m").tensors
+    kill_in(mortal, "add_model", 1)
+
+    with pytest.raises(RanksLost, match="failed in add_model"):
+        mortal.add_model("half", LORA)
+
+    assert_equal(mortal.snapshot("m").tensors, before, atol=0)
+    with pytest.raises(StateLost):
+        mortal.snapshot("half")

@@ -1,9 +1,12 @@
-"""Dividing a batch over replicas."""
+"""Dividing a batch over replicas, and ranks over nodes."""
+
+from itertools import groupby
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkercloud_worker.actors.group import neighbours_together
 from tinkercloud_worker.actors.shares import deal, join
 from tinkercloud_worker.engine.trainer import LossOutput
 
@@ -37,3 +40,12 @@ def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
 
     assert [float(logprobs[0]) for logprobs in whole.logprobs] == [0.0, 1.0, 2.0, 3.0]
     assert whole.metrics == {"loss:sum": 6.0}
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=16))
+def test_ranks_of_one_node_have_numbers_that_follow_each_other(nodes) -> None:
+    places = neighbours_together(dict(enumerate(nodes)))
+
+    of_ranks = [nodes[place] for place in places]
+    assert sorted(places) == list(range(len(nodes)))
+    assert len(list(groupby(of_ranks))) == len(set(nodes))

@@ -3,14 +3,17 @@
 import os
 import signal
 import time
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 
 BATCH_TOKENS = 32
 """Of the trainers here: small, so that a batch is several micro-batches."""
@@ -32,6 +35,23 @@ class Recorder:
     def history(self) -> list[int]:
         """Return what `add` was asked, in order."""
         return self.asked
+
+    def last_words(self) -> list[int]:
+        """Return what `add` and `note` were asked, and the rank that says so."""
+        return [*self.asked, dist.get_rank()]
+
+    def note(self, number: int, *deaths: int) -> int:
+        """Remember a number, without the other ranks; be killed before at some of them."""
+        if dist.get_rank() in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.asked.append(number)
+        return number
+
+    def hang_unless_killed(self, rank: int) -> None:
+        """Be killed at one rank, while the others never come back."""
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
 
     def process(self) -> int:
         """Return this process's id."""
@@ -71,12 +91,32 @@ def cannot_load() -> Recorder:
 
 
 class MortalTrainer(DataParallelTrainer):
-    """A rank's torch trainer of the tiny Llama that can be killed on command."""
+    """A rank's torch trainer of the tiny Llama that can be killed in the midst of a method."""
 
     def __init__(self) -> None:
         super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
-    def die_at(self, rank: int) -> None:
-        """Be killed at one rank, before the others' next step with it."""
-        if dist.get_rank() == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die_in(self, method: str, *ranks: int) -> None:
+        """Be killed as soon as a method is called at one of these ranks."""
+        if dist.get_rank() in ranks:
+            setattr(self, method, _die)
+
+
+class MeasuredTrainer(ShardedTrainer):
+    """A rank's trainer of the tiny Llama, whose layers the ranks hold between them."""
+
+    def __init__(self, max_kept_tokens: Literal[0] | None = None) -> None:
+        super().__init__(
+            BaseModel(tiny_llama(), packed=False),
+            max_batch_tokens=BATCH_TOKENS,
+            max_kept_tokens=max_kept_tokens,
+        )
+
+    def layer_elements(self) -> int:
+        """Return how many numbers of the layers are held here."""
+        weights = self._base.named_weights().values()
+        return sum(w.to_local().numel() for w in weights if isinstance(w, DTensor))
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

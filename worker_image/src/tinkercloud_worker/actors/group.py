@@ -3,8 +3,9 @@
 A command goes to all ranks, and the next one begins when all have answered. So two commands can
 never interleave their collective operations, whoever gives them. The group stands or falls as one:
 a rank that dies, or fails in a way it can't answer for, leaves others waiting in a collective
-operation, so all of them are ended and whoever waits is told at once. A client error that all ranks
-agree on is none of that; it is raised as it is.
+operation, so all of them are ended and whoever waits is told at once. Before that one of those that
+live is asked for its last words: what it holds that another group can go on with. A client error
+that all ranks agree on is none of that; it is raised as it is.
 
 Starting has a deadline. Whatever goes wrong until then leaves neither actors nor a placement group
 behind.
@@ -13,7 +14,7 @@ behind.
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -21,13 +22,27 @@ import ray
 import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_worker.actors.rank import Answer, Rank
+from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Worker
 
 log = structlog.get_logger(__name__)
+
+
+_STARTS = 3
+"""Ray gives a node of its own half a minute to come up, which a busy machine may need more than."""
+
+
+_ECHO_SECONDS = 2.0
+"""A rank that waits for one that dies may fail before that death is known: so long is it waited
+for, to tell the cause from the echo."""
 
 
 class RanksUnavailable(Unavailable):
@@ -54,6 +69,11 @@ class GroupShape:
         wanted = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
         return {name: amount for name, amount in wanted.items() if amount}
 
+    @property
+    def backend(self) -> str:
+        """What the ranks talk by, as `torch.distributed` names it."""
+        return "cpu:gloo,cuda:nccl" if self.gpus_per_rank else "gloo"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTimings:
@@ -63,6 +83,8 @@ class GroupTimings:
     """Until every rank has a place, has met the others and has loaded what it works with."""
     collective: float = 1800.0
     """How long an operation of all ranks waits for one that lives but does not come."""
+    last_words: float = 120.0
+    """How long each rank of a lost group may take to hand over what it holds."""
 
 
 def connect(shape: GroupShape) -> None:
@@ -74,6 +96,19 @@ def connect(shape: GroupShape) -> None:
         ray.init(address, log_to_driver=False, configure_logging=False)
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for attempt in range(1, _STARTS + 1):
+        try:
+            _start_cluster(shape)
+        except Exception:
+            # Ray raises nothing more definite.
+            if attempt == _STARTS:
+                raise
+            log.warning("Ray did not start; starting it again", attempt=attempt, exc_info=True)
+        else:
+            return
+
+
+def _start_cluster(shape: GroupShape) -> None:
     cores = max(shape.ranks * shape.cpus_per_rank, os.cpu_count() or 1)
     ray.init(
         "local",
@@ -88,7 +123,7 @@ class RankGroup:
     """See the module. Threads may share it: their commands wait for each other."""
 
     def __init__(
-        self, shape: GroupShape, factory: Callable[[], object], timings: GroupTimings | None = None
+        self, shape: GroupShape, factory: Callable[[], Worker], timings: GroupTimings | None = None
     ) -> None:
         """Start the ranks, and return when each has made its worker object.
 
@@ -106,6 +141,9 @@ class RankGroup:
         self._one_at_a_time = threading.Lock()
         self._loss: str | None = None
         self._ranks: list[ActorHandle[Rank]] = []
+        self.last_words: Any = None
+        """Once the group is lost: what the method of that name returned at one of the ranks that
+        lived; None if there was none."""
         self._places: PlacementGroup | None = None
         try:
             self._start(factory, time.monotonic() + self._timings.start)
@@ -117,6 +155,11 @@ class RankGroup:
     def is_alive(self) -> bool:
         """Whether it takes commands."""
         return self._loss is None
+
+    @property
+    def loss(self) -> str | None:
+        """How it was lost, or that it was closed; None if it takes commands."""
+        return self._loss
 
     def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 - the method's own result
         """Have all ranks call a method of their object, and return what it returned at rank 0.
@@ -134,6 +177,28 @@ class RankGroup:
         """Like `call`, with arguments of its own for each rank, and a result from each."""
         return self._command(method, lambda i, rank: rank.call.remote(method, args[i]))
 
+    def settle(self, method: str, *args: object) -> Any:  # noqa: ANN401 - as in `call`
+        """Have all ranks call a method in which none needs another; return what one returned.
+
+        What one of them has done, all that live have done. So a rank that is lost meanwhile ends
+        the group, but the command has been carried out, and is part of the last words.
+
+        Raises:
+            RanksLost: the group had been lost before, or no rank lives.
+            WireError: what the method raised, the same at every rank.
+        """
+        with self._one_at_a_time:
+            self._check_alive()
+            shared = ray.put(args)
+            refs = [rank.call.remote(method, shared) for rank in self._ranks]
+            answers, failed = _sort_out(refs)
+            if failed:
+                rank, error = next(iter(failed.items()))
+                self._end(f"rank {rank} of {len(refs)} failed in {method}: {error}", set(failed))
+        if not answers:
+            raise RanksLost(self._loss or "")
+        return self._agreed(method, answers)[0]
+
     def close(self) -> None:
         """End all ranks and give their place back. What runs fails; repeating this is harmless."""
         self._loss = self._loss or "the group was closed"
@@ -144,7 +209,7 @@ class RankGroup:
             remove_placement_group(self._places)
             self._places = None
 
-    def _start(self, factory: Callable[[], object], deadline: float) -> None:
+    def _start(self, factory: Callable[[], Worker], deadline: float) -> None:
         size = self.shape.ranks
         self._places = placement_group([self.shape.bundle] * size, strategy=self.shape.strategy)
         if not self._places.wait(max(0.0, deadline - time.monotonic())):
@@ -153,11 +218,15 @@ class RankGroup:
                 f" {self._timings.start:.0f} s: {_resources()}; add workers, or ask for fewer or"
                 " smaller ranks"
             )
-        self._ranks = [self._place_rank(i, self._places) for i in range(size)]
+        nodes = placement_group_table(self._places)["bundles_to_node_id"]
+        self._ranks = [self._place_rank(i, self._places) for i in neighbours_together(nodes)]
         [address] = self._wait_for([self._ranks[0].open_store.remote(size)], "open", deadline)
         seconds = self._timings.collective
         self._wait_for(
-            [r.join.remote(i, size, address, seconds) for i, r in enumerate(self._ranks)],
+            [
+                rank.join.remote(i, size, address, seconds, self.shape.backend)
+                for i, rank in enumerate(self._ranks)
+            ],
             "meet the others",
             deadline,
         )
@@ -167,13 +236,15 @@ class RankGroup:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=places, placement_group_bundle_index=index
         )
-        rank = ray.remote(Rank).options(
+        remote: Any = ray.remote  # whose type knows no concurrency groups
+        actor = remote(
             num_cpus=self.shape.cpus_per_rank,
             num_gpus=self.shape.gpus_per_rank,
             max_restarts=0,
+            concurrency_groups={LAST_WORDS: 1},
             scheduling_strategy=strategy,
-        )
-        return cast("ActorHandle[Rank]", rank.remote())
+        )(Rank)
+        return cast("ActorHandle[Rank]", actor.remote())
 
     def _wait_for(self, refs: list[Any], step: str, deadline: float) -> list[Any]:
         pending = list(refs)
@@ -197,12 +268,20 @@ class RankGroup:
 
     def _command(self, method: str, submit: Callable[[int, "ActorHandle[Rank]"], Any]) -> list[Any]:
         with self._one_at_a_time:
-            if self._loss is not None:
-                raise RanksLost(self._loss)
+            self._check_alive()
             answers = self._answers(method, [submit(i, rank) for i, rank in enumerate(self._ranks)])
+        return self._agreed(method, answers)
+
+    def _check_alive(self) -> None:
+        if self._loss is not None:
+            raise RanksLost(self._loss)
+
+    def _agreed(self, method: str, answers: Sequence[Answer]) -> list[Any]:
         refused = [answer.refusal for answer in answers if answer.refusal is not None]
         if refused and len(refused) < len(answers):
-            self._lose(f"some ranks refused {method} ({refused[0].message}) and others did not")
+            reason = f"some ranks refused {method} ({refused[0].message}) and others did not"
+            self._end(reason, set(range(len(answers))))
+            raise RanksLost(reason)
         if refused:
             raise refused[0]
         return [answer.value for answer in answers]
@@ -216,14 +295,62 @@ class RankGroup:
                 ray.get(done)
             except RayError as error:
                 log.exception("a rank failed", command=method)
-                rank = refs.index(done[0])
-                self._lose(f"rank {rank} of {len(refs)} failed in {method}: {_reason(error)}")
+                rank, cause = _first_cause(refs)
+                reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(cause)}"
+                # One that lives may have failed because another died, and still has its words.
+                self._end(reason, {rank} if isinstance(cause, RayActorError) else set())
+                raise RanksLost(reason) from error
         return list(ray.get(refs))
 
-    def _lose(self, reason: str) -> None:
-        self._loss = f"{reason}; create the model again from its last checkpoint"
+    def _end(self, reason: str, failed: Set[int]) -> None:
+        """End the group, having heard the last words of a rank that has not failed."""
+        self._loss = reason
+        for index, rank in enumerate(self._ranks):
+            if index in failed:
+                continue
+            # It may wait for a dead rank: this runs beside that.
+            words: Any = rank.last_words.options(concurrency_group=LAST_WORDS).remote()
+            try:
+                self.last_words = ray.get(words, timeout=self._timings.last_words)
+                break
+            except RayError:
+                log.warning("a rank of a lost group says nothing", rank=index, exc_info=True)
         self.close()
-        raise RanksLost(self._loss)
+
+
+def neighbours_together(nodes: Mapping[int, str]) -> list[int]:
+    """Return places in the order of their ranks: those of a node follow each other.
+
+    Ranks that share each matrix have numbers that follow each other, and talk most.
+
+    Args:
+        nodes: the node of each place.
+    """
+    return sorted(nodes, key=lambda place: (nodes[place], place))
+
+
+def _sort_out(refs: Sequence[Any]) -> tuple[list[Answer], dict[int, str]]:
+    """Wait for all ranks; return the answers of some and, by rank, the failures of others."""
+    answers, failed = [], {}
+    for rank, ref in enumerate(refs):
+        try:
+            answers.append(ray.get(ref))
+        except RayError as error:
+            log.exception("a rank failed")
+            failed[rank] = _reason(error)
+    return answers, failed
+
+
+def _first_cause(refs: Sequence[Any]) -> tuple[int, RayError]:
+    """Return which rank failed, and how: one that died rather than one that missed it."""
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_SECONDS)
+    failures: list[tuple[int, RayError]] = []
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            failures.append((refs.index(ref), error))
+    return min(failures, key=lambda failure: not isinstance(failure[1], RayActorError))
 
 
 def _reason(error: RayError) -> str:

@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
 
 from tinkercloud_protocol.errors import WireError
+
+LAST_WORDS = "last_words"
+"""Concurrency group of the one method that is called while another may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,18 @@ class Answer:
     refusal: WireError | None = None
 
 
+class Worker(Protocol):
+    """What a rank needs of its object, beside the methods it is told to call."""
+
+    def last_words(self) -> Any:  # noqa: ANN401 - of whatever kind of object
+        """Return what shall outlive a lost group. Must need no other rank and change nothing."""
+
+
 class Rank:
     """One process of a group: a member of its torch process group that holds one worker object.
 
     The object is made by a factory once the process group stands, and does the work; the methods
-    here are what the group calls, one at a time.
+    here are what the group calls, one at a time except for `last_words`.
     """
 
     def open_store(self, size: int) -> tuple[str, int]:
@@ -33,7 +43,9 @@ class Rank:
         self._store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
-    def join(self, rank: int, size: int, address: tuple[str, int], seconds: float) -> None:
+    def join(
+        self, rank: int, size: int, address: tuple[str, int], seconds: float, backend: str
+    ) -> None:
         """Join the group. Returns once all ranks have.
 
         Args:
@@ -41,18 +53,19 @@ class Rank:
             size: number of ranks.
             address: of the store, which is rank 0's.
             seconds: how long a collective operation waits for the other ranks.
+            backend: of `torch.distributed`.
         """
         if rank:
             self._store = TCPStore(*address, size, is_master=False)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=self._store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=seconds),
         )
 
-    def build(self, factory: Callable[[], object]) -> None:
+    def build(self, factory: Callable[[], Worker]) -> None:
         """Make the object that does the work."""
         self._worker = factory()
 
@@ -66,3 +79,7 @@ class Rank:
     def obey(self, method: str, args: tuple[object, ...]) -> Answer:
         """Call a method of the object for its effect: what it returns stays here."""
         return Answer(None, self.call(method, args).refusal)
+
+    def last_words(self) -> Any:  # noqa: ANN401 - the object's own
+        """Return what the object wants to outlive the group; a command may hang meanwhile."""
+        return self._worker.last_words()

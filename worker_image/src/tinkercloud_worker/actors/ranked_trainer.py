@@ -4,17 +4,19 @@ Each rank holds a trainer of its own, its part of the whole; every call here is 
 of them. A pass is divided over the replicas of the model: ranks that hold one replica between them
 get the same share of the batch, and one of them answers for it.
 
-When the group is lost, so are its models: calls about them raise StateLost from then on, which is
-final. The next model that is added starts another group.
+When a rank is lost, its group is, and the command that ran fails. What the other ranks hold, and
+every one holds, is kept: the models as of their last optim_step. The next command starts another
+group, which goes on with them. Gradients that were not applied yet had a part at the lost rank:
+each model is told so once, by the first request that would have built on one. If no rank lives,
+the models are lost, and calls about them raise StateLost from then on.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import TypeVar, cast
 
-from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.errors import StateLost, WireError
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_worker.actors.group import RankGroup, RanksLost
+from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.ranks import Membership
@@ -24,6 +26,12 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
+
+T = TypeVar("T")
+
+
+class GradientLost(WireError):
+    """A rank died and took its part of a gradient along; weights and moments are as they were."""
 
 
 class RankedTrainer:
@@ -40,8 +48,14 @@ class RankedTrainer:
         """
         self._start = start
         self._models: set[str] = set()
+        self._kept: Mapping[str, TrainingState] = {}
+        """Of the models of a lost group, until another one has them."""
+        self._unapplied: set[str] = set()
+        """Models that have a gradient."""
+        self._bereft: dict[str, str] = {}
+        """Models that have lost a gradient and have not been told, and how that came."""
         self._group = start()
-        self._memberships = self._ask_memberships()
+        self._memberships = _memberships(self._group)
         self.limits = self._memberships[0].limits
 
     def close(self) -> None:
@@ -53,21 +67,18 @@ class RankedTrainer:
         """See `Trainer.add_model`.
 
         Raises:
+            RanksLost: a rank was lost meanwhile; the model does not exist.
             RanksUnavailable: the last group was lost and no other could be started.
         """
-        if not self._group.is_alive:
-            self._models.clear()
-            self._group = self._start()
-            self._memberships = self._ask_memberships()
-        self._group.call("add_model", model_id, lora)
+        self._command(lambda group: group.call("add_model", model_id, lora))
         self._models.add(model_id)
 
     def remove_model(self, model_id: str) -> None:
         """See `Trainer.remove_model`."""
         if model_id in self._models:
             self._models.remove(model_id)
-            with contextlib.suppress(RanksLost):
-                self._group.call("remove_model", model_id)
+            self._forget_gradient(model_id)
+            self._settle_if_alive("remove_model", model_id)
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
@@ -77,52 +88,58 @@ class RankedTrainer:
         self, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
-        return self._pass("forward_backward", model_id, batch, between)
+        self._tell_of_lost_gradient(model_id)
+        self._unapplied.add(model_id)
+        try:
+            return self._pass("forward_backward", model_id, batch, between)
+        except GradientLost:
+            self._forget_gradient(model_id)
+            raise
 
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """See `Trainer.optim_step`."""
-        return cast("Mapping[str, float]", self._of(model_id).call("optim_step", model_id, params))
+        """See `Trainer.optim_step`. A rank lost meanwhile leaves it undone, or done everywhere."""
+        self._tell_of_lost_gradient(model_id)
+        self._unapplied.discard(model_id)
+        self._about(model_id, lambda group: group.call("sum_gradient", model_id))
+        metrics = self._about(model_id, lambda group: group.settle("optim_step", model_id, params))
+        return cast("Mapping[str, float]", metrics)
 
     def discard_gradient(self, model_id: str) -> None:
         """See `Trainer.discard_gradient`. What is lost has no gradient."""
-        with contextlib.suppress(StateLost):
-            self._of(model_id).call("discard_gradient", model_id)
+        self._forget_gradient(model_id)
+        self._settle_if_alive("discard_gradient", model_id)
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
-        return cast("WeightsSnapshot", self._of(model_id).call("snapshot", model_id))
+        weights = self._about(model_id, lambda group: group.call("snapshot", model_id))
+        return cast("WeightsSnapshot", weights)
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
-        return cast("TrainingState", self._of(model_id).call("export_state", model_id))
+        state = self._about(model_id, lambda group: group.call("export_state", model_id))
+        return cast("TrainingState", state)
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
-        self._of(model_id).call("import_state", model_id, state)
+        self._about(model_id, lambda group: group.settle("import_state", model_id, state))
+        self._forget_gradient(model_id)
 
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`."""
-        return cast("Gradient | None", self._of(model_id).call("export_gradient", model_id))
+        """See `Trainer.export_gradient`.
+
+        Raises:
+            GradientLost: a lost rank took its part along, and the model has not been told.
+        """
+        if model_id in self._bereft:
+            raise GradientLost(self._bereft[model_id])
+        gradient = self._about(model_id, lambda group: group.call("export_gradient", model_id))
+        return cast("Gradient | None", gradient)
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
-        self._of(model_id).call("import_gradient", model_id, gradient)
-
-    def _ask_memberships(self) -> list[Membership]:
-        return self._group.call_each("membership", [()] * self._group.shape.ranks)
-
-    def _of(self, model_id: str) -> RankGroup:
-        """Return the group that holds a model.
-
-        Raises:
-            StateLost: none does any more.
-        """
-        if model_id not in self._models:
-            raise StateLost(
-                f"model {model_id} was lost when a rank of its trainer ended; create it again from"
-                " its last checkpoint"
-            )
-        return self._group
+        self._about(model_id, lambda group: group.settle("import_gradient", model_id, gradient))
+        self._forget_gradient(model_id)
+        self._unapplied.add(model_id)
 
     def _pass(
         self, method: str, model_id: str, batch: Batch, between: Callable[[], None]
@@ -130,9 +147,8 @@ class RankedTrainer:
         replicas = 1 + max(membership.replica for membership in self._memberships)
         shares = deal([len(example.tokens) for example in batch.examples], replicas)
         parts = [part(batch, share) for share in shares]
-        outputs = self._of(model_id).call_each(
-            method, [(model_id, parts[m.replica], _nothing) for m in self._memberships]
-        )
+        arguments = [(model_id, parts[m.replica], _nothing) for m in self._memberships]
+        outputs = self._about(model_id, lambda group: group.call_each(method, arguments))
         between()
         answers: dict[int, LossOutput] = {
             membership.replica: output
@@ -140,6 +156,91 @@ class RankedTrainer:
             if membership.answers
         }
         return join(shares, [answers[replica] for replica in range(replicas)])
+
+    def _about(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
+        """Give a command about a model.
+
+        Raises:
+            StateLost: the model is lost.
+            GradientLost: a rank was lost meanwhile; the model goes on without a gradient.
+        """
+        self._check_exists(model_id)
+        try:
+            return self._command(command)
+        except RanksLost as error:
+            self._check_exists(model_id)
+            raise GradientLost(_consequence(error.message)) from error
+
+    def _command(self, command: Callable[[RankGroup], T]) -> T:
+        """Give a command, to another group if the last was lost; see to what a loss leaves."""
+        if not self._group.is_alive:
+            self._take_over()
+        group = self._group
+        try:
+            return command(group)
+        finally:
+            if not group.is_alive:
+                self._keep(group)
+
+    def _settle_if_alive(self, method: str, model_id: str) -> None:
+        """Have what is of no use to a model of a lost group done if there is a group."""
+        if self._group.is_alive:
+            self._command(lambda group: group.settle(method, model_id))
+
+    def _keep(self, group: RankGroup) -> None:
+        states: Mapping[str, TrainingState] = group.last_words or {}
+        self._models &= states.keys()
+        self._kept = {model_id: states[model_id] for model_id in self._models}
+        reason = _consequence(group.loss or "")
+        self._bereft |= dict.fromkeys(self._unapplied & self._models, reason)
+        self._unapplied.clear()
+
+    def _take_over(self) -> None:
+        """Start another group with the models of the lost one; repeating it after failure is fine.
+
+        Raises:
+            RanksUnavailable: it could not be started, or was lost at once.
+        """
+        group = self._start()
+        try:
+            for model_id in self._models & self._kept.keys():
+                state = self._kept[model_id]
+                group.call("add_model", model_id, state.weights.lora)
+                group.call("import_state", model_id, state)
+            memberships = _memberships(group)
+        except BaseException as error:
+            group.close()
+            if isinstance(error, RanksLost):
+                raise RanksUnavailable(f"the ranks were started and lost: {error}") from error
+            raise
+        self._group, self._memberships, self._kept = group, memberships, {}
+
+    def _check_exists(self, model_id: str) -> None:
+        if model_id not in self._models:
+            raise StateLost(
+                f"model {model_id} was lost when all ranks of its trainer ended"
+                f" ({self._group.loss}); create it again from its last checkpoint"
+            )
+
+    def _tell_of_lost_gradient(self, model_id: str) -> None:
+        reason = self._bereft.pop(model_id, None)
+        if reason is not None:
+            raise GradientLost(reason)
+
+    def _forget_gradient(self, model_id: str) -> None:
+        self._unapplied.discard(model_id)
+        self._bereft.pop(model_id, None)
+
+
+def _memberships(group: RankGroup) -> list[Membership]:
+    return group.call_each("membership", [()] * group.shape.ranks)
+
+
+def _consequence(reason: str) -> str:
+    return (
+        f"{reason}; the model goes on, in another group of ranks, as its last optim_step left it."
+        " The gradient since then was dropped: send the data of this step again"
+    )
 
 
 def _nothing() -> None:

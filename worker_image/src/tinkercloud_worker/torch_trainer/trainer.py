@@ -84,7 +84,7 @@ class TorchTrainer(AdamTrainer):
         output = PassOutput(len(batch.examples))
         for micro_batch in collate_all(batch, self._max_batch_tokens, self._base.device):
             with torch.no_grad():
-                hidden_RD = self._hidden(model, micro_batch)[micro_batch.valid_BT]
+                hidden_RD = self._hidden(model, micro_batch.ids_BT)[micro_batch.valid_BT]
             lp_RK = logprobs(self._unembedding(model), hidden_RD, micro_batch.targets_RK)
             loss_sum, _ = losses.derivative(loss, lp_RK, micro_batch.inputs)
             output.add(micro_batch, lp_RK, float(loss_sum))
@@ -98,11 +98,11 @@ class TorchTrainer(AdamTrainer):
         model = self._models[model_id]
         output = PassOutput(len(batch.examples))
         for micro_batch in collate_all(batch, self._max_batch_tokens, self._base.device):
-            hidden_BTD = self._hidden(model, micro_batch)
+            hidden_BTD = self._hidden(model, micro_batch.ids_BT)
             lp_RK, loss_sum, gradient_RD = self._unembed(
                 model, micro_batch, hidden_BTD.detach()[micro_batch.valid_BT], batch.loss_fn
             )
-            if hidden_BTD.requires_grad and gradient_RD.any():
+            if self._needs_backward(hidden_BTD, gradient_RD):
                 gradient_BTD = torch.zeros_like(hidden_BTD)
                 gradient_BTD[micro_batch.valid_BT] = gradient_RD
                 hidden_BTD.backward(gradient_BTD)
@@ -137,10 +137,14 @@ class TorchTrainer(AdamTrainer):
         lp_RK, gradient_RD = logprobs_and_gradient(layer, hidden_RD, targets_RK, derivative)
         return lp_RK, sum(sums), gradient_RD
 
-    def _hidden(self, model: TrainedModel, micro_batch: MicroBatch) -> Tensor:
-        tokens, most = micro_batch.ids_BT.numel(), self._max_kept_tokens
-        recompute = most is not None and tokens > most
-        return self._base.hidden(micro_batch.ids_BT, _route(model), recompute=recompute)
+    def _needs_backward(self, hidden_BTD: Tensor, gradient_RD: Tensor) -> bool:
+        """Whether the trunk's backward pass has anything to add to a gradient."""
+        return hidden_BTD.requires_grad and bool(gradient_RD.any())
+
+    def _hidden(self, model: TrainedModel, ids_BT: Tensor) -> Tensor:
+        most = self._max_kept_tokens
+        recompute = most is not None and ids_BT.numel() > most
+        return self._base.hidden(ids_BT, _route(model), recompute=recompute)
 
     def _unembedding(self, model: TrainedModel) -> Unembedding:
         adapters = self._base.head_adapters(_route(model))

@@ -1,0 +1,103 @@
+"""A trainer divided over two ranks under the real SDK: kill -9, and what is refused."""
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.servers import TRAINERS, Server, a_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODEL = "tiny/llama"
+PATIENCE = 300
+"""Seconds to wait for a result before a test gives up; another group of ranks loads the model."""
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
+    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
+)
+ADAM = types.AdamParams(learning_rate=0.01)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
+    state_dir = tmp_path_factory.mktemp("state")
+    with a_server(state_dir, {MODEL: folder}, TRAINERS["megatron-tp2"]) as running:
+        yield running
+
+
+def a_training_client(server: Server) -> tinker.TrainingClient:
+    client = server.client()
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result(PATIENCE)
+
+
+def step(training: tinker.TrainingClient) -> float:
+    result = training.forward_backward([DATUM], "cross_entropy")
+    training.optim_step(ADAM).result(timeout=PATIENCE)
+    return result.result(timeout=PATIENCE).metrics["loss:sum"]
+
+
+def below_the_head(server: Server) -> list[psutil.Process]:
+    (pid,) = server.head_pids()
+    return psutil.Process(pid).children(recursive=True)
+
+
+def ranks(server: Server) -> list[psutil.Process]:
+    return [p for p in below_the_head(server) if "".join(p.cmdline()[:1]).startswith("ray::Rank")]
+
+
+def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_for_bit(
+    server: Server,
+) -> None:
+    uninterrupted, other = a_training_client(server), a_training_client(server)
+    expected = [step(uninterrupted) for _ in range(4)]
+    training = a_training_client(server)
+    losses = [step(training) for _ in range(2)]
+    other.forward_backward([DATUM], "cross_entropy").result(timeout=PATIENCE)
+    first_group = ranks(server)
+
+    # The other rank waits for the one that is stopped.
+    first_group[1].suspend()
+    passed = training.forward_backward([DATUM], "cross_entropy")
+    applied = training.optim_step(ADAM)
+    time.sleep(1)
+    first_group[1].kill()
+
+    with pytest.raises(tinker.RequestFailedError, match=r"its process ended; .* again") as failure:
+        passed.result(timeout=PATIENCE)
+    assert failure.value.category.value == "server"
+    with pytest.raises(tinker.RequestFailedError, match="not applied"):
+        applied.result(timeout=PATIENCE)
+    assert losses + [step(training) for _ in range(2)] == expected
+    with pytest.raises(tinker.RequestFailedError, match=r"its process ended; .* again"):
+        other.optim_step(ADAM).result(timeout=PATIENCE)
+    assert [step(other) for _ in range(2)] == expected[:2]
+    assert not psutil.wait_procs(first_group, timeout=PATIENCE)[1]
+    assert len(ranks(server)) == 2
+
+
+def test_full_fine_tuning_is_refused_by_name(server: Server) -> None:
+    session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
+
+    created = server.post(
+        "create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+    ).json()
+
+    failure = server.result(str(created["request_id"])).json()
+    assert "the megatron trainer trains adapters only" in str(failure["error"])
+    assert failure["category"] == "user"
+
+
+def test_no_process_outlives_a_killed_head(server: Server) -> None:
+    step(a_training_client(server))
+    processes = below_the_head(server)
+    assert len(ranks(server)) == 2
+
+    server.kill_heads()
+
+    assert not psutil.wait_procs(processes, timeout=PATIENCE)[1]

@@ -1,0 +1,94 @@
+"""The torch trainer at one of several ranks that hold the base's layers between them (FSDP2).
+
+Each rank has its part of every layer and, while a layer computes, the whole of that one. Adapters
+are whole at every rank, and so are the embeddings. As gathering a layer takes all ranks, all make
+the same number of passes, whatever their shares of the batch are: some are about nothing.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker.adam import TrainedModel
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import Batch, micro_batches
+from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+
+
+class ShardedTrainer(DataParallelTrainer):
+    """See `engine.ranks.RankTrainer`. Adapters only."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        max_batch_tokens: int,
+        max_context_length: int | None = None,
+        max_kept_tokens: Literal[0] | None = None,
+    ) -> None:
+        """Make a trainer without models.
+
+        Args:
+            base: the base model, not packed; the ranks share it out here.
+            max_batch_tokens: as the torch trainer's.
+            max_context_length: as the torch trainer's.
+            max_kept_tokens: as the torch trainer's; none or any, or ranks would not gather alike.
+        """
+        super().__init__(
+            base,
+            max_batch_tokens=max_batch_tokens,
+            max_context_length=max_context_length,
+            max_kept_tokens=max_kept_tokens,
+        )
+        base.share_out(init_device_mesh(base.device.type, (dist.get_world_size(),)))
+
+    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+        """See `Trainer.forward`."""
+        missing = self._passes_of_others(batch)
+        output = super().forward(model_id, batch, between)
+        with torch.no_grad():
+            for _ in range(missing):
+                self._pass_about_nothing(model_id)
+        return output
+
+    def forward_backward(
+        self, model_id: str, batch: Batch, between: Callable[[], None]
+    ) -> LossOutput:
+        """See `Trainer.forward_backward`."""
+        missing = self._passes_of_others(batch)
+        output = super().forward_backward(model_id, batch, between)
+        for _ in range(missing):
+            hidden_BTD = self._pass_about_nothing(model_id)
+            if hidden_BTD.requires_grad:
+                hidden_BTD.backward(torch.zeros_like(hidden_BTD))
+        return output
+
+    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
+        if lora_config is None:
+            raise InvalidRequest(
+                "lora_config: full fine-tuning needs a whole copy of the base at each rank, which"
+                " this server's trainer.sharded excludes; give a rank"
+            )
+        return super()._new_model(lora_config)
+
+    def _needs_backward(self, hidden_BTD: Tensor, gradient_RD: Tensor) -> bool:  # noqa: ARG002 - part of the interface
+        return hidden_BTD.requires_grad
+
+    def _passes_of_others(self, batch: Batch) -> int:
+        """Return how many more passes than this rank the rank with the most makes."""
+        lengths = [len(example.tokens) for example in batch.examples]
+        own = len(micro_batches(lengths, self._max_batch_tokens))
+        most = torch.tensor(own, device=self._base.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most) - own
+
+    def _pass_about_nothing(self, model_id: str) -> Tensor:
+        ids_BT = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
+        return self._hidden(self._models[model_id], ids_BT)
