@@ -25,3 +25,18 @@ def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field) -> N
 def test_the_megatron_trainer_is_refused_without_ranks() -> None:
     with pytest.raises(ValidationError, match="set it to 1 or more"):
         TrainerConfig(backend="megatron")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 0}, "only for ranks of backend torch"),
+        ({"backend": "megatron", "ranks": 2}, "only for ranks of backend torch"),
+        ({"ranks": 2, "max_kept_tokens": 512}, "max_kept_tokens: 512, .* set it to 0"),
+    ],
+)
+def test_a_base_is_shared_out_among_ranks_that_all_do_the_same(settings, message) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig(sharded=True, **settings)
+
+    assert TrainerConfig(sharded=True, ranks=2, max_kept_tokens=0).sharded

@@ -14,6 +14,7 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
@@ -49,12 +50,20 @@ def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
 
 def torch_rank(config: HeadConfig) -> DataParallelTrainer:
     """Return a rank's torch trainer."""
+    trainer = config.trainer
     base = BaseModel.load(
         config.model.path,
-        getattr(torch, config.trainer.dtype),
-        packed=config.trainer.packed_weights,
-        device=config.trainer.device,
+        getattr(torch, trainer.dtype),
+        packed=trainer.packed_weights and not trainer.sharded,
+        device=trainer.device,
     )
+    if trainer.sharded:
+        return ShardedTrainer(
+            base,
+            max_batch_tokens=trainer.max_batch_tokens,
+            max_context_length=config.limits.max_context_length,
+            max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
+        )
     return DataParallelTrainer(
         base,
         max_batch_tokens=config.trainer.max_batch_tokens,
