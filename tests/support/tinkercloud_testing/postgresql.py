@@ -46,6 +46,21 @@ class PostgreSQL:
             self.program.process.send_signal(signal.SIGINT)
             self.program.process.wait()
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Let it hang, connections and all, for the length of a block."""
+        assert self.program.process is not None
+        main = self.program.process.pid
+        children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+        processes = [main, *map(int, children)]
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                os.kill(process, signal.SIGCONT)
+
     def new_database(self) -> str:
         """Make an empty database and return its URL, as `TINKERCLOUD_DATABASE_URL` wants it."""
         name = f"db_{secrets.token_hex(8)}"

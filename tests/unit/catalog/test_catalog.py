@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.catalog import database
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
 from tinkercloud_api.catalog.store import Catalog, Page
 from tinkercloud_api.catalog.tables import Session, Table, TrainingRun
@@ -293,4 +294,20 @@ async def test_while_the_database_is_away_requests_are_to_be_sent_again(
     postgresql.start()
 
     assert await catalog.session("s") is not None
+    await engine.dispose()
+
+
+async def test_a_database_that_hangs_is_taken_for_away(
+    postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_STATEMENT_SECONDS", 0.5)
+    engine = open_database(postgresql.new_database())
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await catalog.ping()
+
+    with postgresql.frozen(), pytest.raises(Unavailable, match="catalog"):
+        await catalog.session("s")
+
+    assert await catalog.session("s") is None
     await engine.dispose()

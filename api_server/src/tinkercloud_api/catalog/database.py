@@ -4,7 +4,7 @@ from pathlib import Path
 
 import alembic.command
 import alembic.config
-from sqlalchemy import Connection, event, text
+from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as NoConnectionFreeError
@@ -14,6 +14,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = int.from_bytes(b"tinker")
 """Number of PostgreSQL's advisory lock. Any will do that nobody else takes in this database."""
+_CONNECT_SECONDS = 10.0
+_STATEMENT_SECONDS = 30.0
+"""A server that hangs, or a network that swallows packets, is taken for away after this time."""
 
 WRONG_STATEMENT = (IntegrityError, ProgrammingError, DataError)
 """A database has answered, and refuses."""
@@ -27,9 +30,18 @@ class CatalogUnreachableError(Exception):
 
 def open_database(url: str) -> AsyncEngine:
     """Return an engine for a database URL; the folder of an SQLite file is made if needed."""
-    # Parameters are users' words, and hashes of keys: nothing for a log.
+    return _open(make_url(url), _STATEMENT_SECONDS)
+
+
+def _open(url: URL, statement_seconds: float | None) -> AsyncEngine:
+    is_postgresql = url.get_backend_name() == "postgresql"
+    bounds = {"timeout": _CONNECT_SECONDS, "command_timeout": statement_seconds}
     engine = create_async_engine(
-        url, pool_pre_ping=not url.startswith("sqlite"), hide_parameters=True
+        url,
+        pool_pre_ping=is_postgresql,
+        # Parameters are users' words, and hashes of keys: nothing for a log.
+        hide_parameters=True,
+        connect_args=bounds if is_postgresql else {},
     )
     if engine.dialect.name == "sqlite":
         if engine.url.database:
@@ -57,7 +69,7 @@ def migration_config() -> alembic.config.Config:
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Bring the schema up to date. Replicas that start together wait for each other.
+    """Bring the schema up to date, however long it takes. Replicas wait for each other.
 
     Raises:
         CatalogUnreachableError: the database does not answer.
@@ -71,8 +83,9 @@ async def migrate(engine: AsyncEngine) -> None:
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 
+    patient = _open(engine.url, statement_seconds=None)
     try:
-        async with engine.begin() as connection:
+        async with patient.begin() as connection:
             await connection.run_sync(upgrade)
     except WRONG_STATEMENT:
         raise
@@ -82,3 +95,5 @@ async def migrate(engine: AsyncEngine) -> None:
         raise CatalogUnreachableError(
             f"database_url: the catalog at {where} can't be opened ({reason})"
         ) from error
+    finally:
+        await patient.dispose()
