@@ -95,6 +95,10 @@ class TrainerShape(Part):
                 " backend to megatron",
             ),
             (
+                "!self.sharded || (self.backend == 'torch' && self.replicas >= 1)",
+                "sharded: is for backend torch on worker pods; leave it out",
+            ),
+            (
                 "!has(self.planning) || (self.backend == 'megatron' && self.gpusPerReplica >= 1)",
                 "planning: is for backend megatron on GPUs; set gpusPerReplica, or leave it out",
             ),
@@ -124,6 +128,9 @@ class TrainerShape(Part):
     """What each worker's container needs besides GPUs."""
     parallelism: Parallelism = Parallelism()
     """How the model is split."""
+    sharded: bool = False
+    """Whether ranks hold the base's layers between them (FSDP2), rather than a copy each. For
+    backend `torch` and adapters only."""
     planning: Planning | None = None
     """If given, the operator chooses `parallelism` for each session, and lowers `maxBatchTokens` to
     what fits. The session's status says what it chose, and why."""

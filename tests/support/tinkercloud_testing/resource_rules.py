@@ -61,6 +61,11 @@ def cpu_trainer(
     return base_model(trainer={"backend": backend, **counts, "parallelism": parallelism})
 
 
+def sharded(backend: str = "torch", replicas: int = 2, gpus: int = 1) -> Json:
+    counts = {"replicas": replicas, "gpusPerReplica": gpus}
+    return base_model(trainer={"backend": backend, **counts, "sharded": True})
+
+
 def planned(gpus: int = 4, backend: str = "megatron", **parallelism: int) -> Json:
     counts = {"replicas": 2 if gpus else 0, "gpusPerReplica": gpus}
     parts = {"planning": PLANNING, "parallelism": parallelism}
@@ -163,6 +168,20 @@ CREATION_RULES = (
             "pipeline": cpu_trainer(2, 2, backend="torch", pipeline=2),
             "context": trainer(1, 4, context=2),
             "expert": trainer(1, 4, expert=2),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "sharded: is for backend torch on worker pods; leave it out",
+        {
+            "two pods": sharded(),
+            "many GPUs": sharded(gpus=8),
+            "copies": trainer(2, 1, "torch"),
+        },
+        {
+            "megatron": sharded("megatron"),
+            "megatron of many GPUs": sharded("megatron", gpus=8),
+            "the head": sharded(replicas=0, gpus=0),
         },
     ),
     Rule(

@@ -303,6 +303,18 @@ def test_layers_are_computed_again_on_gpus_as_their_plan_supposes() -> None:
     assert (on_gpus.max_kept_tokens, on_cpus.max_kept_tokens) == (0, None)
 
 
+def test_the_head_is_told_that_ranks_hold_the_base_between_them() -> None:
+    shape = {"replicas": 2, "gpusPerReplica": 4}
+
+    configs = [
+        surroundings.head_config(a_build(a_base_model(trainer=shape | {"sharded": sharded})))
+        for sharded in (True, False)
+    ]
+
+    assert [config.trainer.sharded for config in configs] == [True, False]
+    assert {config.trainer.ranks for config in configs} == {8}
+
+
 def test_a_session_of_fewer_trainer_pods_has_fewer_ranks() -> None:
     build = a_build(CPU_TRAINERS, a_session(trainer={"replicas": 1}))
 

@@ -70,6 +70,7 @@ def _trainer_config(trainer: TrainerShape | None) -> TrainerConfig:
         context_parallel=parallelism.context,
         expert_parallel=parallelism.expert,
         device="cuda" if trainer.gpus_per_replica else "cpu",
+        sharded=trainer.sharded,
         dtype=trainer.dtype,
         max_batch_tokens=trainer.max_batch_tokens,
         # What fits a GPU is planned for layers that are computed again.
