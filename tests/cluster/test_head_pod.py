@@ -157,18 +157,13 @@ def children(
     build = a_build(base_model, session, checkpoint_claim="checkpoints", run_as_user=NOBODY)
     secret = surroundings.token_secret(build)
     secret["stringData"] = dict.fromkeys(surroundings.SECRET_KEYS, token)
-    cluster = raycluster.ray_cluster(build)
-    for group in cluster["spec"]["workerGroupSpecs"]:
-        # The node has no GPUs.
-        [container] = group["template"]["spec"]["containers"]
-        container["resources"] = {"requests": {"cpu": "100m"}, "limits": {"memory": "2Gi"}}
     made = [
         secret,
         surroundings.config_map(build),
         surroundings.head_service(build),
         surroundings.network_policy(build),
         surroundings.disruption_budget(build),
-        cluster,
+        raycluster.ray_cluster(build),
     ]
     return [child | {"metadata": child["metadata"] | {"namespace": namespace}} for child in made]
 
@@ -299,7 +294,8 @@ def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
 def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
     cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
 ) -> None:
-    workers = {"replicas": 1, "gpusPerReplica": 1}
+    resources = {"cpu": "100m", "memory": "2Gi"}
+    workers = {"replicas": 1, "cpuRanksPerReplica": 1, "resources": resources}
     with starting_session(cluster, volumes, image, **workers) as session:
         ready = "jsonpath={.status.readyWorkerReplicas}=1"
         cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)

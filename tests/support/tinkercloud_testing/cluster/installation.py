@@ -146,9 +146,8 @@ def an_installation(
         secrets: entries of the Secrets that the values name.
     """
     with cluster.a_namespace("tinkercloud", **_RESTRICTED) as namespace:
-        for name in _VOLUMES:
-            cluster.apply(*a_volume(name, namespace, folder / name))
-        cluster.apply(*[a_secret(name, namespace, secrets[name]) for name in secrets])
+        volumes = [part for name in _VOLUMES for part in a_volume(name, namespace, folder / name)]
+        cluster.apply(*volumes, *[a_secret(name, namespace, secrets[name]) for name in secrets])
         path = folder / "values.yaml"
         path.write_text(yaml.safe_dump(dict(values)))
         release = Installation(cluster, namespace, path)
