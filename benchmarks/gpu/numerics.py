@@ -22,6 +22,7 @@ from benchmarks.gpu.engines import (
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_worker import lora
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 _LENGTHS = (24, 9, 17)
@@ -30,10 +31,15 @@ _LENGTHS = (24, 9, 17)
 class Merged:
     """A Hugging Face model, an adapter's product added to its weights."""
 
-    def __init__(self, bench: Bench, trainer: TorchTrainer, dtype: torch.dtype) -> None:
+    def __init__(
+        self, bench: Bench, base: BaseModel, trainer: TorchTrainer, dtype: torch.dtype
+    ) -> None:
         snapshot = trainer.snapshot(MODEL)
         assert snapshot.lora is not None
         self.model: PreTrainedModel = bench.work.checked.build(bench.device, torch.float32)
+        with torch.no_grad():
+            for name, weight in base.named_weights().items():
+                self.model.get_parameter(name).copy_(weight)
         self.adapter: Mapping[str, Tensor] = snapshot.tensors
         self.scale = lora.scale(snapshot.lora.rank)
         self.names = sorted({name.rpartition(".lora_")[0] for name in self.adapter})
@@ -81,7 +87,7 @@ def float32(bench: Bench) -> Iterator[Measurement]:
     batch = a_batch(trainer, data)
     output = trainer.forward_backward(MODEL, batch, lambda: None)
     ours = trainer.export_gradient(MODEL)
-    merged = Merged(bench, trainer, torch.float32)
+    merged = Merged(bench, base, trainer, torch.float32)
     theirs = merged.gradients(data)
     with torch.no_grad():
         gaps = [
@@ -107,10 +113,13 @@ def float32(bench: Bench) -> Iterator[Measurement]:
 def bfloat16(bench: Bench) -> Iterator[Measurement]:
     """N5: the engine's rounding in bfloat16 beside Hugging Face's, both against float32."""
     shape = bench.work.checked
-    trainer = a_trainer(base_of(bench, shape), bench.work.rank, max_batch_tokens=64)
+    base = base_of(bench, shape)
+    trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
     data = random_data(shape, _LENGTHS)
     output = trainer.forward(MODEL, a_batch(trainer, data), lambda: None)
-    exact, rounded = (Merged(bench, trainer, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        Merged(bench, base, trainer, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     with torch.no_grad():
         truth = torch.cat([exact.logprobs(datum) for datum in data]).cpu().numpy()
         theirs = torch.cat([rounded.logprobs(datum) for datum in data]).cpu().numpy()

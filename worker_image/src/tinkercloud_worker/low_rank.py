@@ -50,11 +50,12 @@ class _Rounded(torch.autograd.Function):
     def backward(
         ctx: Any,  # noqa: ANN401 - torch's
         dy: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, None]:
         x, u_Nr, a, b = ctx.saved_tensors
         x_in, dy_out = x.flatten(0, -2), dy.flatten(0, -2)
         du_Nr = dy_out @ b.to(x.dtype)
-        dx = (du_Nr @ a.to(x.dtype)).mul_(ctx.scale).view_as(x)
+        wants_dx = ctx.needs_input_grad[0]
+        dx = (du_Nr @ a.to(x.dtype)).mul_(ctx.scale).view_as(x) if wants_dx else None
         da = (du_Nr.T @ x_in).float().mul_(ctx.scale)
         db = (dy_out.T @ u_Nr).float().mul_(ctx.scale)
         return dx, dy, da, db, None
