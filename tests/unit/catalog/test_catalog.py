@@ -11,6 +11,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
 from tinkercloud_api.catalog import database
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
@@ -278,6 +279,21 @@ async def test_replicas_that_note_the_same_runs_do_not_wait_for_each_other_for_e
     assert {row.last_request_at for row in rows} == {late}
 
 
+async def test_replicas_that_note_the_same_heartbeats_do_not_wait_for_each_other_for_ever(
+    catalog: Catalog, of_another_replica: Catalog
+) -> None:
+    names = [f"s{index}" for index in range(100)]
+    for name in names:
+        session = a_session(name)
+        session.last_heartbeat_at = datetime(2026, 1, 1, tzinfo=UTC)
+        await catalog.add_session(session)
+
+    for _ in range(5):
+        await asyncio.gather(catalog.beat(names), of_another_replica.beat(names[::-1]))
+
+    assert await catalog.count_live_sessions(datetime(2026, 1, 2, tzinfo=UTC)) == len(names)
+
+
 async def test_while_the_database_is_away_requests_are_to_be_sent_again(
     postgresql: PostgreSQL,
 ) -> None:
@@ -311,3 +327,39 @@ async def test_a_database_that_hangs_is_taken_for_away(
 
     assert await catalog.session("s") is None
     await engine.dispose()
+
+
+async def test_what_was_used_while_the_database_was_away_is_written_afterwards(
+    postgresql: PostgreSQL,
+) -> None:
+    engine = open_database(postgresql.new_database())
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await catalog.add_session(a_session())
+    made = await catalog.add_run(a_run())
+    activity = Activity(catalog)
+
+    activity.touch(made.id)
+    postgresql.stop()
+    with pytest.raises(Unavailable):
+        await activity.write()
+    postgresql.start()
+    await activity.write()
+
+    run = await catalog.run(made.id)
+    assert run is not None
+    assert run.last_request_at > made.last_request_at
+    await engine.dispose()
+
+
+async def test_a_session_is_live_until_it_is_over_or_its_client_falls_silent(
+    catalog: Catalog,
+) -> None:
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    for name, silent_seconds in (("live", 0), ("over", 0), ("silent", 121)):
+        session = a_session(name)
+        session.last_heartbeat_at = moment - timedelta(seconds=silent_seconds)
+        await catalog.add_session(session)
+    await catalog.finish_session("over", "success", None)
+
+    assert await catalog.count_live_sessions(moment - timedelta(seconds=120)) == 1

@@ -122,12 +122,13 @@ class Catalog:
 
     async def beat(self, session_ids: Collection[str]) -> None:
         """Record that these sessions' clients are alive."""
+        named = Session.id.in_(session_ids)
         async with self._writing() as connection:
             # All replicas lock rows in one order, or two could wait for each other.
-            for session_id in sorted(session_ids):
-                await connection.execute(
-                    update(Session).where(Session.id == session_id).values(last_heartbeat_at=now())
-                )
+            await connection.execute(
+                select(Session.id).where(named).order_by(Session.id).with_for_update()
+            )
+            await connection.execute(update(Session).where(named).values(last_heartbeat_at=now()))
 
     async def count_live_sessions(self, since: datetime) -> int:
         """Return how many sessions are not over and had a heartbeat since then."""
