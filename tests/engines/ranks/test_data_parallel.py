@@ -265,8 +265,14 @@ def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin
 
 
 def test_models_are_kept_until_a_group_can_be_started(cluster) -> None:
-    starts = iter([GroupShape(RANKS), GroupShape(RANKS, cpus_per_rank=1000), GroupShape(RANKS)])
-    trainer = RankedTrainer(lambda: RankGroup(next(starts), MortalTrainer, GroupTimings(start=30)))
+    possible, impossible = GroupShape(RANKS), GroupShape(RANKS, cpus_per_rank=1000)
+    starts = iter([(possible, None), (impossible, GroupTimings(start=1)), (possible, None)])
+
+    def start() -> RankGroup:
+        shape, timings = next(starts)
+        return RankGroup(shape, MortalTrainer, timings)
+
+    trainer = RankedTrainer(start)
     trainer.add_model("m", LORA)
     before = trainer.snapshot("m").tensors
     kill_in(trainer, "forward_backward", 0)

@@ -81,6 +81,25 @@ def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_fo
     assert len(ranks(server)) == 2
 
 
+def test_a_run_whose_ranks_are_all_killed_is_lost_and_says_from_where_to_go_on(
+    server: Server,
+) -> None:
+    training = a_training_client(server)
+    step(training)
+    path = training.save_state("one").result(timeout=PATIENCE).path
+    expected = step(training)
+
+    for rank in ranks(server):
+        rank.kill()
+
+    with pytest.raises(tinker.RequestFailedError, match="all ranks of its trainer ended") as lost:
+        training.forward_backward([DATUM], "cross_entropy").result(timeout=PATIENCE)
+    assert f"create_training_client_from_state_with_optimizer('{path}')" in str(lost.value)
+    client = server.client()
+    resumed = client.create_training_client_from_state_with_optimizer(path).result(PATIENCE)
+    assert step(resumed) == expected
+
+
 def test_full_fine_tuning_is_refused_by_name(server: Server) -> None:
     session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
 

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.checkpoints import Manifest
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
@@ -20,10 +21,12 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.thread import Between
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 
+T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
 
 
@@ -74,7 +77,7 @@ class Operations:
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
         run = trainer.forward if batch.forward_only else trainer.forward_backward
-        output = await self._backend.thread.run(lambda between: run(self._name, batch, between))
+        output = await self._compute(lambda between: run(self._name, batch, between))
         body = await asyncio.to_thread(
             encode_forward_backward_output, output.logprobs, output.metrics
         )
@@ -84,7 +87,7 @@ class Operations:
         """Apply the gradient."""
         self._check_alive()
         params = request.adam()
-        metrics = await self._backend.thread.run(
+        metrics = await self._compute(
             lambda _: self._backend.trainer.optim_step(self._name, params)
         )
         self._steps = int(metrics["step"])
@@ -95,9 +98,7 @@ class Operations:
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
         await self._refuse_duplicate(path, overwrite=request.overwrite)
-        state = await self._backend.thread.run(
-            lambda _: self._backend.trainer.export_state(self._name)
-        )
+        state = await self._compute(lambda _: self._backend.trainer.export_state(self._name))
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
 
         def encode() -> formats.Files:
@@ -112,9 +113,7 @@ class Operations:
         if request.path is not None:
             path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
             await self._refuse_duplicate(path, overwrite=False)
-        weights = await self._backend.thread.run(
-            lambda _: self._backend.trainer.snapshot(self._name)
-        )
+        weights = await self._compute(lambda _: self._backend.trainer.snapshot(self._name))
         if path is None:
             return await self._publish(request, weights)
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
@@ -149,9 +148,7 @@ class Operations:
 
         Repeating it writes the same again.
         """
-        state = await self._backend.thread.run(
-            lambda _: self._backend.trainer.export_state(self._name)
-        )
+        state = await self._compute(lambda _: self._backend.trainer.export_state(self._name))
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
         manifest = self._manifest(path, None, None, state.step)
 
@@ -169,7 +166,7 @@ class Operations:
     async def export(self) -> tuple[TrainingState, Gradient | None]:
         """Return all that training goes on from: the state, and the gradient if there is one."""
         trainer = self._backend.trainer
-        return await self._backend.thread.run(
+        return await self._compute(
             lambda _: (trainer.export_state(self._name), trainer.export_gradient(self._name))
         )
 
@@ -211,7 +208,23 @@ class Operations:
             raise InvalidRequest(f"model {self._name}: {self._refused}")
 
     async def _on_thread(self, job: Callable[[], None]) -> None:
-        await self._backend.thread.run(lambda _: job())
+        await self._compute(lambda _: job())
+
+    async def _compute(self, job: Callable[[Between], T]) -> T:
+        """Run a job on the engine's thread.
+
+        Raises:
+            StateLost: the engine has lost the model; the message says from where it can go on.
+        """
+        try:
+            return await self._backend.thread.run(job)
+        except StateLost as error:
+            path = self.latest.tinker_path if self.latest else self._spec.restore_from
+            if path is None:
+                raise
+            raise StateLost(
+                f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
+            ) from error
 
     async def _import(self, state: TrainingState) -> None:
         await self._on_thread(lambda: self._backend.trainer.import_state(self._name, state))
