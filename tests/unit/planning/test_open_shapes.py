@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
-from tinkercloud_crds.shapes import Parallelism
+from tinkercloud_crds.shapes import Parallelism, SamplerShape
 from tinkercloud_operator.children import surroundings
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
@@ -85,6 +85,19 @@ def test_micro_batches_are_what_fits_and_never_more_than_was_allowed() -> None:
     assert bound is not None
     assert 8192 <= free.max_batch_tokens < 1 << 20
     assert bound.max_batch_tokens == 1024
+
+
+def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
+    alone = chosen(an_open_base_model(LARGE)).trainer
+    sharing = an_open_base_model(LARGE).model_copy(
+        update={"sampler": SamplerShape(backend="sglang", replicas=1, colocated=True)}
+    )
+
+    beside = chosen(sharing).trainer
+
+    assert alone is not None
+    assert beside is not None
+    assert beside.max_batch_tokens < alone.max_batch_tokens
 
 
 def test_the_head_is_told_what_was_chosen() -> None:
