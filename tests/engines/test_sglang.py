@@ -366,6 +366,22 @@ async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_a
         await sampler.close()
 
 
+async def test_an_engine_that_began_again_meanwhile_is_not_told_to_take_its_memory_back(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request([1, 2])
+    async with sampler.training():
+        fakes[0].restart()
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert fakes[0].called("/resume_memory_occupation") == []
+    await sampler.close()
+
+
 async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_own(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:

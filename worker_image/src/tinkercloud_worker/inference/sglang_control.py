@@ -53,9 +53,9 @@ class SglangControl:
         """Take note that the engine may have begun again, or has other weights than it should."""
         self.turns.reset(None)
 
-    async def _change(self, previous: str | None, kind: str) -> None:
-        if previous is None:
-            await self._find_out()
+    async def _change(self, kind: str) -> None:
+        # It may have begun again since it was last asked.
+        await self._find_out()
         if kind == TRAINING:
             await self._release()
             return

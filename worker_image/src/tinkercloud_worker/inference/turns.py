@@ -16,14 +16,11 @@ _Waiting = tuple[str, "asyncio.Future[None]"]
 class Turns:
     """Belongs to one event loop."""
 
-    def __init__(
-        self, change: Callable[[str | None, str], Awaitable[None]], kind: str | None
-    ) -> None:
+    def __init__(self, change: Callable[[str], Awaitable[None]], kind: str | None) -> None:
         """Make turns.
 
         Args:
-            change: changes over from one kind to another; from None where that is not certain, as
-                after a change that failed.
+            change: makes the server ready for a kind, whatever it was ready for.
             kind: of work that needs no change to begin with; None if that is not certain.
         """
         self._change = change
@@ -77,7 +74,7 @@ class Turns:
 
     async def _change_over(self, kind: str) -> None:
         try:
-            await self._change(self._kind, kind)
+            await self._change(kind)
             self._kind = kind
         except Exception as error:  # noqa: BLE001 - raised again by whoever waits for this turn
             self._kind = None
