@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,10 +114,12 @@ def a_sampler(base: BaseModel, max_running_sequences: int) -> Iterator[RunningSa
     """Run a sampler over a base model."""
     thread = EngineThread(on_crash=lambda error: print("the engine failed:", repr(error)))
     config = SamplerConfig(max_running_sequences=max_running_sequences)
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=Tokenizer(models.WordLevel({"?": 0})))
     with tempfile.TemporaryDirectory() as folder:
         sampler = TorchSampler(
             base,
-            PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}))),
+            tokenizer,
             config,
             versions=Versions(Path(folder), _SAMPLER_BYTES, base.device),
             wake=thread.wake,

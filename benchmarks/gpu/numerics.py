@@ -43,14 +43,14 @@ class Merged:
         self.adapter: Mapping[str, Tensor] = snapshot.tensors
         self.scale = lora.scale(snapshot.lora.rank)
         self.names = sorted({name.rpartition(".lora_")[0] for name in self.adapter})
-        head = self.model.get_output_embeddings()
+        head = self.model.get_submodule("lm_head")
         # Tied to the input embedding, which has no adapter.
-        head.weight = nn.Parameter(head.weight.detach().clone())
+        head.weight = nn.Parameter(_weight(head).detach().clone())
         with torch.no_grad():
             for name in self.names:
                 a, b = self.halves(name)
-                self.model.get_submodule(name).weight.add_(b @ a, alpha=self.scale)
-        self.model.to(dtype)
+                _weight(self.model.get_submodule(name)).add_(b @ a, alpha=self.scale)
+        nn.Module.to(self.model, dtype)
 
     def halves(self, name: str) -> tuple[Tensor, Tensor]:
         """Return A and B of a weight."""
@@ -67,15 +67,22 @@ class Merged:
     def gradients(self, data: list[Datum]) -> dict[str, Tensor]:
         """Return the gradient of A and B that follows from that of the merged weights."""
         for name in self.names:
-            self.model.get_submodule(name).weight.requires_grad_()
+            _weight(self.model.get_submodule(name)).requires_grad_()
         sum(-self.logprobs(datum).sum() for datum in data).backward()  # type: ignore[union-attr]
         found = {}
         for name in self.names:
             a, b = self.halves(name)
-            gradient = self.model.get_submodule(name).weight.grad
+            gradient = _weight(self.model.get_submodule(name)).grad
+            assert gradient is not None
             found[f"{name}.lora_A.weight"] = self.scale * b.T @ gradient
             found[f"{name}.lora_B.weight"] = self.scale * gradient @ a.T
         return found
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def float32(bench: Bench) -> Iterator[Measurement]:

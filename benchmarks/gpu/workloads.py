@@ -5,6 +5,7 @@ What a step costs depends on shapes, not on values, so no weights are downloaded
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,8 +44,11 @@ class Shape:
         )
         torch.manual_seed(0)
         with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return model.eval().requires_grad_(requires_grad=False)
+            # transformers' own is not typed.
+            build: Any = AutoModelForCausalLM.from_config
+            model: PreTrainedModel = build(config, dtype=dtype)
+        model.train(mode=False).requires_grad_(requires_grad=False)
+        return model
 
     @property
     def multiplied(self) -> int:
