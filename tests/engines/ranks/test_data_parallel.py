@@ -24,7 +24,7 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)

@@ -18,7 +18,7 @@ from tinkercloud_worker.actors.group import (
     RanksUnavailable,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 TWO = GroupShape(ranks=2)
 

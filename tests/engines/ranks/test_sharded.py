@@ -17,7 +17,7 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)

@@ -11,7 +11,7 @@ from tinker import types
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.servers import TRAINERS, Server, a_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tiny/llama"
 PATIENCE = 300
