@@ -382,14 +382,17 @@ async def test_an_engine_that_began_again_meanwhile_is_not_told_to_take_its_memo
     await sampler.close()
 
 
+@pytest.mark.parametrize("left", ["sharp", "base"])
 async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_own(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, left
 ) -> None:
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
     first = a_sampler(fakes[:1], tmp_path / "first")
     await publish(engine, first, "sharp", a_whole_model(engine, 3.0))
+    await first.publish("base", None)
+    await first.sample(left, request)
     second = a_sampler(fakes[:1], tmp_path / "second", generation="g2")
     await second.publish("base", None)
-    request = a_sampling_request(PROMPTS[0], stop=NEVER)
 
     theirs = await second.sample("base", request)
 
