@@ -48,10 +48,12 @@ FAULT_SECONDS = 8
 
 
 @pytest.fixture(scope="module")
-def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
+def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Iterator[Cluster]:
     install_definitions(cluster)
     kwok.add("faults-0", gpus=400)
-    return cluster
+    yield cluster
+    # With so many GPUs, what others want would always fit.
+    kwok.remove("faults-0")
 
 
 @pytest.fixture(scope="module")
