@@ -1,7 +1,7 @@
 # Everything a contributor or a new user runs. `make help` lists it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check bench clean
+.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check bench bench-gpu clean
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -77,6 +77,9 @@ check: lint type ## lint, types, and that everything generated is fresh
 
 bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks
+
+bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, that the command works
+	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run
