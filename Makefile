@@ -39,7 +39,7 @@ test: .venv/.installed ## run all tests that need no cluster and one rank
 	@$(BIN)/pytest tests/house tests/unit
 	@$(BIN)/pytest tests/conformance tests/chaos
 
-test-engines: .venv/.installed ## run the tests of trainers of many ranks
+test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
 	@$(BIN)/pytest tests/engines
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
