@@ -15,6 +15,8 @@ from tinkercloud_operator.observed import Observed
 
 _WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
 """What a session waits for before it can be used."""
+_ON_ITS_WAY = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
+"""Reasons of a session that nobody can use yet, and that nobody has to help."""
 
 
 class Wanted(StrEnum):
@@ -98,7 +100,9 @@ def last_use(observed: Observed) -> datetime:
     if suspended is None or suspended.status == "False":
         moments += [_reached(observed, kind) for kind in _WAITS]
         accepted = find(conditions, ConditionType.ACCEPTED)
-        if accepted is None or accepted.status == "False":
+        ready = find(conditions, ConditionType.READY)
+        is_on_its_way = ready is not None and ready.reason in _ON_ITS_WAY
+        if accepted is None or accepted.status == "False" or is_on_its_way:
             moments.append(observed.now)
     if suspended is not None and suspended.status == "False":
         moments.append(parse_time(suspended.last_transition_time))

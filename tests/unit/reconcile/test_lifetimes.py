@@ -142,6 +142,7 @@ ADMITTED = since(ConditionType.QUOTA_RESERVED, "True", 90)
         ([ADMITTED], 50, 90),
         ([ADMITTED, since(ConditionType.SUSPENDED, "True", 80)], 50, 50),
         ([since(ConditionType.ACCEPTED, "False", 10)], 50, 1000),
+        ([since(ConditionType.READY, "False", 5, Reason.LOADING)], 50, 1000),
     ],
     ids=[
         "being made",
@@ -154,6 +155,7 @@ ADMITTED = since(ConditionType.QUOTA_RESERVED, "True", 90)
         "being admitted by a queue",
         "not an admission before it was suspended",
         "now, while it is refused",
+        "now, while its model is loaded",
     ],
 )
 def test_the_last_use_is_the_latest_of(
