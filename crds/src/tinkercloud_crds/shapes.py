@@ -145,30 +145,86 @@ class TrainerShape(Part):
         return self.gpus_per_replica or self.cpu_ranks_per_replica
 
 
+class EnginesShape(Part):
+    """What engines that run in the sampler pods need to know."""
+
+    adapters_claim_name: ObjectName
+    """PersistentVolumeClaim that the head writes adapters to (whole models too, where those are
+    trained), and the engines read; ReadWriteMany, unless all pods are on one node."""
+    gpu_memory_percent: Annotated[int, Field(ge=10, le=95)] | None = None
+    """Part of each GPU for weights and cached prompts; absent means what SGLang chooses."""
+
+
+class ExternalServers(Part):
+    """Running inference servers that someone else operates."""
+
+    kind: Literal["sglang", "vllm"]
+    """What they run."""
+    urls: Annotated[
+        list[Annotated[str, Field(max_length=253, pattern=r"^https?://[A-Za-z0-9.-]+(:[0-9]+)?$")]],
+        Field(min_length=1, max_length=64),
+    ]
+    """Where they listen, `http://host:port`. Each holds the same base model."""
+    model: Text | None = None
+    """What vLLM calls the base model; `modelName` unless given."""
+    key_secret_name: ObjectName | None = None
+    """Secret whose entry `key` is the key that the servers want, if they want one."""
+    adapters_claim_name: ObjectName
+    """PersistentVolumeClaim that the head writes adapters to, and the servers read."""
+    adapters_folder: Annotated[str, Field(max_length=512, pattern=r"^/.+$")]
+    """Where the servers have that volume."""
+
+
 class SamplerShape(Part):
-    """The sampler pods."""
+    """The sampler pods, or what samples instead of them."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "self.backend == 'torch' ? self.replicas == 0 : self.replicas >= 1",
-                "replicas: the torch sampler runs inside the head (0); sglang needs 1 or more",
+                "self.backend == 'sglang' ? self.replicas >= 1 : self.replicas == 0",
+                "replicas: the torch sampler runs inside the head (0), and external servers are not"
+                " pods of a session (0); sglang needs 1 or more",
+            ),
+            (
+                "(self.backend == 'external') == has(self.external)",
+                "external: goes with backend external, which needs it",
+            ),
+            (
+                "self.backend != 'external' || (!self.colocated && self.gpusPerReplica == 0)",
+                "gpusPerReplica, colocated: external servers have GPUs that are not a session's;"
+                " leave both out",
+            ),
+            (
+                "!has(self.engines) || (self.backend == 'sglang' && !self.colocated)",
+                "engines: is for backend sglang on GPUs of its own; leave it out",
+            ),
+            (
+                "!has(self.engines) || (has(self.image) && self.replicas <= 64)",
+                "engines: they need an image that holds SGLang, and are 64 at most; set image and"
+                " replicas",
             ),
         )
     )
 
-    backend: Literal["torch", "sglang"] = "torch"
-    """The engine that samples. `torch` uses the trainer's own weights, inside the head."""
+    backend: Literal["torch", "sglang", "external"] = "torch"
+    """What samples. `torch`: the head, with the trainer's own weights. `sglang`: engines in pods of
+    their own. `external`: running servers of someone else's."""
     image: Image | None = None
-    """Container image of the workers; the head's unless given."""
+    """Container image of the engines, which holds SGLang; without `engines` that of the workers,
+    the head's unless given."""
     replicas: Annotated[int, Field(ge=0, le=512)] = 0
-    """Worker pods, each a whole engine."""
+    """Sampler pods, each a whole engine."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
-    """GPUs of each worker pod."""
+    """GPUs of each sampler pod, over which its engine is divided."""
     resources: Resources = Resources()
-    """What each worker's container needs besides GPUs."""
+    """What each engine's container needs besides GPUs."""
     colocated: bool = False
     """Whether the sampler shares the trainers' GPUs instead of having its own."""
+    engines: EnginesShape | None = None
+    """With it, each sampler pod runs SGLang and the head asks it. Without it, the pods are there
+    and the head samples by itself."""
+    external: ExternalServers | None = None
+    """The servers of backend `external`."""
 
 
 class Toleration(Part):

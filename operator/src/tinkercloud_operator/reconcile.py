@@ -12,7 +12,7 @@ from typing import Literal
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children import engines, surroundings
 from tinkercloud_operator.children.pods import Build, Json, Names
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.drift import is_as_wanted
@@ -88,11 +88,14 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
 def children(build: Build) -> list[Json]:
     """Return the children of a running session, without their owner, in the order they are made."""
     policies = [surroundings.network_policy(build)] if build.settings.network_policies else []
+    has_engines = build.shape.sampler.engines is not None
+    services = [engines.engines_service(build)] if has_engines else []
     return [
         surroundings.config_map(build),
         *policies,
         surroundings.disruption_budget(build),
         surroundings.head_service(build),
+        *services,
         ray_cluster(build),
     ]
 

@@ -16,6 +16,10 @@ from tinkercloud_crds.planning.planner import Demand
 from tinkercloud_crds.planning.refusal import DoesNotFit
 from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_operator.quantities import parse_quantity
+
+RAY_NODE = Resources(cpu="200m", memory="1Gi")
+"""What Ray's own processes need beside an engine that is none of Ray's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,20 @@ class Shape:
             )
         if self.sampler.replicas:
             sampler = self.sampler
-            kinds.append(
-                PodRequest("sampler", sampler.replicas, sampler.resources, self.gpus_per_sampler)
-            )
+            needed = sampler.resources
+            if sampler.engines is not None:
+                needed = _together(needed, RAY_NODE)
+            kinds.append(PodRequest("sampler", sampler.replicas, needed, self.gpus_per_sampler))
         return kinds
+
+
+def _together(one: Resources, other: Resources) -> Resources:
+    """Return what two containers of a pod need; volumes are those of the first."""
+    cores = parse_quantity(one.cpu) + parse_quantity(other.cpu)
+    size = parse_quantity(one.memory) + parse_quantity(other.memory)
+    return one.model_copy(
+        update={"cpu": f"{round(cores * 1000)}m", "memory": f"{round(size / 2**20)}Mi"}
+    )
 
 
 def resolve(

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 from tinkercloud_testing.sessions import (
+    ENGINES,
+    EXTERNAL,
     MODEL_NAME,
     SAMPLERS,
     TRAINERS,
@@ -75,6 +77,14 @@ def planned(gpus: int = 4, backend: str = "megatron", **parallelism: int) -> Jso
 def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
     counts = {"replicas": replicas, "gpusPerReplica": gpus}
     return base_model(trainer=TRAINERS, sampler={"backend": backend, **counts, **others})
+
+
+def engines(**others: Any) -> Json:
+    return base_model(trainer=TRAINERS, sampler=ENGINES | others)
+
+
+def external(**others: Any) -> Json:
+    return base_model(trainer=TRAINERS, sampler=EXTERNAL | others)
 
 
 def lora(**fields: bool) -> Json:
@@ -235,16 +245,78 @@ CREATION_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "replicas: the torch sampler runs inside the head (0); sglang needs 1 or more",
+        "replicas: the torch sampler runs inside the head (0), and external servers are not pods of"
+        " a session (0); sglang needs 1 or more",
         {
             "torch": sampler("torch", 0, 0),
             "one engine": sampler("sglang", 1),
             "many engines": sampler("sglang", 512),
+            "external": external(),
         },
         {
             "torch with a pod": sampler("torch", 1),
             "torch with pods": sampler("torch", 8),
             "sglang without": sampler("sglang", 0),
+            "external with a pod": external(replicas=1),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "external: goes with backend external, which needs it",
+        {
+            "both": external(),
+            "neither": sampler("torch", 0, 0),
+            "neither, with engines": engines(),
+        },
+        {
+            "backend alone": base_model(sampler={"backend": "external"}),
+            "servers alone": external(backend="torch"),
+            "servers beside engines": engines(external=EXTERNAL["external"]),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "gpusPerReplica, colocated: external servers have GPUs that are not a session's; leave both"
+        " out",
+        {
+            "external": external(),
+            "engines with GPUs": engines(gpusPerReplica=8),
+            "colocated ones": sampler("sglang", 1, colocated=True),
+        },
+        {
+            "a GPU": external(gpusPerReplica=1),
+            "colocated": external(colocated=True),
+            "GPUs and colocated": external(gpusPerReplica=8, colocated=True),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "engines: is for backend sglang on GPUs of its own; leave it out",
+        {
+            "engines": engines(),
+            "with a part of the memory": engines(
+                engines={**ENGINES["engines"], "gpuMemoryPercent": 80}
+            ),
+            "without": sampler("sglang", 1),
+        },
+        {
+            "torch": engines(backend="torch", replicas=0, gpusPerReplica=0),
+            "external": external(engines=ENGINES["engines"], image="sglang:1"),
+            "colocated": engines(colocated=True),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "engines: they need an image that holds SGLang, and are 64 at most; set image and replicas",
+        {
+            "one": engines(),
+            "64": engines(replicas=64),
+            "more that are none": sampler("sglang", 65),
+        },
+        {
+            "no image": sampler("sglang", 2, engines=ENGINES["engines"]),
+            "65": engines(replicas=65),
+            "512": engines(replicas=512),
         },
     ),
     Rule(

@@ -22,6 +22,24 @@ TRAINERS: Json = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 4}
 """A trainer's shape with worker pods."""
 SAMPLERS: Json = {"backend": "sglang", "replicas": 1, "gpusPerReplica": 2}
 """A sampler's shape with worker pods."""
+ENGINES: Json = {
+    **SAMPLERS,
+    "replicas": 2,
+    "image": "sglang:1",
+    "engines": {"adaptersClaimName": "adapters"},
+}
+"""A sampler's shape with SGLang engines."""
+EXTERNAL: Json = {
+    "backend": "external",
+    "external": {
+        "kind": "vllm",
+        "urls": ["http://vllm.inference:8000", "https://vllm.example.org"],
+        "keySecretName": "vllm-key",
+        "adaptersClaimName": "adapters",
+        "adaptersFolder": "/mnt/adapters",
+    },
+}
+"""A sampler's shape with servers of someone else's."""
 
 
 def a_base_model(**fields: Any) -> BaseModelSpec:

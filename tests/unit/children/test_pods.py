@@ -9,6 +9,8 @@ from tinkercloud_operator.children import surroundings
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_testing.sessions import (
+    ENGINES,
+    EXTERNAL,
     SAMPLERS,
     TRAINERS,
     Json,
@@ -33,6 +35,8 @@ BUILDS = {
     "head alone": a_build(),
     "workers": a_build(WORKERS),
     "colocated": a_build(COLOCATED),
+    "engines": a_build(a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 1})),
+    "servers of others": a_build(a_base_model(trainer=TRAINERS, sampler=EXTERNAL)),
     "samplers alone": a_build(WORKERS, a_session(role="Sampler", lora=None)),
     "volume": a_build(a_base_model(source=VOLUME, trainer=TRAINERS), checkpoint_claim="kept"),
     "uri": a_build(a_base_model(source={"uri": "s3://models/qwen", "secretName": "store"})),
@@ -159,7 +163,7 @@ def test_pods_are_labelled_so_that_services_and_policies_find_them(build: Build)
     assert found == {
         name: {
             labels.SESSION_LABEL: "one",
-            labels.COMPONENT_LABEL: name,
+            labels.COMPONENT_LABEL: name.removesuffix("-0"),
             labels.MANAGED_BY_LABEL: "tinkercloud",
         }
         for name in groups(build)

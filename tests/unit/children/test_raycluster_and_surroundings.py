@@ -14,6 +14,7 @@ from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.reconcile import children, key_of
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_testing.sessions import (
+    ENGINES,
     SAMPLERS,
     TRAINERS,
     Json,
@@ -25,6 +26,7 @@ from tinkercloud_testing.sessions import (
 MAX_RAY_CLUSTER_NAME = 53
 LONGEST = "s" * MAX_NAME_LENGTH
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
+ENGINE_PODS = a_base_model(trainer=TRAINERS, sampler=ENGINES)
 CPU_TRAINERS = a_base_model(
     trainer={
         "backend": "megatron",
@@ -37,12 +39,14 @@ CPU_TRAINERS = a_base_model(
 QUEUED = a_base_model(trainer=TRAINERS, placement={"queueName": "research"})
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,12}[a-z0-9])?", fullmatch=True)
-endings = st.sampled_from(["-head", "-config", "-token", "-head-svc", "-headless", "-head-head"])
+endings = st.sampled_from(
+    ["-head", "-config", "-token", "-head-svc", "-headless", "-head-head", "-samplers"]
+)
 
 
 def own_names(session: str) -> set[tuple[str, str]]:
     """Return kind and name of all that a session has, and of what KubeRay derives from it."""
-    build = a_build(WORKERS, name=session)
+    build = a_build(ENGINE_PODS, name=session)
     made = [*children(build), surroundings.token_secret(build)]
     derived = {("Service", f"{session}-head-svc"), ("Service", f"{session}-headless")}
     return {(manifest["kind"], manifest["metadata"]["name"]) for manifest in made} | derived
@@ -157,7 +161,7 @@ def test_workers_stay_for_as_long_as_their_head_saves_what_they_hold() -> None:
 
 
 def test_the_longest_name_of_a_session_is_short_enough_for_kuberay() -> None:
-    build = a_build(WORKERS, name=LONGEST)
+    build = a_build(ENGINE_PODS, name=LONGEST)
 
     lengths = [len(manifest["metadata"]["name"]) for manifest in children(build)]
 
@@ -251,9 +255,10 @@ def what_the_head_reads(build: Build) -> Json:
         a_build(),
         a_build(WORKERS),
         a_build(CPU_TRAINERS),
+        a_build(ENGINE_PODS),
         a_build(WORKERS, a_session(role="Sampler", lora=None)),
     ],
-    ids=["head alone", "workers", "trainers without GPUs", "samplers alone"],
+    ids=["head alone", "workers", "trainers without GPUs", "engines", "samplers alone"],
 )
 def test_the_head_reads_what_was_written_for_it(build: Build) -> None:
     text = surroundings.config_map(build)["data"]["head.json"]

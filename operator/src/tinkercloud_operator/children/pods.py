@@ -42,6 +42,11 @@ class Names:
         return f"{self.session}-head"
 
     @property
+    def engines(self) -> str:
+        """Service of the sampler pods' engines."""
+        return f"{self.session}-samplers"
+
+    @property
     def head_config(self) -> str:
         """ConfigMap with the head's configuration."""
         return f"{self.session}-config"
@@ -134,6 +139,15 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         "envFrom": _store_environment(build),
         # The last lines of its log say in the pod's status why it ended.
         "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def probe(question: Json, *, period: int, failures: int) -> Json:
+    """Return a probe that asks every `period` seconds and believes `failures` in a row."""
+    return question | {
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
     }
 
 

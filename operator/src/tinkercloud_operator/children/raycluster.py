@@ -10,8 +10,17 @@ suspended by deleting its RayCluster.
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
-from tinkercloud_operator.children.pods import CONFIG_FOLDER, Build, Json, container, pod_template
+from tinkercloud_operator.children import engines
+from tinkercloud_operator.children.pods import (
+    CONFIG_FOLDER,
+    Build,
+    Json,
+    container,
+    pod_template,
+    probe,
+)
 from tinkercloud_operator.quantities import parse_quantity
+from tinkercloud_operator.shape import RAY_NODE
 
 API_VERSION = "ray.io/v1"
 
@@ -56,7 +65,6 @@ _WORKER_START_SECONDS = 120
 
 def ray_cluster(build: Build) -> Json:
     """Return the RayCluster of a session."""
-    groups = [_trainers(build), _samplers(build)]
     queue = build.shape.placement.queue_name
     return {
         "apiVersion": API_VERSION,
@@ -69,7 +77,7 @@ def ray_cluster(build: Build) -> Json:
             "rayVersion": build.settings.ray_version,
             "authOptions": {"mode": "token", "secretName": build.names.token_secret},
             "headGroupSpec": _head(build),
-            "workerGroupSpecs": [group for group in groups if group is not None],
+            "workerGroupSpecs": [*_trainers(build), *_samplers(build)],
         },
     }
 
@@ -81,11 +89,13 @@ def _head(build: Build) -> Json:
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS
         ],
-        "startupProbe": _probe(_get("/healthz"), period=2, failures=_STARTUP_SECONDS // 2),
-        "readinessProbe": _probe(_get("/readyz"), period=5, failures=2),
-        "livenessProbe": _probe(_get("/healthz"), period=10, failures=6),
+        "startupProbe": probe(_get("/healthz"), period=2, failures=_STARTUP_SECONDS // 2),
+        "readinessProbe": probe(_get("/readyz"), period=5, failures=2),
+        "livenessProbe": probe(_get("/healthz"), period=10, failures=6),
     }
+    body["volumeMounts"] = [*body["volumeMounts"], *engines.head_mounts(build)]
     template = pod_template(build, "head", body, head.resources)
+    template["spec"]["volumes"].extend(engines.volumes(build))
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
     # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
     # only after seconds of imports, and must bury what Ray's processes leave. Here it is not first.
@@ -100,24 +110,46 @@ def _object_store(resources: Resources) -> Json:
     return {"object-store-memory": str(max(_LEAST_OBJECT_STORE, size))}
 
 
-def _trainers(build: Build) -> Json | None:
+def _trainers(build: Build) -> list[Json]:
     trainer = build.shape.trainer
     if trainer is None or trainer.replicas == 0:
-        return None
+        return []
     ranks = trainer.ranks_per_replica
     group = _group(build, "trainer", trainer, trainer.gpus_per_replica, ranks)
     # Ray would give every rank one thread, the one logical CPU it takes.
     threads = max(1, int(parse_quantity(trainer.resources.cpu)) // ranks)
     [worker] = group["template"]["spec"]["containers"]
     worker["env"] = [*worker["env"], {"name": "OMP_NUM_THREADS", "value": str(threads)}]
-    return group
+    return [group]
 
 
-def _samplers(build: Build) -> Json | None:
+def _samplers(build: Build) -> list[Json]:
     sampler = build.shape.sampler
+    if sampler.engines is not None:
+        return [_engine(build, number) for number in range(sampler.replicas)]
     if sampler.replicas == 0:
-        return None
-    return _group(build, "sampler", sampler, build.shape.gpus_per_sampler, ranks=0)
+        return []
+    return [_group(build, "sampler", sampler, build.shape.gpus_per_sampler, ranks=0)]
+
+
+def _engine(build: Build, number: int) -> Json:
+    """Return the group of one engine: pods of one group can't have names of their own."""
+    sampler = build.shape.sampler
+    needed = {"cpu": RAY_NODE.cpu, "memory": RAY_NODE.memory}
+    beside = {
+        "replicas": 1,
+        "image": None,
+        "resources": sampler.resources.model_copy(update=needed),
+    }
+    group = _group(build, "sampler", sampler.model_copy(update=beside), gpus=0, ranks=0)
+    # Shared memory is the engine's.
+    params = group["rayStartParams"] | {"object-store-memory": str(_LEAST_OBJECT_STORE)}
+    pod = group["template"]["spec"]
+    pod["containers"].append(engines.engine(build))
+    pod["volumes"].extend(engines.volumes(build))
+    pod["hostname"] = engines.host_name(number)
+    pod["subdomain"] = build.names.engines
+    return group | {"groupName": engines.host_name(number), "rayStartParams": params}
 
 
 def _group(
@@ -126,7 +158,7 @@ def _group(
     image = worker.image or build.shape.base_model.head.image
     # KubeRay names the container's command. Its probes would ask Ray's dashboard agent, which
     # serves nothing unless Ray's dashboard is installed; a worker lives as its raylet does.
-    alive = _probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)
+    alive = probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)
     body = container(build, "worker", image, worker.resources, gpus) | {
         "readinessProbe": alive,
         "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
@@ -148,11 +180,3 @@ def _group(
 
 def _get(path: str) -> Json:
     return {"httpGet": {"path": path, "port": labels.HEAD_PORT}}
-
-
-def _probe(question: Json, *, period: int, failures: int) -> Json:
-    return question | {
-        "periodSeconds": period,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
-    }

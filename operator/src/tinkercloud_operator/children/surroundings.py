@@ -2,6 +2,7 @@
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import TrainerShape
+from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     SCRATCH_FOLDER,
     TOKEN_FOLDER,
@@ -48,6 +49,7 @@ def head_config(build: Build) -> HeadConfig:
         reason_file=_TERMINATION_LOG,
         listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
         trainer=_trainer_config(build.shape.trainer),
+        sampler=engines.sampler_config(build),
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
@@ -119,11 +121,12 @@ def head_service(build: Build) -> Json:
 def network_policy(build: Build) -> Json:
     """Return the NetworkPolicy: among themselves; heads from API server and operator; DNS; stores.
 
-    Object stores and the model hub are reached at some ports; no policy can name their addresses.
+    Object stores, the model hub and servers of others are reached at some ports; no policy can name
+    their addresses.
     """
     own = {"podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}}}
     clients = [{"podSelector": {"matchLabels": wanted}} for wanted in build.settings.client_labels]
-    ports = build.settings.outgoing_ports
+    ports = sorted({*build.settings.outgoing_ports, *engines.external_ports(build)})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

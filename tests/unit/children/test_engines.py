@@ -1,0 +1,303 @@
+"""What samples in a head's place: engines in pods of the session, and servers of others."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from tinkercloud_operator.children import engines, surroundings
+from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_operator.fits import never_fits
+from tinkercloud_operator.observed import Node
+from tinkercloud_operator.reconcile import children
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_testing.sessions import (
+    ENGINES,
+    EXTERNAL,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+    a_session,
+)
+
+HEAD: Json = {"image": "worker:1", "resources": {"cpu": "2", "memory": "8Gi"}}
+
+
+def a_build_with(sampler: Json, **base_model: Any) -> Build:
+    return a_build(a_base_model(trainer=TRAINERS, sampler=sampler, **base_model))
+
+
+def engine_groups(build: Build) -> list[Json]:
+    groups: list[Json] = ray_cluster(build)["spec"]["workerGroupSpecs"]
+    return [group for group in groups if group["groupName"] != "trainer"]
+
+
+def pod_of(build: Build) -> Json:
+    pod: Json = engine_groups(build)[0]["template"]["spec"]
+    return pod
+
+
+def engine_of(build: Build) -> Json:
+    _, engine = pod_of(build)["containers"]
+    container: Json = engine
+    return container
+
+
+def options_of(build: Build) -> dict[str, str]:
+    """Return the values that the engine's options have."""
+    words = engine_of(build)["args"]
+    return {
+        word: value
+        for word, value in itertools.pairwise(words)
+        if word.startswith("--") and not value.startswith("--")
+    }
+
+
+def head_pod(build: Build) -> Json:
+    pod: Json = ray_cluster(build)["spec"]["headGroupSpec"]["template"]["spec"]
+    return pod
+
+
+def sampling(build: Build) -> SamplerConfig:
+    return surroundings.head_config(build).sampler
+
+
+def test_each_engine_has_a_pod_whose_name_the_head_is_told() -> None:
+    build = a_build_with(ENGINES)
+
+    pods = [group["template"]["spec"] for group in engine_groups(build)]
+
+    hosts = [f"http://{pod['hostname']}.{pod['subdomain']}:30000" for pod in pods]
+    assert hosts == [
+        "http://sampler-0.one-samplers:30000",
+        "http://sampler-1.one-samplers:30000",
+    ]
+    assert list(sampling(build).inference.urls) == hosts
+    assert [group["replicas"] for group in engine_groups(build)] == [1, 1]
+
+
+def test_the_names_lead_to_engines_that_are_not_ready_too() -> None:
+    services = {
+        child["metadata"]["name"]: child["spec"]
+        for child in children(a_build_with(ENGINES))
+        if child["kind"] == "Service"
+    }
+
+    assert services.keys() == {"one-head", "one-samplers"}
+    assert services["one-samplers"]["clusterIP"] == "None"
+    assert services["one-samplers"]["publishNotReadyAddresses"]
+    assert services["one-samplers"]["selector"] == {
+        "tinkercloud.dev/session": "one",
+        "tinkercloud.dev/component": "sampler",
+    }
+
+
+def test_an_engine_is_started_as_its_base_model_says() -> None:
+    build = a_build_with(
+        {**ENGINES, "gpusPerReplica": 4},
+        source={"volume": {"claimName": "models", "path": "qwen/3-8b"}},
+        limits={"maxLoraRank": 64},
+        maxContextLength=2048,
+    )
+
+    assert options_of(build) == {
+        "--model-path": "/models/qwen/3-8b",
+        "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
+        "--port": "30000",
+        "--tp-size": "4",
+        "--context-length": "2048",
+        "--dtype": "bfloat16",
+        "--max-lora-rank": "64",
+        "--lora-target-modules": "all",
+    }
+    assert {"--enable-lora", "--enable-deterministic-inference"} <= set(engine_of(build)["args"])
+    original = {"name": "SGLANG_RETURN_ORIGINAL_LOGPROB", "value": "1"}
+    assert original in engine_of(build)["env"]
+
+
+def test_an_engine_takes_the_part_of_its_gpus_that_it_is_given() -> None:
+    engines_shape = {**ENGINES["engines"], "gpuMemoryPercent": 85}
+
+    given = options_of(a_build_with({**ENGINES, "engines": engines_shape}))
+    not_given = options_of(a_build_with(ENGINES))
+
+    assert given["--mem-fraction-static"] == "0.85"
+    assert "--mem-fraction-static" not in not_given
+
+
+def test_engine_and_head_have_the_same_key_which_no_manifest_holds() -> None:
+    build = a_build_with(ENGINES)
+
+    start = engine_of(build)["command"][2]
+
+    file = sampling(build).inference.key_file
+    assert file == "/etc/tinkercloud-token/token"
+    assert start.startswith(f"key=$(< {file}) && exec python3 -m sglang.launch_server")
+    assert start.endswith('--api-key "$key" --admin-api-key "$key"')
+    mounts = {mount["mountPath"] for mount in engine_of(build)["volumeMounts"]}
+    assert "/etc/tinkercloud-token" in mounts
+
+
+def test_engines_read_adapters_from_the_volume_that_the_head_writes_to() -> None:
+    build = a_build_with(ENGINES)
+    [head] = head_pod(build)["containers"]
+
+    written = [mount for mount in head["volumeMounts"] if mount["name"] == "adapters"]
+    read = [mount for mount in engine_of(build)["volumeMounts"] if mount["name"] == "adapters"]
+
+    volume = {"name": "adapters", "persistentVolumeClaim": {"claimName": "adapters"}}
+    assert volume in head_pod(build)["volumes"]
+    assert volume in pod_of(build)["volumes"]
+    assert written == [{"name": "adapters", "mountPath": "/adapters"}]
+    assert read == [{"name": "adapters", "mountPath": "/adapters", "readOnly": True}]
+    assert sampling(build).inference.adapters_dir == "/adapters/one"
+
+
+def test_an_engine_has_its_own_image_and_gpus_and_ray_has_none_of_them() -> None:
+    build = a_build_with(
+        {**ENGINES, "gpusPerReplica": 4, "resources": {"cpu": "8", "memory": "64Gi"}}, head=HEAD
+    )
+
+    ray, engine = pod_of(build)["containers"]
+
+    assert (ray["name"], ray["image"]) == ("worker", "worker:1")
+    assert (engine["name"], engine["image"]) == ("engine", "sglang:1")
+    assert engine["resources"] == {
+        "requests": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "4"},
+        "limits": {"memory": "64Gi", "nvidia.com/gpu": "4"},
+    }
+    assert ray["resources"] == {
+        "requests": {"cpu": "200m", "memory": "1Gi"},
+        "limits": {"memory": "1Gi"},
+    }
+
+
+def test_a_model_from_elsewhere_is_downloaded_by_our_image_and_not_by_the_engines() -> None:
+    build = a_build_with(ENGINES, head=HEAD, source={"hub": "a/b", "secretName": "hub"})
+
+    [fetching] = pod_of(build)["initContainers"]
+
+    assert fetching["image"] == "worker:1"
+    assert fetching["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert options_of(build)["--model-path"] == fetching["command"][-1]
+
+
+def test_engines_have_no_credentials_of_stores() -> None:
+    base_model = a_base_model(
+        trainer=TRAINERS, sampler=ENGINES, source={"hub": "a/b", "secretName": "hub"}
+    )
+
+    engine = engine_of(a_build(base_model, checkpoint_secret="store"))
+
+    assert engine["envFrom"] == []
+    assert all("valueFrom" not in item for item in engine["env"])
+
+
+def test_an_engine_that_loads_weights_is_ready_and_one_that_stays_silent_is_started_over() -> None:
+    engine = engine_of(a_build_with(ENGINES))
+
+    environment = {item["name"]: item["value"] for item in engine["env"]}
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
+    assert engine["startupProbe"]["httpGet"] == {"path": "/health", "port": 30000}
+    assert engine["readinessProbe"]["httpGet"] == {"path": "/health", "port": 30000}
+    assert engine["livenessProbe"]["httpGet"] == {"path": "/health_generate", "port": 30000}
+    patience = (
+        engine["livenessProbe"]["periodSeconds"] * engine["livenessProbe"]["failureThreshold"]
+    )
+    assert patience >= 1800
+
+
+def test_engines_and_what_runs_beside_them_are_counted() -> None:
+    build = a_build_with({**ENGINES, "resources": {"cpu": "1500m", "memory": "4Gi"}})
+    [_, _, samplers] = build.shape.pods
+
+    assert build.shape.gpus == 2 * 4 + 2 * 2
+    assert (samplers.count, samplers.gpus) == (2, 2)
+    assert (samplers.resources.cpu, samplers.resources.memory) == ("1700m", "5120Mi")
+    assert surroundings.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2 + 2
+
+
+def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
+    build = a_build_with({**ENGINES, "resources": {"cpu": "32", "memory": "64Gi"}})
+    node = Node(labels={}, taints=(), cpu=32.0, memory=1e12, gpus=8)
+
+    assert "no node could ever hold a sampler pod (cpu 32200m" in str(
+        never_fits(build.shape, [node])
+    )
+
+
+def test_a_session_of_fewer_engines_asks_those_it_has() -> None:
+    base_model = a_base_model(trainer=TRAINERS, sampler=ENGINES)
+
+    build = a_build(base_model, a_session(sampler={"replicas": 1}))
+
+    assert list(sampling(build).inference.urls) == ["http://sampler-0.one-samplers:30000"]
+    assert [group["groupName"] for group in engine_groups(build)] == ["sampler-0"]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [{}, SAMPLERS, {**SAMPLERS, "colocated": True}],
+    ids=["torch", "pods without engines", "colocated"],
+)
+def test_without_engines_the_head_samples_by_itself(sampler: Json) -> None:
+    build = a_build_with(sampler)
+
+    services = [child for child in children(build) if child["kind"] == "Service"]
+
+    assert sampling(build) == SamplerConfig()
+    assert len(services) == 1
+    assert "adapters" not in {volume["name"] for volume in head_pod(build)["volumes"]}
+
+
+def test_the_head_is_told_where_servers_of_others_are_and_what_they_want() -> None:
+    config = sampling(a_build_with(EXTERNAL))
+
+    assert (config.backend, config.inference.kind) == ("external", "vllm")
+    assert config.inference.urls == ("http://vllm.inference:8000", "https://vllm.example.org")
+    assert config.inference.key_file == "/etc/tinkercloud-servers/key"
+    assert config.inference.adapters_dir == "/adapters/one"
+    assert config.inference.adapters_dir_there == "/mnt/adapters/one"
+
+
+def test_the_head_alone_has_the_key_of_servers_of_others() -> None:
+    build = a_build_with(EXTERNAL)
+    [head] = head_pod(build)["containers"]
+    [trainers] = ray_cluster(build)["spec"]["workerGroupSpecs"]
+
+    volumes = {volume["name"]: volume for volume in head_pod(build)["volumes"]}
+    assert volumes["servers-key"]["secret"] == {
+        "secretName": "vllm-key",
+        "items": [{"key": "key", "path": "key"}],
+        "defaultMode": 0o440,
+    }
+    place = {
+        "name": "servers-key",
+        "mountPath": "/etc/tinkercloud-servers",
+        "readOnly": True,
+    }
+    assert place in head["volumeMounts"]
+    assert "vllm-key" not in json.dumps(trainers)
+
+
+def test_servers_that_want_no_key_are_given_none() -> None:
+    servers = {"kind": "sglang", "urls": ["http://sglang:30000"]}
+    volume = {"adaptersClaimName": "adapters", "adaptersFolder": "/adapters/"}
+
+    build = a_build_with({"backend": "external", "external": servers | volume})
+
+    assert sampling(build).inference.key_file is None
+    assert sampling(build).inference.adapters_dir_there == "/adapters/one"
+    assert "servers-key" not in {volume["name"] for volume in head_pod(build)["volumes"]}
+
+
+def test_servers_of_others_are_reached_at_their_ports_and_there_only() -> None:
+    policy = surroundings.network_policy(a_build_with(EXTERNAL))
+
+    [_, _, outgoing] = policy["spec"]["egress"]
+    assert [item["port"] for item in outgoing["ports"]] == [443, 8000]
+    assert engines.external_ports(a_build_with(ENGINES)) == []
