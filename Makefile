@@ -12,6 +12,8 @@ MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 LONG_CLUSTER_TESTS := test_installation.py test_operator_faults.py test_operator_scale.py
+TRAINER_TESTS := $(addprefix tests/conformance/test_,training_with_the_sdk.py checkpoints_with_the_sdk.py \
+  sampling_with_the_sdk.py suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 
 help: ## list the targets
@@ -41,6 +43,7 @@ test: .venv/.installed ## run all tests that need no cluster and one rank
 
 test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
 	@$(BIN)/pytest tests/engines
+	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
 	@$(BIN)/pytest tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
