@@ -24,6 +24,14 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_volume,
 )
 
+TWO_ENGINES = {
+    "backend": "sglang",
+    "replicas": 2,
+    "gpusPerReplica": 1,
+    "image": "sglang",
+    "engines": {"adaptersClaimName": "models"},
+}
+
 
 @pytest.fixture(scope="module")
 def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
@@ -63,6 +71,15 @@ def has_raycluster(sessions: Sessions, name: str) -> bool:
     return f"RayCluster/{name}" in sessions.children(name)
 
 
+def names_in_dns(sessions: Sessions, service: str) -> set[str]:
+    """Return the host names that a Service gives to addresses, by what DNS is made from."""
+    selector = f"kubernetes.io/service-name={service}"
+    slices = sessions.cluster.objects("endpointslices", sessions.namespace, selector)
+    return {
+        str(endpoint.get("hostname")) for found in slices for endpoint in found.get("endpoints", [])
+    }
+
+
 def test_a_session_becomes_a_raycluster_and_ready(sessions: Sessions) -> None:
     sessions.make_ready("one")
 
@@ -71,6 +88,28 @@ def test_a_session_becomes_a_raycluster_and_ready(sessions: Sessions) -> None:
     assert (status["workers"]["trainers"], status["workers"]["samplers"]) == ("2/2", "1/1")
     assert status["gpus"] == 3
     assert status["endpoint"] == f"http://one-head.{sessions.namespace}.svc:8000"
+
+
+def test_engines_have_pods_with_names_of_their_own_beside_ray(sessions: Sessions) -> None:
+    sessions.cluster.apply(
+        a_base_model(sessions.namespace, "engines", modelName="Engines/Model", sampler=TWO_ENGINES)
+    )
+
+    sessions.make_ready("sampled", baseModel="Engines/Model")
+
+    selector = "tinkercloud.dev/session=sampled,tinkercloud.dev/component=sampler"
+    pods = sessions.cluster.objects("pods", sessions.namespace, selector)
+    names = {(pod["spec"]["hostname"], pod["spec"]["subdomain"]) for pod in pods}
+    containers = [[item["name"] for item in pod["spec"]["containers"]] for pod in pods]
+    assert names == {("sampler-0", "sampled-samplers"), ("sampler-1", "sampled-samplers")}
+    assert containers == [["worker", "engine"]] * 2
+    assert sessions.status("sampled")["workers"]["samplers"] == "2/2"
+    assert sessions.status("sampled")["gpus"] == 2 + 2
+    wait_until(
+        lambda: names_in_dns(sessions, "sampled-samplers") == {"sampler-0", "sampler-1"},
+        "both engines have names",
+        SOON_SECONDS,
+    )
 
 
 def test_kubectl_shows_what_a_platform_engineer_wants_to_know(sessions: Sessions) -> None:
