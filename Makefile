@@ -49,7 +49,7 @@ test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled h
 	@$(BIN)/pytest tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
 
 test-faults: .venv/.installed ## kill the operator at every write, let the API server fail, make 200 sessions
-	@$(BIN)/pytest tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
+	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
 e2e: .venv/.installed $(MODEL_FOLDER) ## install, train, upgrade, resume and uninstall on that Kubernetes
 	@$(BIN)/pytest tests/cluster/test_installation.py

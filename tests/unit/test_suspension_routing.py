@@ -37,6 +37,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
 
 RUN = "s:train:0"
 TOKEN = "the token of the heads"
@@ -134,7 +135,9 @@ class World:
             )
             lifecycle = Lifecycle(config.timings, lambda: backend)
             listener = socket.create_server(("127.0.0.1", 0))
-            app = HeadApp(lifecycle, Limits(), TOKEN, generation)
+            token_file = self.folder / "token"
+            token_file.write_text(TOKEN)
+            app = HeadApp(lifecycle, Limits(), HeadToken(token_file), generation)
             server = _Server(uvicorn.Config(app, log_config=None))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,6 +23,7 @@ from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
 
 TOKEN = "known-to-both"
 HOUR = 3600.0
@@ -52,7 +54,11 @@ class Head:
 @asynccontextmanager
 async def a_head(build: Callable[[], Backend]) -> AsyncIterator[Head]:
     """Serve a head that begins to load by `build`; it has come that far when this returns."""
-    app = HeadApp(Lifecycle(Timings(), build), Limits(), TOKEN, "g1")
+    with tempfile.NamedTemporaryFile("w+") as token_file:
+        token_file.write(TOKEN)
+        token_file.flush()
+        token = HeadToken(Path(token_file.name))
+    app = HeadApp(Lifecycle(Timings(), build), Limits(), token, "g1")
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(uvicorn.Config(app, log_config=None))
     serving = asyncio.create_task(server.serve(sockets=[listener]))

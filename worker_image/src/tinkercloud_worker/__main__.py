@@ -26,6 +26,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +103,7 @@ def listening_socket(listen: Listen) -> socket.socket:
 
 async def serve(config: HeadConfig) -> None:
     """Serve until a stop signal, or until nobody needs this head any more."""
-    token = Path(config.token_file).read_text().strip()  # noqa: ASYNC240 - once, before serving
+    token = HeadToken(Path(config.token_file))
     lifecycle = Lifecycle(config.timings, lambda: _build_backend_or_say_why(config))
     app = HeadApp(lifecycle, config.limits, token, config.generation)
     settings = uvicorn.Config(

@@ -7,7 +7,6 @@ a refused chunk keeps it from ever sending the first.
 """
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -42,6 +41,7 @@ from tinkercloud_worker.head.http import (
 )
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.token import HeadToken
 
 log = structlog.get_logger(__name__)
 
@@ -63,10 +63,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 class HeadApp:
     """The ASGI application. Serves health from the start, the rest once the engine is ready."""
 
-    def __init__(self, lifecycle: Lifecycle, limits: Limits, token: str, generation: str) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, limits: Limits, token: HeadToken, generation: str
+    ) -> None:
         self._lifecycle = lifecycle
         self._limits = limits
-        self._token = token.encode()
+        self._token = token
         self._generation = generation
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
@@ -116,8 +118,7 @@ class HeadApp:
         return await handler(request)
 
     def _authenticate(self, request: Request) -> None:
-        token = request.headers.get(routes.HEAD_TOKEN_HEADER, "").encode()
-        if not hmac.compare_digest(token, self._token):
+        if not self._token.is_carried_by(request.headers.get(routes.HEAD_TOKEN_HEADER, "")):
             raise Unauthenticated(f"{routes.HEAD_TOKEN_HEADER} is missing or wrong")
         meant = request.headers.get(routes.GENERATION_HEADER, self._generation)
         if meant != self._generation:

@@ -1,0 +1,65 @@
+"""Whom a head serves: requests with its token, also after that was replaced."""
+
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_worker.head import token as token_module
+from tinkercloud_worker.head.token import HeadToken
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the file at every wrong token."""
+    monkeypatch.setattr(token_module, "_LOOK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    return path
+
+
+def test_only_the_token_is_good(file: Path) -> None:
+    token = HeadToken(file)
+
+    assert token.is_carried_by("first")
+    assert not token.is_carried_by("guessed")
+    assert not token.is_carried_by("")
+
+
+def test_a_replaced_token_is_good_beside_the_one_before(file: Path) -> None:
+    token = HeadToken(file)
+
+    file.write_text("second")
+
+    assert token.is_carried_by("second")
+    assert token.is_carried_by("first")
+
+
+def test_a_token_is_good_until_it_was_replaced_twice(file: Path) -> None:
+    token = HeadToken(file)
+
+    for content in ("second", "third"):
+        file.write_text(content)
+        assert token.is_carried_by(content)
+
+    assert not token.is_carried_by("first")
+
+
+@pytest.mark.parametrize("vandalise", [Path.unlink, lambda file: file.write_text("")])
+def test_a_token_outlives_its_file(file: Path, vandalise) -> None:
+    token = HeadToken(file)
+
+    vandalise(file)
+
+    assert not token.is_carried_by("")
+    assert token.is_carried_by("first")
+
+
+def test_an_empty_token_is_refused_at_the_start(file: Path) -> None:
+    file.write_text("\n")
+
+    with pytest.raises(ValueError, match="is empty"):
+        HeadToken(file)
