@@ -18,12 +18,14 @@ import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.children import raycluster, surroundings
+from tinkercloud_operator import reconcile
+from tinkercloud_operator.children import surroundings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.engine_image import engine_image
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
@@ -66,6 +68,14 @@ class Session:
         """Wait for what the operator waits for: KubeRay's word that the head pod is ready."""
         ready = "condition=HeadPodReady"
         self.cluster.wait_for("raycluster/one", ready, self.namespace, START_SECONDS)
+        wait_until(self.is_reached, "the head's Service", START_SECONDS)
+
+    def is_reached(self) -> bool:
+        """Whether the node forwards to the Service yet; a connection begun before never is."""
+        request = Request(self.url + routes.HEAD_HEALTH)
+        with contextlib.suppress(OSError), urlopen(request, timeout=2) as response:
+            return response.status == 200
+        return False
 
     def call(
         self, method: str, path: str, body: bytes | None = None, **headers: str
@@ -94,6 +104,28 @@ class Session:
         self.call("POST", routes.OPTIM_STEP, json.dumps(step).encode())
         self.result(seq_id + 1)
         return pb.ForwardBackwardOutput.FromString(self.result(seq_id)).metrics["loss:sum"]
+
+    def publish(self, seq_id: int, sampler: int) -> None:
+        """Give a sampling session the run's weights."""
+        body = {"model_id": RUN, "seq_id": seq_id, "sampling_session_seq_id": sampler}
+        self.call("POST", routes.SAVE_WEIGHTS_FOR_SAMPLER, json.dumps(body).encode())
+        self.result(seq_id)
+
+    def sample(self, sampler: int) -> pb.SampleResponse:
+        """Draw four tokens twice."""
+        target = {routes.TARGET_HEADER: f"s:sample:{sampler}"}
+        asked = {
+            "sampling_session_id": f"s:sample:{sampler}",
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+            "num_samples": 2,
+            "sampling_params": {"max_tokens": 4, "seed": 1},
+        }
+        _, promise = self.call("POST", routes.ASAMPLE, json.dumps(asked).encode(), **target)
+        wanted = json.dumps({"request_id": json.loads(promise)["request_id"]}).encode()
+        status, body = self.call("POST", routes.RETRIEVE_FUTURE, wanted, **target)
+        assert status == 200, body
+        return pb.SampleResponse.FromString(body)
 
     def result(self, seq_id: int) -> bytes:
         asked = json.dumps({"request_id": f"{RUN}:{seq_id}"}).encode()
@@ -143,7 +175,7 @@ def some_data(seq_id: int) -> bytes:
 
 
 def children(
-    image: str, token: str, namespace: str, trainer: Mapping[str, Any]
+    image: str, token: str, namespace: str, shapes: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
     """Return what the operator makes for a session, with a token it would draw itself."""
     base_model = a_base_model(
@@ -151,20 +183,13 @@ def children(
         source={"volume": {"claimName": "models", "path": "tiny"}},
         maxContextLength=512,
         head={"image": image, "resources": {"cpu": "500m", "memory": "4Gi"}},
-        trainer={"dtype": "float32", **trainer},
+        **shapes,
     )
     session = a_session(baseModel="tiny/llama", lora={"rank": 4})
     build = a_build(base_model, session, checkpoint_claim="checkpoints", run_as_user=NOBODY)
     secret = surroundings.token_secret(build)
     secret["stringData"] = dict.fromkeys(surroundings.SECRET_KEYS, token)
-    made = [
-        secret,
-        surroundings.config_map(build),
-        surroundings.head_service(build),
-        surroundings.network_policy(build),
-        surroundings.disruption_budget(build),
-        raycluster.ray_cluster(build),
-    ]
+    made = [secret, *reconcile.children(build)]
     return [child | {"metadata": child["metadata"] | {"namespace": namespace}} for child in made]
 
 
@@ -177,21 +202,23 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parent.chmod(0o755)
     model = save(tiny_llama(), folder / "models" / "tiny")
     (model / "model.safetensors").chmod(0o644)
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints").chmod(0o777)
+    for name in ("checkpoints", "adapters"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o777)
     return folder
 
 
 @contextlib.contextmanager
 def starting_session(
-    cluster: Cluster, volumes: Path, image: str, **trainer: Any
+    cluster: Cluster, volumes: Path, image: str, **shapes: Any
 ) -> Iterator[Session]:
     token = secrets.token_hex()
     with cluster.a_namespace("head", **RESTRICTED) as namespace:
         cluster.apply(
             *a_volume("models", namespace, volumes / "models"),
             *a_volume("checkpoints", namespace, volumes / "checkpoints"),
-            *children(image, token, namespace, trainer),
+            *a_volume("adapters", namespace, volumes / "adapters"),
+            *children(image, token, namespace, {"trainer": {"dtype": "float32"}} | shapes),
         )
         yield Session(cluster, namespace, token, volumes / "checkpoints")
 
@@ -295,10 +322,39 @@ def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
     cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
 ) -> None:
     resources = {"cpu": "100m", "memory": "2Gi"}
-    workers = {"replicas": 1, "cpuRanksPerReplica": 1, "resources": resources}
-    with starting_session(cluster, volumes, image, **workers) as session:
+    workers = {"replicas": 1, "cpuRanksPerReplica": 1, "resources": resources, "dtype": "float32"}
+    with starting_session(cluster, volumes, image, trainer=workers) as session:
         ready = "jsonpath={.status.readyWorkerReplicas}=1"
         cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
 
         # Ray counts its nodes every few seconds.
         wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
+
+
+def test_a_head_samples_from_an_engine_in_a_pod_of_its_own(
+    cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
+) -> None:
+    engine = engine_image()
+    real_node.load(engine)
+    sampler = {
+        "backend": "sglang",
+        "replicas": 1,
+        "image": engine.name,
+        "resources": {"cpu": "100m", "memory": "2Gi"},
+        "engines": {"adaptersClaimName": "adapters"},
+    }
+    with starting_session(cluster, volumes, image, sampler=sampler) as session:
+        session.wait_until_ready()
+        ready = "jsonpath={.status.readyWorkerReplicas}=1"
+        cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
+        session.create_run()
+        session.train_a_step(1)
+
+        session.publish(3, sampler=0)
+        drawn = session.sample(0)
+
+        tokens = [np.frombuffer(sequence.tokens, "<i4") for sequence in drawn.sequences]
+        assert [len(sequence) for sequence in tokens] == [4, 4]
+        where = (f"--namespace={session.namespace}", "--container=engine", "--tail=-1")
+        asked = cluster.kubectl("logs", f"--selector={labels.COMPONENT_LABEL}=sampler", *where)
+        assert {"/load_lora_adapter", "/generate"} <= set(asked.split())
