@@ -44,7 +44,7 @@ fleets = st.builds(Fleet, kinds, st.sampled_from(COUNTS))
 ranks = st.sampled_from([None, 1, 8, 32, 256])
 lengths = st.sampled_from([16, 1000, 2048, 8192])
 demands = st.builds(Demand, models, lengths, ranks)
-often = settings(max_examples=100, deadline=None)
+often = settings(max_examples=100)
 
 
 def a_plan(demand: Demand, fleet: Fleet) -> Plan:
@@ -163,7 +163,7 @@ def test_every_choice_has_a_reason(demand: Demand, fleet: Fleet) -> None:
     assert all(reason.why for reason in reasons.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(demands)
 def test_more_memory_never_needs_more_gpus(demand: Demand) -> None:
     by_memory = sorted((gpu(name) for name in MEMORY_GIB), key=lambda kind: kind.memory)
@@ -223,7 +223,7 @@ def test_lora_never_needs_more_memory_than_a_full_fine_tune(
     assert lora.total <= full.total
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(demands, fleets)
 def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> None:
     model, length, rank = demand.architecture, demand.sequence_length, demand.lora_rank

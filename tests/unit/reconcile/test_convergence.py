@@ -317,7 +317,7 @@ HEADS = ("the head goes deaf", "the head hears again", "a pod gets on", "contain
 
 offers = st.sampled_from(sorted(OFFERS))
 histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=25)
-thorough = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 
 def merged(live: Any, wanted: Any) -> Any:
