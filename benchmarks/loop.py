@@ -81,9 +81,9 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _request_cost(server: Server, requests: int = 100) -> Measurement:
+def _request_cost(server: Server, requests: int = 30) -> Measurement:
     """Count what the API server spends on a body, and add what the head spends on parsing it."""
-    data = [a_datum(2048)] * 16
+    data = [a_datum(512)] * 64
     body = _request(data)
     training = server.client().create_lora_training_client(MODEL, rank=4).result()
     assert server.process is not None
