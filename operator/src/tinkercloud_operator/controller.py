@@ -23,7 +23,8 @@ log = structlog.get_logger(__name__)
 _MANY_CHANGES = frozenset({"Pod", "RayCluster"})
 _GATHER_SECONDS = 0.25
 """For how long changes of pods, which come in bursts, are gathered before their session is looked
-at: each look may write a status."""
+at: each look may write a status. The last of a burst, by which all pods are Ready, is not held
+back."""
 _NODES_SECONDS = 60.0
 """How long a list of nodes is good."""
 _MAX_ROUNDS = 4
@@ -63,7 +64,7 @@ class Controller:
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
         """Take note of how an object is, or was when it went."""
         for session in self.watched.note(kind, manifest, is_gone=is_gone):
-            if kind in _MANY_CHANGES:
+            if kind in _MANY_CHANGES and not self.watched.has_only_ready_pods(session):
                 self.queue.add_after(session, _GATHER_SECONDS)
             else:
                 self.queue.add(session)

@@ -131,6 +131,12 @@ class Watched:
             now=surroundings.now,
         )
 
+    def has_only_ready_pods(self, name: str) -> bool:
+        """Whether a session has pods, and all of them are Ready."""
+        children = self._children.get(name, {})
+        pods = [seen.pod(item) for key, item in children.items() if key.kind == "Pod"]
+        return bool(pods) and all(pod.is_ready for pod in pods)
+
     def sessions_of(self, model_name: str) -> list[Manifest]:
         """Return the sessions of a base model."""
         return [

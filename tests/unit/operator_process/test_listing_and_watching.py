@@ -191,3 +191,24 @@ async def test_a_burst_of_changes_of_pods_is_looked_at_once(
 
     assert await controller.queue.take() == "one"
     assert len(controller.queue) == 0
+
+
+async def test_the_change_by_which_all_pods_are_ready_is_looked_at_at_once(
+    controller: Controller, connection: Connection
+) -> None:
+    controller.queue.done(await controller.queue.take())
+    first, last = (f"/api/v1/namespaces/default/pods/one-{number}" for number in range(2))
+
+    controller.hear("Pod", "ADDED", a_pod(connection, first, ready="True"))
+    controller.queue.done(await controller.queue.take())
+    controller.hear("Pod", "ADDED", a_pod(connection, last, ready="False"))
+    assert len(controller.queue) == 0
+
+    controller.hear("Pod", "MODIFIED", a_pod(connection, last, ready="True"))
+    assert len(controller.queue) == 1
+
+
+def a_pod(connection: Connection, path: str, ready: str) -> Json:
+    conditions = [{"type": "Ready", "status": ready}]
+    content = {"status": {"conditions": conditions}}
+    return connection.api.put(path, content, labels={labels.SESSION_LABEL: "one"})
