@@ -26,14 +26,12 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.lora import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tiny/llama"
 NEVER = StopRules(frozenset(), ())
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
-TARGETS = [Target("model.layers.0.self_attn.q_proj", 128, 128, "attention")]
 
 
 def a_model():
@@ -77,7 +75,7 @@ def head_config(vllm: VllmServer, folder: Path, model_folder: Path, key: str = "
 async def sampler(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> AsyncIterator[InferenceSampler]:
-    running = inference_sampler(head_config(vllm, tmp_path, model_folder), TARGETS)
+    running = inference_sampler(head_config(vllm, tmp_path, model_folder))
     yield running
     await running.close()
 
@@ -279,7 +277,7 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
 async def test_a_wrong_key_is_said_to_be_the_heads_setting(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> None:
-    sampler = inference_sampler(head_config(vllm, tmp_path, model_folder, key="wrong"), TARGETS)
+    sampler = inference_sampler(head_config(vllm, tmp_path, model_folder, key="wrong"))
     await sampler.publish("base", None)
 
     with pytest.raises(ServerError, match="key_file"):

@@ -65,7 +65,7 @@ def a_sampler(
         scratch_dir=str(folder / "scratch"),
         sampler=SamplerConfig(backend="sglang", inference=inference),
     )
-    return inference_sampler(config, targets=[])
+    return inference_sampler(config)
 
 
 @pytest.fixture

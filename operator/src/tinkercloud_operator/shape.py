@@ -59,6 +59,12 @@ class Shape:
         return self.trainer.replicas if self.trainer is not None else 0
 
     @property
+    def head_computes(self) -> bool:
+        """Whether the head itself trains or samples, and so holds the base model."""
+        trains = self.trainer is not None and self.trainer.replicas == 0
+        return trains or (self.sampler.engines is None and self.sampler.external is None)
+
+    @property
     def gpus_per_sampler(self) -> int:
         """GPUs of each sampler pod; none if they share the trainers'."""
         return 0 if self.sampler.colocated else self.sampler.gpus_per_replica

@@ -41,9 +41,10 @@ class Listen(_Config):
 class TrainerConfig(_Config):
     """How to train."""
 
-    backend: Literal["torch", "megatron"] = "torch"
+    backend: Literal["torch", "megatron", "none"] = "torch"
     """The engine that trains. `torch`: any Hugging Face causal language model, a whole copy at each
-    rank. `megatron`: adapters of Llama and Qwen models, divided over ranks."""
+    rank. `megatron`: adapters of Llama and Qwen models, divided over ranks. `none`: the head
+    samples only."""
     ranks: Annotated[int, Field(ge=0)] = 0
     """Processes that train together, each a Ray actor. 0: the head's own process trains, for which
     the backend must be torch."""
@@ -77,10 +78,12 @@ class TrainerConfig(_Config):
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         divided = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
-        if self.backend == "torch" and divided * self.expert_parallel > 1:
+        if self.backend == "none" and self.ranks:
+            raise ValueError(f"ranks: {self.ranks}, but backend none trains nothing; set it to 0")
+        if self.backend != "megatron" and divided * self.expert_parallel > 1:
             raise ValueError(
                 "tensor_parallel, pipeline_parallel, context_parallel and expert_parallel: backend"
-                " torch keeps a whole copy at each rank; set them to 1, or backend to megatron"
+                f" {self.backend} divides no model; set them to 1, or backend to megatron"
             )
         if self.backend == "megatron" and self.ranks == 0:
             raise ValueError("ranks: backend megatron trains at ranks; set it to 1 or more")

@@ -19,7 +19,8 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_qwen3
-from tinkercloud_worker.base_model import BaseModel, UnsupportedModelError
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of

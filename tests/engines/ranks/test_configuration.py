@@ -27,6 +27,12 @@ def test_the_megatron_trainer_is_refused_without_ranks() -> None:
         TrainerConfig(backend="megatron")
 
 
+def test_a_head_that_trains_nothing_has_no_ranks() -> None:
+    assert TrainerConfig(backend="none").ranks == 0
+    with pytest.raises(ValidationError, match="ranks: 2, but backend none trains nothing"):
+        TrainerConfig(backend="none", ranks=2)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

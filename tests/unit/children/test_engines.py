@@ -186,6 +186,36 @@ def test_a_model_from_elsewhere_is_downloaded_by_our_image_and_not_by_the_engine
     assert options_of(build)["--model-path"] == fetching["command"][-1]
 
 
+@pytest.mark.parametrize(
+    ("sampler", "role", "part"),
+    [
+        (ENGINES, "Trainer", ["description"]),
+        (EXTERNAL, "Trainer", ["description"]),
+        (ENGINES, "Sampler", ["description"]),
+        (SAMPLERS, "Trainer", []),
+        ({}, "Sampler", []),
+    ],
+    ids=["engines", "servers of others", "a sampler", "pods without engines", "the head samples"],
+)
+def test_a_head_that_computes_nothing_downloads_no_weights(
+    sampler: Json, role: str, part: list[str]
+) -> None:
+    base_model = a_base_model(trainer=TRAINERS, sampler=sampler)
+    session = a_session(role=role, lora={"rank": 8} if role == "Trainer" else None)
+
+    build = a_build(base_model, session)
+
+    [fetching] = head_pod(build)["initContainers"]
+    folder = surroundings.head_config(build).model.path
+    assert fetching["command"][fetching["command"].index(folder) + 1 :] == part
+
+
+def test_a_head_that_trains_by_itself_downloads_the_weights() -> None:
+    [fetching] = head_pod(a_build(a_base_model(sampler=EXTERNAL)))["initContainers"]
+
+    assert "description" not in fetching["command"]
+
+
 def test_engines_have_no_credentials_of_stores() -> None:
     base_model = a_base_model(
         trainer=TRAINERS, sampler=ENGINES, source={"hub": "a/b", "secretName": "hub"}

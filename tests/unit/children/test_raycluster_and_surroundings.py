@@ -284,6 +284,15 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
     assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's
 
 
+def test_the_head_of_a_sampler_trains_nothing_and_has_the_dtype_of_its_base_model() -> None:
+    offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"})
+
+    config = surroundings.head_config(a_build(offered, a_session(role="Sampler", lora=None)))
+
+    assert (config.trainer.backend, config.trainer.ranks) == ("none", 0)
+    assert config.trainer.dtype == "float32"
+
+
 def test_the_head_is_told_how_the_trainer_pods_train() -> None:
     offered = a_base_model(
         trainer={

@@ -13,7 +13,8 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import smollm2, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker import lora
-from tinkercloud_worker.base_model import BaseModel, UnsupportedModelError
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer import unembed

@@ -33,10 +33,12 @@ def a_sharded_model(folder: Path) -> Path:
     return folder
 
 
-def fetched(source: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def fetched(
+    source: str, folder: Path, *part: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command as a pod's first container does."""
     return subprocess.run(
-        [sys.executable, "-m", "tinkercloud_worker.fetch_model", source, str(folder)],
+        [sys.executable, "-m", "tinkercloud_worker.fetch_model", source, str(folder), *part],
         env={**os.environ, "HF_HOME": str(folder.parent / "hf"), **environment},
         capture_output=True,
         text=True,
@@ -183,6 +185,25 @@ def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
     ]
     assert not {path.name for path in folder.iterdir()} & {*CLUTTER, "onnx"}
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def test_what_describes_a_model_is_fetched_without_its_weights(
+    hub: Hub, bucket: Bucket, tmp_path: Path
+) -> None:
+    kept = a_sharded_model(tmp_path / "kept")
+    stored = bucket.hold(kept, "acme/described")
+    folders = [tmp_path / "from-hub", tmp_path / "from-store"]
+
+    results = [
+        fetched(SOURCE, folders[0], "description", **hub.environment),
+        fetched(stored, folders[1], "description", **bucket.environment),
+    ]
+
+    assert [result.returncode for result in results] == [0, 0], results
+    assert [shards(folder) for folder in folders] == [[], []]
+    assert not [name for name in hub.served if name.endswith(".safetensors")]
+    assert all((folder / "config.json").exists() for folder in folders)
+    assert all((folder / "tokenizer.json").exists() for folder in folders)
 
 
 def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 
@@ -32,13 +33,11 @@ log = structlog.get_logger(__name__)
 
 
 def build_backend(config: HeadConfig) -> Backend:
-    """Load the model and assemble the engine that the configuration asks for."""
-    base = BaseModel.load(
-        config.model.path,
-        getattr(torch, config.trainer.dtype),
-        packed=config.trainer.packed_weights,
-        device="cpu" if config.trainer.ranks else config.trainer.device,
-    )
+    """Assemble the engine that the configuration asks for.
+
+    The head has a copy of the base model only if it trains or samples by itself.
+    """
+    base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = build_trainer(config, base)
     sampler, thread = build_sampler(config, base, tokenizer, _end_process)
@@ -49,6 +48,20 @@ def build_backend(config: HeadConfig) -> Backend:
         thread=thread,
         store=CheckpointStore(open_store(config.checkpoint_root)),
         end_tokens=end_tokens(config.model.path, tokenizer),
+    )
+
+
+def load_base(config: HeadConfig) -> BaseModel:
+    """Load the head's copy of the base model.
+
+    Raises:
+        UnsupportedModelError: its architecture is not one we compute correctly.
+    """
+    return BaseModel.load(
+        config.model.path,
+        getattr(torch, config.trainer.dtype),
+        packed=config.trainer.packed_weights,
+        device="cpu" if config.trainer.ranks else config.trainer.device,
     )
 
 

@@ -11,7 +11,6 @@ Shape legend: B rows of a batch, T positions, D hidden size, R positions of all 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -24,10 +23,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from tinkercloud_worker.architecture import (
+    UnsupportedModelError,
+    check_folder,
+    find_targets,
+    max_context_length,
+    name_of,
+    trunk_and_head,
+)
 from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.lora import Group, Target
+from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import add_low_rank
 
 log = structlog.get_logger(__name__)
@@ -35,10 +41,6 @@ log = structlog.get_logger(__name__)
 _SELF_CHECK_TOKENS = 8
 _SELF_CHECK_TOLERANCE = 1e-3
 """Relative to the largest logit; bfloat16 needs more than float32, but errors of form are large."""
-
-
-class UnsupportedModelError(Exception):
-    """This model's architecture is not one we compute correctly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,17 +81,10 @@ class BaseModel:
             UnsupportedModelError: its architecture is not one we compute correctly.
         """
         self._model = model.eval().requires_grad_(requires_grad=False)
-        self._trunk: nn.Module = model.base_model
-        head = model.get_output_embeddings()
-        if head is None or self._trunk is model:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has no separate trunk and output embedding"
-            )
-        self._head: nn.Module = head
+        self._trunk, self._head = trunk_and_head(model)
         self._routes: Sequence[Route] = ()
-        names = {module: name for name, module in model.named_modules()}
-        self._head_name = names[head]
-        self._trunk_name = names[self._trunk]
+        self._trunk_name = name_of(model, self._trunk)
+        self._head_name = name_of(model, self._head)
         self.targets = find_targets(model, self._trunk_name, self._head_name)
         for target in self.targets:
             if target.group != "unembed":
@@ -101,7 +96,7 @@ class BaseModel:
         for name, layer in _layers(self._trunk):
             self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
-        bias = getattr(head, "bias", None)
+        bias = getattr(self._head, "bias", None)
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
         """The output embedding, as it is in the base."""
         self._check()
@@ -126,8 +121,7 @@ class BaseModel:
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
         """
-        if not Path(path).is_dir():
-            raise UnsupportedModelError(f"{path} is not a folder with a Hugging Face model")
+        check_folder(path)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
@@ -164,7 +158,7 @@ class BaseModel:
     @property
     def max_context_length(self) -> int:
         """Longest sequence the model's configuration allows, in tokens."""
-        return int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+        return max_context_length(self.config)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return all weights by name; tied ones once, under the first of their names."""
@@ -374,44 +368,3 @@ def _freeze(module: nn.Linear) -> None:
 
     # Assigned to the instance, so that the module stays what it is, names and all.
     module.forward = forward  # type: ignore[method-assign,assignment]
-
-
-def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
-    """Return the weights of a model that can be adapted, in the order of its modules.
-
-    Args:
-        model: any Hugging Face causal LM, also one without weights.
-        trunk_name: of the module that holds its layers.
-        head_name: of its output embedding.
-
-    Raises:
-        UnsupportedModelError: the output embedding is not linear.
-    """
-    targets = []
-    for name, module in model.named_modules():
-        shape = _linear_shape(module)
-        if name == head_name and shape:
-            targets.append(Target(name, *shape, group="unembed"))
-        elif shape and name.startswith(f"{trunk_name}.") and _is_in_a_layer(name):
-            targets.append(Target(name, *shape, group=_group(name)))
-    if not any(target.group == "unembed" for target in targets):
-        raise UnsupportedModelError(f"{type(model).__name__} has no linear output embedding")
-    return targets
-
-
-def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return None
-
-
-def _is_in_a_layer(name: str) -> bool:
-    """Whether a module belongs to one of the numbered layers, and is not a router of experts."""
-    parts = name.split(".")
-    return any(part.isdigit() for part in parts) and parts[-1] not in {"gate", "router"}
-
-
-def _group(name: str) -> Group:
-    return "attention" if "attn" in name or "attention" in name else "mlp"

@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
+from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
@@ -34,13 +35,16 @@ OnCrash = Callable[[BaseException], None]
 
 
 def build_sampler(
-    config: HeadConfig, base: BaseModel, tokenizer: PreTrainedTokenizerBase, on_crash: OnCrash
+    config: HeadConfig,
+    base: Callable[[], BaseModel],
+    tokenizer: PreTrainedTokenizerBase,
+    on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
     """Return the sampler, and the started thread for training jobs.
 
     Args:
         config: of the head.
-        base: the head's copy of the base model.
+        base: returns the head's copy of the base model; it is loaded for who asks for it.
         tokenizer: of that model.
         on_crash: see `EngineThread`.
 
@@ -50,29 +54,28 @@ def build_sampler(
     if config.sampler.backend == "torch":
         thread = EngineThread(on_crash)
         sampler = TorchSampler(
-            base,
+            base(),
             tokenizer,
             config.sampler,
             versions=Versions(
-                Path(config.scratch_dir), config.limits.max_sampler_bytes, base.device
+                Path(config.scratch_dir), config.limits.max_sampler_bytes, base().device
             ),
             wake=thread.wake,
         )
         thread.start(sampler)
         return sampler, thread
-    servers = inference_sampler(config, base.targets)
+    servers = inference_sampler(config)
     colocated = config.sampler.inference.colocated
     thread = ColocatedThread(servers.training, on_crash) if colocated else EngineThread(on_crash)
     thread.start(NoBackground())
     return servers, thread
 
 
-def inference_sampler(config: HeadConfig, targets: Sequence[Target]) -> InferenceSampler:
+def inference_sampler(config: HeadConfig) -> InferenceSampler:
     """Return the sampler that asks the configured servers.
 
     Args:
         config: of the head.
-        targets: weights of the base model that adapters may adapt.
 
     Raises:
         OSError: the file with their key can't be read.
@@ -97,7 +100,9 @@ def inference_sampler(config: HeadConfig, targets: Sequence[Target]) -> Inferenc
         }
     engines = [Engine(dialect, folder) for dialect in dialects]
     # vLLM's CPU kernels give rows that name no adapter the last one's.
-    neutral = neutral_adapter(targets) if inference.kind == "vllm" else None
+    neutral = None
+    if inference.kind == "vllm":
+        neutral = neutral_adapter(read_architecture(config.model.path).targets)
     return InferenceSampler(
         engines, controls, folder, config.sampler, config.model.name, neutral=neutral
     )

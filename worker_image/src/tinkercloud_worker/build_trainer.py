@@ -1,36 +1,42 @@
 """Which trainer a configuration asks for.
 
 Without ranks the torch trainer computes in the head's process, on the sampler's own copy of the
-base. Ranks are Ray actors with copies, or parts, of their own.
+base. Ranks are Ray actors with copies, or parts, of their own: the head needs none for them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.no_trainer import NoTrainer
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
-def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
+def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
     """Return the trainer, its ranks started.
 
     Args:
         config: of the head.
-        base: the head's copy of the base model.
+        base: returns the head's copy of the base model; it is loaded for who asks for it.
 
     Raises:
         RanksUnavailable: the ranks could not be started.
     """
+    if config.trainer.backend == "none":
+        return NoTrainer(_limits(config))
     if config.trainer.ranks == 0:
         return TorchTrainer(
-            base,
+            base(),
             max_batch_tokens=config.trainer.max_batch_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=config.trainer.max_kept_tokens,
@@ -46,6 +52,11 @@ def build_trainer(config: HeadConfig, base: BaseModel) -> Trainer:
     )
     connect(shape)
     return RankedTrainer(lambda: RankGroup(shape, factory))
+
+
+def _limits(config: HeadConfig) -> TokenLimits:
+    limits, wanted = read_architecture(config.model.path).limits, config.limits.max_context_length
+    return replace(limits, max_context_length=min(wanted or 1 << 62, limits.max_context_length))
 
 
 def torch_rank(config: HeadConfig) -> DataParallelTrainer:

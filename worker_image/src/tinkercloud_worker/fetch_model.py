@@ -1,4 +1,4 @@
-"""`python -m tinkercloud_worker.fetch_model SOURCE FOLDER`: a model from where it is kept.
+"""`python -m tinkercloud_worker.fetch_model SOURCE FOLDER [PART]`: a model from where it is kept.
 
 SOURCE is `hub:<model id>` on the Hugging Face hub (HF_TOKEN and HF_ENDPOINT count), or a folder in
 an object store: `s3://...`, `gs://...`, `az://...` (credentials come from the environment). FOLDER
@@ -6,7 +6,8 @@ appears whole or not at all: files gather in a folder beside it, where a fetch t
 goes on, and which is renamed at last. A FOLDER that is there is left as it is.
 
 Only weights in safetensors and what describes them are fetched: no pickles, no code, and no second
-copy of the weights in another layout.
+copy of the weights in another layout. PART is `whole` unless it is `description`, which is all but
+the weights.
 """
 
 import fcntl
@@ -26,7 +27,10 @@ from obstore.store import ObjectStore
 
 from tinkercloud_worker.checkpoints.store import open_store
 
-WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+WEIGHTS = "*.safetensors"
+DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+PARTS = {"whole": (WEIGHTS, *DESCRIPTION), "description": DESCRIPTION}
+"""Patterns of the files of each part."""
 UNWANTED = ("*/*", "consolidated*")
 """Subfolders and `consolidated` files hold the same weights in layouts that are not read here."""
 
@@ -41,13 +45,18 @@ class FetchFailed(Exception):
     """A model can't be had; the message names its source and the reason."""
 
 
-def fetch(source: str, folder: Path) -> None:
+def fetch(source: str, folder: Path, part: str = "whole") -> None:
     """Fetch a model into a folder, unless that exists. Repeating it is fine, at any time.
+
+    Args:
+        source: see the module.
+        folder: where it shall be.
+        part: of `PARTS`.
 
     Raises:
         FetchFailed: the source is not understood, refuses, or holds no model that can be loaded.
     """
-    download = _downloader(source)
+    download = _downloader(source, PARTS[part])
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,26 +68,26 @@ def fetch(source: str, folder: Path) -> None:
             download(partial)
         except (BaseError, HFValidationError, OSError) as error:
             raise FetchFailed(f"{source} can't be fetched: {_in_one_line(error)}") from error
-        _check_whole(source, partial)
+        _check_complete(source, partial, with_weights=WEIGHTS in PARTS[part])
         partial.rename(folder)
 
 
-def _downloader(source: str) -> Callable[[Path], None]:
+def _downloader(source: str, wanted: Sequence[str]) -> Callable[[Path], None]:
     if source.startswith(_HUB):
-        return lambda folder: _from_hub(source.removeprefix(_HUB), folder)
+        return lambda folder: _from_hub(source.removeprefix(_HUB), folder, wanted)
     if source.startswith(_STORES):
-        return lambda folder: _from_store(open_store(source), folder)
+        return lambda folder: _from_store(open_store(source), folder, wanted)
     raise FetchFailed(
         f"{source!r} is no source of a model: name hub:<model id>, or a folder as s3://..., gs://..."
         " or az://..."
     )
 
 
-def _from_hub(model_id: str, folder: Path) -> None:
+def _from_hub(model_id: str, folder: Path, wanted: Sequence[str]) -> None:
     snapshot_download(
         model_id,
         local_dir=folder,
-        allow_patterns=list(WANTED),
+        allow_patterns=list(wanted),
         ignore_patterns=list(UNWANTED),
         max_workers=_PARALLEL_FILES,
     )
@@ -86,13 +95,13 @@ def _from_hub(model_id: str, folder: Path) -> None:
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
-def _from_store(store: ObjectStore, folder: Path) -> None:
+def _from_store(store: ObjectStore, folder: Path, wanted: Sequence[str]) -> None:
     sizes = {meta["path"]: meta["size"] for batch in obstore.list(store) for meta in batch}
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         copies = [
             pool.submit(_copy, store, name, folder, size)
             for name, size in sizes.items()
-            if _matches(name, WANTED) and not _matches(name, UNWANTED)
+            if _matches(name, wanted) and not _matches(name, UNWANTED)
         ]
         for copy in copies:
             copy.result()
@@ -116,13 +125,13 @@ def _copy(store: ObjectStore, name: str, folder: Path, size: int) -> None:
     scratch.rename(target)
 
 
-def _check_whole(source: str, folder: Path) -> None:
-    """Check that a model's configuration and all its weights are there."""
+def _check_complete(source: str, folder: Path, *, with_weights: bool) -> None:
+    """Check that a model's configuration is there, and all its weights if they are wanted."""
     index, needed = folder / _INDEX, {"config.json"}
-    if index.exists():
+    if with_weights and index.exists():
         needed |= set(json.loads(index.read_bytes())["weight_map"].values())
     missing = sorted(name for name in needed if not (folder / name).exists())
-    if not any(folder.glob("*.safetensors")):
+    if with_weights and not any(folder.glob(WEIGHTS)):
         missing.append("*.safetensors (weights in other formats are not loaded)")
     if missing:
         raise FetchFailed(
@@ -136,9 +145,9 @@ def _in_one_line(error: Exception) -> str:
 
 def main() -> None:
     """Fetch the model named by the first argument into the folder named by the second."""
-    source, folder = sys.argv[1:]
+    source, folder, *part = sys.argv[1:]
     try:
-        fetch(source, Path(folder))
+        fetch(source, Path(folder), *part)
     except FetchFailed as failure:
         sys.exit(str(failure))
 

@@ -96,7 +96,9 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         **_placement(build.shape.placement),
     }
     if source.volume is None:
-        spec["initContainers"] = [_fetching(container, source)]
+        needs_weights = component != "head" or build.shape.head_computes
+        part = [] if needs_weights else ["description"]
+        spec["initContainers"] = [_fetching(container, source, part)]
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     return {
@@ -201,8 +203,8 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
     return volumes
 
 
-def _fetching(container: Json, source: ModelSource) -> Json:
-    """Return the container that downloads the model before the engine starts."""
+def _fetching(container: Json, source: ModelSource, part: list[str]) -> Json:
+    """Return the container that downloads the model, or a part, before the pod's others start."""
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
     kept = (
         "image",
@@ -214,7 +216,10 @@ def _fetching(container: Json, source: ModelSource) -> Json:
     )
     return {
         "name": "fetch-model",
-        "command": ["python", "-m", "tinkercloud_worker.fetch_model", where, FETCHED_MODEL_FOLDER],
+        "command": [
+            *("python", "-m", "tinkercloud_worker.fetch_model"),
+            *(where, FETCHED_MODEL_FOLDER, *part),
+        ],
         "resources": {
             "requests": {"cpu": "1", "memory": "1Gi"},
             "limits": {"memory": "1Gi"},

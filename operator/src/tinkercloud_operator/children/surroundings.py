@@ -1,7 +1,6 @@
 """What surrounds the pods: Service, Secret, configuration, NetworkPolicy, disruption budget."""
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import TrainerShape
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     SCRATCH_FOLDER,
@@ -10,6 +9,7 @@ from tinkercloud_operator.children.pods import (
     Json,
     model_path,
 )
+from tinkercloud_operator.shape import Shape
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -48,7 +48,7 @@ def head_config(build: Build) -> HeadConfig:
         scratch_dir=f"{SCRATCH_FOLDER}/head",
         reason_file=_TERMINATION_LOG,
         listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
-        trainer=_trainer_config(build.shape.trainer),
+        trainer=_trainer_config(build.shape),
         sampler=engines.sampler_config(build),
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
@@ -60,9 +60,10 @@ def head_config(build: Build) -> HeadConfig:
     )
 
 
-def _trainer_config(trainer: TrainerShape | None) -> TrainerConfig:
+def _trainer_config(shape: Shape) -> TrainerConfig:
+    trainer = shape.trainer
     if trainer is None:
-        return TrainerConfig()
+        return TrainerConfig(backend="none", dtype=shape.base_model.trainer.dtype)
     parallelism = trainer.parallelism
     return TrainerConfig(
         backend=trainer.backend,

@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch.overrides import TorchFunctionMode
 
-from tinkercloud_worker.base_model import UnsupportedModelError
+from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.layers import use_local_layers
 

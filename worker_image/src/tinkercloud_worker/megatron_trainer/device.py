@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tinkercloud_worker.base_model import UnsupportedModelError
+from tinkercloud_worker.architecture import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tinkercloud_worker.base_model import UnsupportedModelError
+from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.layers import use_local_layers
 

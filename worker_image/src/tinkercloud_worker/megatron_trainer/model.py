@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from tinkercloud_worker.base_model import UnsupportedModelError, find_targets
+from tinkercloud_worker.architecture import UnsupportedModelError, find_targets
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,

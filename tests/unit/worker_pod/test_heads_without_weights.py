@@ -1,0 +1,87 @@
+"""A head whose model is trained and sampled elsewhere knows it by its description alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    InferenceConfig,
+    Limits,
+    SamplerConfig,
+    TrainerConfig,
+)
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_worker.__main__ import build_backend
+from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import TokenLimits
+
+SERVERS = SamplerConfig(
+    backend="external",
+    inference=InferenceConfig(kind="vllm", urls=("http://127.0.0.1:9",)),
+)
+
+
+def described(model: PreTrainedModel, folder: Path) -> Path:
+    """Write all but the weights of a model."""
+    save(model, folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def a_config(model: Path, folder: Path, sampler: SamplerConfig) -> HeadConfig:
+    return HeadConfig(
+        head="h",
+        generation="g",
+        model=BaseModelSource(name="tiny", path=str(model)),
+        token_file="",
+        checkpoint_root=(folder / "store").as_uri(),
+        scratch_dir=str(folder / "scratch"),
+        trainer=TrainerConfig(backend="none"),
+        sampler=sampler,
+        limits=Limits(max_context_length=100),
+    )
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2])
+def test_a_description_tells_what_the_model_itself_would(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    loaded = BaseModel(make())
+
+    read = read_architecture(str(described(make(), tmp_path / "model")))
+
+    assert read.targets == loaded.targets
+    assert read.limits == TokenLimits(loaded.vocab_size, loaded.max_context_length)
+
+
+async def test_a_head_that_only_asks_servers_needs_no_weights(tmp_path: Path) -> None:
+    model = described(tiny_llama(), tmp_path / "model")
+
+    backend = build_backend(a_config(model, tmp_path, SERVERS))
+
+    assert backend.trainer.limits == TokenLimits(vocab_size=264, max_context_length=100)
+    assert backend.end_tokens == {EOS_TOKEN_ID}
+    with pytest.raises(InvalidRequest, match="samples only"):
+        backend.trainer.add_model("run", LoraConfig(rank=4))
+    backend.trainer.remove_model("run")
+    backend.thread.stop()
+    await backend.sampler.close()
+
+
+def test_a_head_that_samples_by_itself_needs_them(tmp_path: Path) -> None:
+    model = described(tiny_llama(), tmp_path / "model")
+
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        build_backend(a_config(model, tmp_path, SamplerConfig()))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="no-such-folder is not a folder"):
+        read_architecture(str(tmp_path / "no-such-folder"))

@@ -1,0 +1,128 @@
+"""What a model's configuration tells of it: what of it can be adapted, and how much it takes.
+
+No weights are needed, nor read: a head whose model is elsewhere knows no more of it than this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.lora import Group, Target
+
+
+class UnsupportedModelError(Exception):
+    """This model's architecture is not one we compute correctly; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model without its weights."""
+
+    targets: Sequence[Target]
+    """Weights that can be adapted, in the order of its modules."""
+    limits: TokenLimits
+    """What its vocabulary and its positions allow."""
+
+
+def read_architecture(path: str) -> Architecture:
+    """Return the architecture of a model in a local folder in Hugging Face layout.
+
+    Args:
+        path: of the folder, which may lack the weights.
+
+    Raises:
+        UnsupportedModelError: the folder is not there, or the architecture is not one we compute
+            correctly.
+    """
+    check_folder(path)
+    config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    trunk, head = trunk_and_head(model)
+    targets = find_targets(model, name_of(model, trunk), name_of(model, head))
+    vocab_size = next(t.out_features for t in targets if t.group == "unembed")
+    return Architecture(targets, TokenLimits(vocab_size, max_context_length(config)))
+
+
+def check_folder(path: str) -> None:
+    """Check that a model's folder is there.
+
+    Raises:
+        UnsupportedModelError: it is not.
+    """
+    if not Path(path).is_dir():
+        raise UnsupportedModelError(f"{path} is not a folder with a Hugging Face model")
+
+
+def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the longest sequence that a model's configuration allows, in tokens."""
+    return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+
+
+def trunk_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """Return the module that holds a model's layers, and its output embedding.
+
+    Raises:
+        UnsupportedModelError: it does not have both.
+    """
+    trunk, head = model.base_model, model.get_output_embeddings()
+    if head is None or trunk is model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no separate trunk and output embedding"
+        )
+    return trunk, head
+
+
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """Return the qualified name that a module has in a model."""
+    names: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
+    return names[module]
+
+
+def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
+    """Return the weights of a model that can be adapted, in the order of its modules.
+
+    Args:
+        model: any Hugging Face causal LM, also one without weights.
+        trunk_name: of the module that holds its layers.
+        head_name: of its output embedding.
+
+    Raises:
+        UnsupportedModelError: the output embedding is not linear.
+    """
+    targets = []
+    for name, module in model.named_modules():
+        shape = _linear_shape(module)
+        if name == head_name and shape:
+            targets.append(Target(name, *shape, group="unembed"))
+        elif shape and name.startswith(f"{trunk_name}.") and _is_in_a_layer(name):
+            targets.append(Target(name, *shape, group=_group(name)))
+    if not any(target.group == "unembed" for target in targets):
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear output embedding")
+    return targets
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return None
+
+
+def _is_in_a_layer(name: str) -> bool:
+    """Whether a module belongs to one of the numbered layers, and is not a router of experts."""
+    parts = name.split(".")
+    return any(part.isdigit() for part in parts) and parts[-1] not in {"gate", "router"}
+
+
+def _group(name: str) -> Group:
+    return "attention" if "attn" in name or "attention" in name else "mlp"
