@@ -31,7 +31,14 @@ from tinkercloud_operator.plan import (
     WitnessSecret,
 )
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Refusal, Shape, idle_policy, longest_lifetime, resolve
+from tinkercloud_operator.shape import (
+    Refusal,
+    Shape,
+    admitted,
+    idle_policy,
+    longest_lifetime,
+    resolve,
+)
 from tinkercloud_operator.status import endpoint, status
 
 _RETRY_SECONDS = 5.0
@@ -42,7 +49,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return what is to be done about a session now."""
     if observed.deleted is not None:
         return _let_go(observed, settings)
-    shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    shape = _shape(observed, settings)
     decision = _decision(observed, shape)
     seen = status(observed, shape, decision)
     again = _until(observed, decision.changes_at)
@@ -55,6 +62,11 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return _stop(observed, "checkpoint", settings, seen, again)
         case Wanted.DELETED:
             return _plan(observed, [DeleteSession()], seen, None)
+
+
+def _shape(observed: Observed, settings: Settings) -> Shape | Refusal:
+    shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    return admitted(shape, settings.kueue_groups) if isinstance(shape, Shape) else shape
 
 
 def _decision(observed: Observed, shape: Shape | Refusal) -> Decision:
@@ -150,7 +162,7 @@ def _let_go(observed: Observed, settings: Settings) -> Plan:
     """Ask the head of a deleted session for a last checkpoint; then, or after a while, let go."""
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
-    shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    shape = _shape(observed, settings)
     seen = status(observed, shape, None)
     ask = _question(observed, "checkpoint", observed.deleted, settings.last_checkpoint_seconds)
     if ask is not None:

@@ -71,6 +71,9 @@ class Settings(BaseSettings):
     judges_nodes: bool = True
     """Whether a pod that no existing node could hold is said never to fit. Switch it off where
     nodes are made on demand; it needs the right to list nodes, without which it does nothing."""
+    kueue_groups: Annotated[int, Field(ge=3)] = 18
+    """Groups of pods that the cluster's Kueue takes in one workload: 18 as of release 0.19, 8 in
+    older ones. Head and trainers are a group each, and so is every engine."""
     resync_seconds: Annotated[int, Field(ge=5)] = 300
     """Everything is listed, and every session looked at, again after this long, whether anything
     happened or not."""

@@ -76,6 +76,12 @@ class Shape:
         return trainers + self.sampler.replicas * self.gpus_per_sampler
 
     @property
+    def groups(self) -> int:
+        """Groups of equal pods; each engine is one of its own, for the sake of its name."""
+        samplers = self.sampler.replicas
+        return 1 + min(1, self.trainers) + (samplers if self.sampler.engines else min(1, samplers))
+
+    @property
     def pods(self) -> list[PodRequest]:
         """One entry for each kind of pod."""
         kinds = [PodRequest("head", 1, self.base_model.head.resources, 0)]
@@ -125,6 +131,25 @@ def resolve(
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
     return _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
+
+
+def admitted(shape: Shape, max_groups: int) -> Shape | Refusal:
+    """Return the shape, or a refusal if a queue would not take it.
+
+    Args:
+        shape: of a session.
+        max_groups: groups of pods that Kueue takes in one workload.
+    """
+    surplus = shape.groups - max_groups
+    if shape.placement.queue_name is None or surplus <= 0:
+        return shape
+    engines = shape.sampler.replicas
+    return Refusal(
+        Reason.NOT_ALLOWED,
+        f"spec.sampler.replicas: {engines} engines are a group of pods each, {shape.groups} with"
+        f" the others, and Kueue takes {max_groups} in one workload"
+        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); ask for {engines - surplus} at most",
+    )
 
 
 def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> Idle | None:
@@ -226,17 +251,14 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
     trainer = shape.trainer
     if trainer is None or trainer.planning is None:
         return shape
-    try:
-        plan = _plan(
-            trainer,
-            shape.base_model.max_context_length,
-            lora_rank,
-            processes=2 if shape.sampler.colocated else 1,
-        )
-    except DoesNotFit as error:
-        return Refusal(Reason.NEVER_FITS, str(error))
-    except ValueError as error:
-        return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+    plan = _plan(
+        trainer,
+        shape.base_model.max_context_length,
+        lora_rank,
+        processes=2 if shape.sampler.colocated else 1,
+    )
+    if isinstance(plan, Refusal):
+        return plan
     chosen = {
         "parallelism": plan.parallelism,
         "max_batch_tokens": min(trainer.max_batch_tokens, plan.max_batch_tokens),
@@ -248,10 +270,22 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
     )
 
 
-# Sessions are looked at often, and those of a BaseModel mostly ask for the same.
+# Sessions are looked at often, and those of a BaseModel mostly ask for the same. What does not fit
+# takes the longest to find out.
 @functools.lru_cache(maxsize=256)
 def _plan(
     trainer: TrainerShape, sequence_length: int, lora_rank: int | None, *, processes: int
+) -> TrainerPlan | Refusal:
+    try:
+        return _compute_plan(trainer, sequence_length, lora_rank, processes)
+    except DoesNotFit as error:
+        return Refusal(Reason.NEVER_FITS, str(error))
+    except ValueError as error:
+        return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+
+
+def _compute_plan(
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, processes: int
 ) -> TrainerPlan:
     assert trainer.planning is not None  # noqa: S101 - `_planned` asks for no other
     config = json.loads(trainer.planning.config)

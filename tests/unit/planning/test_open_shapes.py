@@ -140,6 +140,16 @@ def test_a_model_that_fits_no_way_is_refused_with_what_it_would_need() -> None:
     assert "does not fit on 4xL4-24: each GPU has 22.0 GiB and would need" in stalled.message
 
 
+@pytest.mark.parametrize("gpu", ["L4", "H1000"], ids=["fits no way", "not known"])
+def test_what_was_found_out_once_is_remembered_by_what_it_depends_on(gpu: str) -> None:
+    first = refusal(an_open_base_model(LARGE, gpu, 1))
+    again = refusal(an_open_base_model(LARGE, gpu, 1))
+    another = refusal(an_open_base_model(LARGE, gpu, 1, maxBatchTokens=64))
+
+    assert again is first
+    assert another is not first
+
+
 @pytest.mark.parametrize(
     ("planning", "message"),
     [

@@ -5,13 +5,28 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
+from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Refusal, Shape, idle_policy, longest_lifetime, resolve
-from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_session, observed
+from tinkercloud_operator.shape import (
+    Refusal,
+    Shape,
+    admitted,
+    idle_policy,
+    longest_lifetime,
+    resolve,
+)
+from tinkercloud_testing.sessions import (
+    ENGINES,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_session,
+    observed,
+)
 
 OFFERED = a_base_model(
     trainer={**TRAINERS, "replicas": 4, "parallelism": {"tensor": 8}, "maxBatchTokens": 8192},
@@ -185,3 +200,54 @@ def test_a_session_s_own_idle_policy_comes_first(own: Any, offered: Json, policy
 def test_only_a_missing_base_model_leaves_the_idle_policy_open() -> None:
     assert idle_policy(a_session(), None) is None
     assert idle_policy(a_session(idle={"timeoutSeconds": 60}), None) == Idle(timeout_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("engines", "session", "most"),
+    [(7, {}, 6), (8, {"role": "Sampler", "lora": None}, 7)],
+    ids=["beside trainers", "a sampler"],
+)
+def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
+    engines: int, session: Json, most: int
+) -> None:
+    offered = a_base_model(
+        trainer=TRAINERS,
+        sampler={**ENGINES, "replicas": engines},
+        placement={"queueName": "research"},
+    )
+    asked, granted = a_session(**session), a_session(**session, sampler={"replicas": most})
+
+    refused = admitted(shape(asked, offered), max_groups=8)
+    allowed = admitted(shape(granted, offered), max_groups=8)
+
+    assert isinstance(refused, Refusal)
+    assert refused.reason is Reason.NOT_ALLOWED
+    assert f"spec.sampler.replicas: {engines} engines" in refused.message
+    assert refused.message.endswith(f"ask for {most} at most")
+    assert isinstance(allowed, Shape)
+
+
+def test_without_a_queue_engines_are_not_counted_and_other_samplers_are_one_group() -> None:
+    many = {"replicas": 30}
+    no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, **many})
+    no_engines = a_base_model(
+        trainer=TRAINERS, sampler={**SAMPLERS, **many}, placement={"queueName": "research"}
+    )
+
+    assert isinstance(admitted(shape(a_session(), no_queue), max_groups=8), Shape)
+    assert isinstance(admitted(shape(a_session(), no_engines), max_groups=8), Shape)
+
+
+def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:
+    offered = a_base_model(
+        trainer=TRAINERS,
+        sampler={**ENGINES, "replicas": 20},
+        placement={"queueName": "research"},
+    )
+
+    plan = reconcile(observed(base_model=offered), Settings(kueue_groups=18))
+
+    stalled = find(plan.status.conditions, ConditionType.STALLED) if plan.status else None
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "NotAllowed")
+    assert "ask for 16 at most" in stalled.message
