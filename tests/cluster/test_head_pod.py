@@ -357,4 +357,4 @@ def test_a_head_samples_from_an_engine_in_a_pod_of_its_own(
         assert [len(sequence) for sequence in tokens] == [4, 4]
         where = (f"--namespace={session.namespace}", "--container=engine", "--tail=-1")
         asked = cluster.kubectl("logs", f"--selector={labels.COMPONENT_LABEL}=sampler", *where)
-        assert {"/load_lora_adapter", "/generate"} <= set(asked.split())
+        assert {"/load_lora_adapter_from_tensors", "/generate"} <= set(asked.split())

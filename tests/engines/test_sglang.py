@@ -5,30 +5,42 @@ compared with that sampler's, and requests with SGLang's definitions. SGLang its
 """
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang, definition, listening
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+    a_fake_sglang,
+    definition,
+    listening,
+    read_tensors,
+)
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.inference import sglang_adapters, sglang_weights
 from tinkercloud_worker.inference.client import ServerError, ServerUnreachable
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang_tensors import flattened
 
 pytestmark = pytest.mark.slow
 
 MODEL = "tiny/llama"
 NEVER = StopRules(frozenset(), ())
+TENSORS, FILES = "/load_lora_adapter_from_tensors", "/load_lora_adapter"
+WHOLE, FOLDER = "/update_weights_from_tensor", "/update_weights_from_disk"
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
 
 
@@ -194,7 +206,7 @@ async def test_an_adapter_is_loaded_once_however_many_wait_for_it(
     await asyncio.gather(*[sampler.sample("one", request) for _ in range(7)])
 
     # Once when it was published, once after the restart.
-    assert sum(len(fake.called("/load_lora_adapter")) for fake in fakes) == 2
+    assert sum(len(fake.called(TENSORS)) for fake in fakes) == 2
 
 
 async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
@@ -215,7 +227,7 @@ async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
         assert_same(await waiting, await engine.sampler.sample("one", request))
         await sampler.close()
 
-    assert len(fake.called("/load_lora_adapter")) == 2
+    assert len(fake.called(TENSORS)) == 2
     # Drawing and scoring without an adapter is how an engine is examined, each time it comes.
     assert len([body for body in fake.called("/generate") if "lora_path" not in body]) == 4
 
@@ -232,7 +244,7 @@ async def test_requests_go_to_the_engine_that_is_left(
         await sampler.publish(f"s:sample:{number}", an_adapter(engine, number))
         await sampler.sample(f"s:sample:{number}", a_sampling_request([1, 2]))
 
-    assert len(fakes[0].called("/load_lora_adapter")) == 6
+    assert len(fakes[0].called(TENSORS)) == 6
     await sampler.close()
 
 
@@ -291,13 +303,81 @@ async def test_a_retired_version_goes_when_its_last_request_has_ended(
 
 
 async def test_an_adapter_the_engine_refuses_is_the_users_error(
-    engine: Engine, sampler: InferenceSampler
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
-    weights = an_adapter(engine, 1)
-    sampler._folder._there = Path("/nowhere")
+    for fake in fakes:
+        fake.max_lora_rank = 2
 
-    with pytest.raises(InvalidRequest, match="does not exist"):
-        await sampler.publish("one", weights)
+    with pytest.raises(InvalidRequest, match="with rank 4 is incompatible"):
+        await sampler.publish("one", an_adapter(engine, 1))
+
+    asked = [path for fake in fakes for path, _ in fake.calls if "load_lora" in path]
+    assert asked == [TENSORS, FILES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, ranks
+) -> None:
+    fakes[0].tp_size = ranks
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there="/nowhere")
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert len(fakes[0].called(TENSORS)) == 1
+    await sampler.close()
+
+
+@pytest.mark.parametrize("shortcoming", ["lacks", "refuses"])
+async def test_an_engine_that_takes_no_tensors_is_offered_them_once_and_given_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, shortcoming
+) -> None:
+    setattr(fakes[0], shortcoming, frozenset({TENSORS}))
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    await publish(engine, sampler, "two", an_adapter(engine, 2))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = [await sampler.sample(version, request) for version in ("one", "two")]
+
+    assert_same(theirs[0], await engine.sampler.sample("one", request))
+    assert_same(theirs[1], await engine.sampler.sample("two", request))
+    assert len(fakes[0].called(TENSORS)) == 1
+    assert len(fakes[0].called(FILES)) == 2
+    await sampler.close()
+
+
+async def test_an_engine_that_ends_over_tensors_again_is_given_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkercloud_worker.inference.engine._RECOVERY_SECONDS", 0.01)
+    fakes[0].ends_over = frozenset({TENSORS})
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert [path for path, _ in fakes[0].calls if "load_lora" in path] == [TENSORS, TENSORS, FILES]
+    await sampler.close()
+
+
+async def test_an_adapter_too_large_for_a_request_goes_as_a_file(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path)
+    large, small = an_adapter(engine, 1), an_adapter(engine, 2)
+    await sampler.publish("one", small)
+    monkeypatch.setattr(sglang_adapters, "_MOST_BYTES", large.size_bytes // 2)
+
+    await sampler.publish("two", large)
+
+    assert [path for path, _ in fakes[0].calls if "load_lora" in path] == [TENSORS, FILES]
+    await sampler.close()
 
 
 async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believed(
@@ -311,9 +391,11 @@ async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believe
         await sampler.sample("base", a_sampling_request([1]))
 
 
+@pytest.mark.parametrize("state", [{}, {"tp_size": 2}, {"refuses": frozenset({WHOLE})}])
 async def test_whole_models_take_turns_with_the_base_on_one_engine(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state
 ) -> None:
+    vars(fakes[0]).update(state)
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "base", None)
     await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
@@ -326,8 +408,75 @@ async def test_whole_models_take_turns_with_the_base_on_one_engine(
 
     for version, their in zip(versions, theirs, strict=True):
         assert_same(their, await engine.sampler.sample(version, request))
-    assert all(body["flush_cache"] for body in fakes[0].called("/update_weights_from_disk"))
+    assert all(body["flush_cache"] for path in (WHOLE, FOLDER) for body in fakes[0].called(path))
     await sampler.close()
+
+
+async def test_a_whole_model_reaches_an_engine_that_sees_none_of_our_files_in_parts(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = a_whole_model(engine, 3.0)
+    monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", weights.size_bytes // 4)
+    # Whoever was before us has left in the middle of it.
+    fakes[0].is_updating = True
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there="/nowhere")
+    await publish(engine, sampler, "sharp", weights)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await sampler.sample("sharp", request)
+
+    assert_same(theirs, await engine.sampler.sample("sharp", request))
+    assert len(fakes[0].called(WHOLE)) >= 4
+    assert fakes[0].called(FOLDER) == []
+    assert not fakes[0].is_updating
+    await sampler.close()
+
+
+async def test_a_model_too_large_for_requests_is_read_from_its_folder(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = a_whole_model(engine, 3.0)
+    monkeypatch.setattr(sglang_weights, "_MOST_BYTES", weights.size_bytes // 2)
+    sampler = a_sampler(fakes[:1], tmp_path)
+
+    await sampler.publish("sharp", weights)
+
+    assert fakes[0].called(WHOLE) == []
+    assert len(fakes[0].called(FOLDER)) == 1
+    await sampler.close()
+
+
+async def test_weights_that_came_in_part_are_never_drawn_from(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    fakes[0].refuses = frozenset({"/end_weight_update"})
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there="/nowhere")
+    await publish(engine, sampler, "base", None)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    await sampler.sample("base", request)
+    with pytest.raises(ServerError, match="could not load /nowhere"):
+        await sampler.publish("sharp", a_whole_model(engine, 3.0))
+
+    theirs = await sampler.sample("base", request)
+
+    assert_same(theirs, await engine.sampler.sample("base", request))
+    assert [Path(body["model_path"]) for body in fakes[0].called(FOLDER)][-1] == fakes[0].model_path
+    await sampler.close()
+
+
+def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
+    sent = {
+        "odd": torch.randn(3).bfloat16(),
+        "view": torch.randn(4, 6).T,
+        "wide": torch.randn(2, 2, dtype=torch.float64),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+
+    read = read_tensors(base64.b64encode(flattened(sent)).decode())
+
+    assert read.keys() == sent.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in sent.items())
+    assert all(read[name].dtype == tensor.dtype for name, tensor in sent.items())
 
 
 async def test_an_engine_that_has_lost_a_whole_model_loads_it_again(

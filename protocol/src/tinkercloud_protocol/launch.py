@@ -115,8 +115,8 @@ class InferenceConfig(_Config):
     key_file: str | None = None
     """File holding the key that the servers want, if they want one."""
     adapters_dir: str | None = None
-    """Folder for adapters, which the servers read too. Absent means one in scratch_dir, which suits
-    servers on the same machine."""
+    """Folder for adapters, which servers read that take none in requests, as vLLM. Absent means one
+    in scratch_dir, which suits servers on the same machine."""
     adapters_dir_there: str | None = None
     """The same folder as the servers see it; absent means under the same path."""
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 256

@@ -2,12 +2,15 @@
 
 SGLang itself has no CPU build on PyPI. So its wheel is fetched, never installed nor imported, and
 the models of its requests are made from the source in it: a field that SGLang does not know, or of
-another type, is refused here. What is computed is real, by the torch sampler; adapters are read
-from the files that a request names.
+another type, is refused here. Tensors in requests are read by SGLang's own functions, cut out of
+its source. What is computed is real, by the torch sampler, with the adapters and weights that came.
 """
 
 import ast
+import base64
+import io
 import json
+import pickle
 import subprocess
 import zipfile
 from collections.abc import AsyncIterator, Mapping
@@ -15,9 +18,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
 import numpy as np
+import torch
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from safetensors.torch import load_file
@@ -34,13 +39,16 @@ from tinkercloud_worker.engine.trainer import WeightsSnapshot
 SGLANG = "0.5.23"
 _REQUESTS = "sglang/srt/managers/io_struct.py"
 _SAMPLING = "sglang/srt/sampling/sampling_params.py"
+_SERIALIZER = "sglang/srt/utils/common.py"
+_BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
 _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
 
 def sglang_sources() -> Path:
     """Return a folder with the files of SGLang's wheel that define its API."""
     folder = cache_folder() / f"sglang-{SGLANG}"
-    if not (folder / _SAMPLING).exists():
+    files = [_REQUESTS, _SAMPLING, _SERIALIZER, _BUCKET]
+    if not all((folder / file).exists() for file in files):
         place = str(folder / "wheel")
         download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
         # The workspace's own environment has no pip.
@@ -48,7 +56,7 @@ def sglang_sources() -> Path:
         subprocess.run([str(python), "-m", "pip", *download, f"sglang=={SGLANG}"], check=True)
         [wheel] = (folder / "wheel").glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [_REQUESTS, _SAMPLING])
+            archive.extractall(folder, files)
         wheel.unlink()
     return folder
 
@@ -91,6 +99,30 @@ def _type(node: ast.expr) -> Any:
             return Any
 
 
+@cache
+def _own_functions() -> SimpleNamespace:
+    """Return SGLang's reader of tensors: MultiprocessingSerializer and FlattenedTensorBucket."""
+    wanted = {"MultiprocessingSerializer", "SafeUnpickler", "_safe_load_torch_storage"}
+    tree = ast.parse((sglang_sources() / _SERIALIZER).read_text())
+    serializer = [node for node in tree.body if getattr(node, "name", None) in wanted]
+    bucket = ast.parse((sglang_sources() / _BUCKET).read_text()).body
+    module = ast.Module([*bucket, *serializer], type_ignores=[])
+    # Dataclasses look their module up by name.
+    names = {"__name__": __name__, "io": io, "pickle": pickle, "torch": torch, "pybase64": base64}
+    exec(compile(module, "sglang", "exec"), names)  # noqa: S102 - what runs in SGLang
+    return SimpleNamespace(**names)
+
+
+def read_tensors(payload: str) -> dict[str, torch.Tensor]:
+    """Read a flattened bucket as an engine's rank does."""
+    sglang = _own_functions()
+    data = sglang.MultiprocessingSerializer.deserialize(base64.b64decode(payload, validate=True))
+    bucket = sglang.FlattenedTensorBucket(
+        flattened_tensor=data["flattened_tensor"], metadata=data["metadata"]
+    )
+    return dict(bucket.reconstruct_tensors())
+
+
 @dataclass
 class FakeSglang:
     """One engine. `calls` are the paths it was asked, with the bodies."""
@@ -98,6 +130,14 @@ class FakeSglang:
     engine: Engine
     model_path: Path
     gives_tempered_logprobs: bool = False
+    tp_size: int = 1
+    max_lora_rank: int = 64
+    lacks: frozenset[str] = frozenset()
+    """Paths that this SGLang does not know."""
+    refuses: frozenset[str] = frozenset()
+    """Paths that it answers with an error of its own."""
+    ends_over: frozenset[str] = frozenset()
+    """Paths over which its process ends, and begins again."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     adapters: dict[str, str] = field(default_factory=dict)
     """Name to the torch sampler's version."""
@@ -106,7 +146,11 @@ class FakeSglang:
     weight_version: str = "default"
     loaded_path: Path | None = None
     """Where its weights are from, if not from where it was started with."""
+    is_updating: bool = False
+    """Whether somebody has begun to send it weights, and not ended."""
     url: str = ""
+    _weights: dict[str, torch.Tensor] | None = None
+    """Its weights, if any have been sent since it last read files."""
     _base: str = "base"
     _published: int = 0
 
@@ -118,6 +162,7 @@ class FakeSglang:
         """Forget what a new process would not know."""
         self.adapters.clear()
         self.released.clear()
+        self.is_updating, self._weights = False, None
         self.loaded_path, self.weight_version, self._base = self.model_path, "default", "base"
 
     async def generate(self, body: dict[str, Any]) -> web.Response:
@@ -179,16 +224,40 @@ class FakeSglang:
         definition("LoadLoRAAdapterReqInput").model_validate(body)
         assert not self.released, "an engine without its memory was asked to load an adapter"
         name, folder = body["lora_name"], Path(body["lora_path"])
-        if name in self.adapters:
-            words = f"Failed to load LoRA adapter {name} because it is already loaded"
-            return _lora_answer(words, self.adapters)
         if not folder.is_dir():
             return _lora_answer(f"{folder} does not exist", self.adapters)
         config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = lora.from_peft_names(load_file(folder / "adapter_model.safetensors"))
-        weights = WeightsSnapshot(LoraConfig(rank=config["r"]), tensors)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        return await self._load(name, config, tensors)
+
+    async def load_lora_adapter_from_tensors(self, body: dict[str, Any]) -> web.Response:
+        """Answer /load_lora_adapter_from_tensors."""
+        definition("LoadLoRAAdapterFromTensorsReqInput").model_validate(body)
+        assert not self.released, "an engine without its memory was asked to load an adapter"
+        return await self._load(body["lora_name"], body["config_dict"], self._tensors(body))
+
+    async def _load(
+        self, name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> web.Response:
+        if name in self.adapters:
+            words = f"Failed to load LoRA adapter {name} because it is already loaded"
+            return _lora_answer(words, self.adapters)
+        if config["r"] > self.max_lora_rank:
+            words = f"LoRA adapter {name} with rank {config['r']} is incompatible"
+            return _lora_answer(words, self.adapters)
+        weights = WeightsSnapshot(LoraConfig(rank=config["r"]), lora.from_peft_names(tensors))
         self.adapters[name] = await self._publish(weights)
         return _lora_answer(None, self.adapters)
+
+    def _tensors(self, body: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Read what a request carries: a copy for each rank, of which it reads its own."""
+        assert body["load_format"] == "flattened_bucket"
+        copies = body["serialized_named_tensors"]
+        assert len(copies) == self.tp_size, f"{len(copies)} copies for {self.tp_size} ranks"
+        [tensors, *others] = [read_tensors(copy) for copy in copies]
+        for other in others:
+            assert all(torch.equal(tensor, other[name]) for name, tensor in tensors.items())
+        return tensors
 
     async def unload_lora_adapter(self, body: dict[str, Any]) -> web.Response:
         """Answer /unload_lora_adapter."""
@@ -202,12 +271,43 @@ class FakeSglang:
         """Answer /update_weights_from_disk."""
         definition("UpdateWeightFromDiskReqInput").model_validate(body)
         folder = Path(body["model_path"])
-        assert (folder / "config.json").exists()
+        if not (folder / "config.json").exists():
+            words = f"{folder} does not exist"
+            return web.json_response({"success": False, "message": words}, status=400)
         tensors = load_file(folder / "model.safetensors")
         self._base = await self._publish(WeightsSnapshot(None, tensors))
-        self.loaded_path = folder
+        self.loaded_path, self._weights = folder, None
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def begin_weight_update(self, body: dict[str, Any]) -> web.Response:
+        """Answer /begin_weight_update."""
+        definition("BeginWeightUpdateReqInput").model_validate(body)
+        if self.is_updating:
+            return _weights_answer("a weight-update session is already open")
+        self.is_updating = True
+        return _weights_answer(None)
+
+    async def update_weights_from_tensor(self, body: dict[str, Any]) -> web.Response:
+        """Answer /update_weights_from_tensor."""
+        definition("UpdateWeightsFromTensorReqInput").model_validate(body)
+        if not self.is_updating:
+            return _weights_answer("must run between begin_weight_update() and end_weight_update()")
+        if self._weights is None:
+            self._weights = load_file((self.loaded_path or self.model_path) / "model.safetensors")
+        for name, tensor in self._tensors(body).items():
+            assert tensor.shape == self._weights[name].shape
+            self._weights[name] = tensor
+        self._base = await self._publish(WeightsSnapshot(None, dict(self._weights)))
+        return _weights_answer(None)
+
+    async def end_weight_update(self, body: dict[str, Any]) -> web.Response:
+        """Answer /end_weight_update."""
+        definition("EndWeightUpdateReqInput").model_validate(body)
+        if not self.is_updating:
+            return _weights_answer("no weight-update session is open")
+        self.is_updating = False
+        return _weights_answer(None)
 
     async def update_weight_version(self, body: dict[str, Any]) -> web.Response:
         """Answer /update_weight_version."""
@@ -253,8 +353,19 @@ class FakeSglang:
             return web.json_response(info)
         if request.path == "/health_generate":
             return web.Response()
+        if request.path == "/server_info":
+            return web.json_response({"tp_size": self.tp_size})
         body = await request.json()
         self.calls.append((request.path, body))
+        if request.path in self.lacks:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if request.path in self.refuses:
+            return web.json_response({"error": {"message": "refused"}}, status=500)
+        if request.path in self.ends_over:
+            self.restart()
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
         try:
             answer: web.Response = await getattr(self, request.path.removeprefix("/"))(body)
         except (ValidationError, AssertionError) as error:
@@ -274,7 +385,7 @@ async def a_fake_sglang(engine: Engine, model_path: Path) -> AsyncIterator[FakeS
 @asynccontextmanager
 async def listening(fake: FakeSglang, port: int = 0) -> AsyncIterator[None]:
     """Let a fake be reached for as long as the context lasts; port 0 takes a free one."""
-    app = web.Application()
+    app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", fake.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.0)
     await runner.setup()
@@ -352,6 +463,11 @@ def _finish_reason(sequence: SampledSequence) -> dict[str, Any]:
     if sequence.stopped:
         return {"type": "stop", "matched": sequence.tokens[-1]}
     return {"type": "length", "length": len(sequence.tokens)}
+
+
+def _weights_answer(error: str | None) -> web.Response:
+    body = {"success": error is None, "message": error or "Success"}
+    return web.json_response(body, status=200 if error is None else 400)
 
 
 def _lora_answer(error: str | None, loaded: Mapping[str, str]) -> web.Response:

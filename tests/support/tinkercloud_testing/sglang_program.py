@@ -26,7 +26,7 @@ async def serve(options: argparse.Namespace, fake: FakeSglang) -> None:
         return await fake.handle(request)
 
     await fake.engine.sampler.publish("base", None)
-    app = web.Application()
+    app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app)
     await runner.setup()

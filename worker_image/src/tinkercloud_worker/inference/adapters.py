@@ -1,12 +1,14 @@
-"""Published weights as files that inference servers read, each folder under a name of its own.
+"""Published weights as files, each folder under a name of its own.
 
 A name says who wrote it, down to the process, and is never used again. So a server that keeps
-prompts by the adapter's name never mixes two up. Where the folder is in memory (/dev/shm, or a
-volume of that kind that a pod's containers share), nothing touches a disk.
+prompts by the adapter's name never mixes two up. The files are what a server is given again after
+a restart, and what servers read that take no tensors in requests. Where the folder is in memory
+(/dev/shm, or a volume of that kind that a pod's containers share), nothing touches a disk.
 """
 
 import itertools
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -17,6 +19,28 @@ from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Weights that have been written."""
+
+    name: str
+    here: Path
+    """Their folder."""
+    there: Path
+    """The same folder as servers see it, if they do."""
+
+    def size_of(self, file: str) -> int:
+        """Return the bytes of one of its files.
+
+        Raises:
+            NotFound: somebody has removed it.
+        """
+        try:
+            return (self.here / file).stat().st_size
+        except FileNotFoundError:
+            raise NotFound(f"{self.here} is gone: save the weights again") from None
 
 
 class AdapterFolder:
@@ -53,9 +77,9 @@ class AdapterFolder:
             (target / file_name).write_bytes(content)
         return name
 
-    def there(self, name: str) -> Path:
-        """Return where servers find what was written under a name."""
-        return self._there / name
+    def find(self, name: str) -> Written:
+        """Return where lies what was written under a name."""
+        return Written(name, self._folder / name, self._there / name)
 
     def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
         """Read weights back.

@@ -57,20 +57,21 @@ class InferenceClient:
         self._room = asyncio.Semaphore(max_concurrent)
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, path: str, body: Json, *, seconds: float | None = None) -> Json:
+    async def post(self, path: str, body: Json | bytes, *, seconds: float | None = None) -> Json:
         """Send a request that may take as long as it takes, and return the answer.
 
         Args:
             path: beginning with a slash.
-            body: sent as JSON.
+            body: sent as JSON, which bytes are already.
             seconds: how long to wait for the whole answer; None for ever.
 
         Raises:
             InvalidRequest: the server finds fault with the request.
             ServerError: it failed, or is not there.
         """
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
         async with self._room:
-            status, content = await self._send("POST", path, orjson.dumps(body), seconds)
+            status, content = await self._send("POST", path, content, seconds)
         if status != 200:
             raise self._refusal(path, status, content)
         return self._read(path, content)

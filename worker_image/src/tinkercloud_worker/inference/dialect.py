@@ -5,12 +5,12 @@ server holds, and which server is asked, is decided above (`engine`, `sampler`).
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.payloads import PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
 
 SEED_MASK = (1 << 62) - 1
@@ -32,8 +32,8 @@ class Dialect(Protocol):
             ServerError: it holds another; the message names both.
         """
 
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a PEFT adapter from a folder under a name. It may be loaded already.
+    async def load_adapter(self, adapter: Written) -> None:
+        """Load a PEFT adapter under its name. It may be loaded already.
 
         Raises:
             InvalidRequest: the server does not take such an adapter, for its rank or its layers.

@@ -107,8 +107,7 @@ class Engine:
     async def _loaded(self, adapter: str) -> None:
         load = self._loads.get(adapter)
         if load is None:
-            folder = self._folder.there(adapter)
-            load = asyncio.create_task(self.dialect.load_adapter(adapter, folder))
+            load = asyncio.create_task(self.dialect.load_adapter(self._folder.find(adapter)))
             self._loads[adapter] = load
         try:
             # One request that gives up must not end the load for the others.

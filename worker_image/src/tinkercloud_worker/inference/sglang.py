@@ -6,7 +6,6 @@ SGLANG_RETURN_ORIGINAL_LOGPROB=1 (otherwise logprobs are those of the temperatur
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,11 @@ from tinkercloud_protocol.payloads import (
     TopLogprobs,
 )
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
+from tinkercloud_worker.inference.sglang_adapters import SglangAdapters
 
-_LOAD_SECONDS = 600.0
 _CALL_SECONDS = 60.0
 
 Entry = Sequence[Any]
@@ -37,6 +37,7 @@ class SglangDialect:
 
     def __init__(self, client: InferenceClient) -> None:
         self.client = client
+        self._adapters = SglangAdapters(client)
         self.weight_version: str | None = None
         """What the engine should say its weights are; None where nobody has said so."""
 
@@ -50,24 +51,13 @@ class SglangDialect:
         if not info.get("is_generation", True):
             raise ServerError(f"{self.client.url} serves {info['model_path']}, which draws no text")
 
-    async def load_adapter(self, name: str, folder: Path) -> None:
+    async def load_adapter(self, adapter: Written) -> None:
         """See `Dialect.load_adapter`."""
-        body = {"lora_name": name, "lora_path": str(folder)}
-        try:
-            await self.client.post("/load_lora_adapter", body, seconds=_LOAD_SECONDS)
-        except InvalidRequest as error:
-            if "already loaded" not in error.message:
-                raise
+        await self._adapters.load(adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """See `Dialect.unload_adapter`. SGLang waits for the adapter's requests to end."""
-        try:
-            await self.client.post(
-                "/unload_lora_adapter", {"lora_name": name}, seconds=_LOAD_SECONDS
-            )
-        except InvalidRequest as error:
-            if "does not exist" not in error.message and "not loaded" not in error.message:
-                raise
+        await self._adapters.unload(name)
 
     async def draw(
         self, request: SamplingRequest, adapter: str | None

@@ -10,8 +10,9 @@ having none of ours.
 """
 
 from tinkercloud_worker.inference.adapters import AdapterFolder
-from tinkercloud_worker.inference.client import Json, ServerError
+from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.sglang import SglangDialect
+from tinkercloud_worker.inference.sglang_weights import SglangWeights
 from tinkercloud_worker.inference.turns import Turns
 
 BASE = "base"
@@ -21,9 +22,10 @@ TRAINING = "training"
 
 _UNMARKED = "default"
 """What SGLang calls the weights it was started with."""
+_UNFINISHED = "unfinished"
+"""Kind of the weights of an engine that is being sent others."""
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 _CALL_SECONDS = 120.0
-_WEIGHTS_SECONDS = 1800.0
 
 
 class SglangControl:
@@ -41,6 +43,7 @@ class SglangControl:
             base_path: the base model's folder, should the engine no more know its own.
         """
         self._dialect = dialect
+        self._weights = SglangWeights(dialect.client)
         self._folder = folder
         self._owner = owner
         self._base_path = base_path
@@ -94,18 +97,14 @@ class SglangControl:
 
     async def _load(self, kind: str) -> None:
         self._held = None
-        folder = self._base_path if kind == BASE else str(self._folder.there(kind))
-        # Keys and values of a prompt belong to the weights they were computed with.
-        body = {"model_path": folder, "weight_version": self._mark(kind), "flush_cache": True}
-        answer = await self._dialect.client.post(
-            "/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS
-        )
-        if not answer.get("success"):
-            raise ServerError(
-                f"{self._dialect.client.url} could not load {folder}: {answer.get('message')}"
-            )
+        version = self._mark(kind)
+        if kind == BASE:
+            await self._weights.load_folder(self._base_path, version=version)
+        else:
+            model = self._folder.find(kind)
+            await self._weights.load(model, version=version, unfinished=self._mark(_UNFINISHED))
         self._held = kind
-        self._dialect.weight_version = self._mark(kind)
+        self._dialect.weight_version = version
 
     def _mark(self, kind: str) -> str:
         return f"{self._owner}/{kind}"

@@ -6,7 +6,6 @@ an adapter rank and a number of logprobs (`--max-lora-rank`, `--max-logprobs`) t
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from tinkercloud_protocol.payloads import (
     TopLogprobs,
 )
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     InferenceClient,
@@ -82,9 +82,9 @@ class VllmDialect:
                 f" {self._model!r}; set sampler.inference.model to its name for this model"
             )
 
-    async def load_adapter(self, name: str, folder: Path) -> None:
+    async def load_adapter(self, adapter: Written) -> None:
         """See `Dialect.load_adapter`."""
-        body = {"lora_name": name, "lora_path": str(folder)}
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
         try:
             await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
         except (InvalidRequest, ServerError) as error:

@@ -1,0 +1,113 @@
+"""Tensors in the requests that SGLang takes them in.
+
+SGLang reads one form only: a pickle, of which it admits a list of names. That form is written here
+and never read, and names tensors, sizes and dtypes alone. Tensors travel by value. The handles that
+SGLang takes as well (shared memory, CUDA IPC) are good on one machine and within one container at
+most, and an engine that can't open one ends.
+"""
+
+import base64
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import structlog
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tinkercloud_worker.inference.client import ServerUnreachable
+
+log = structlog.get_logger(__name__)
+
+_MOST_LOST = 2
+"""Times in a row that an engine may end over tensors before it is spared them."""
+
+Tensors = Mapping[str, Tensor]
+
+
+class TensorRoute:
+    """Whether one engine is sent tensors, by what came of it before."""
+
+    def __init__(self, url: str, what: str) -> None:
+        """Make a route that is open.
+
+        Args:
+            url: of the engine.
+            what: is sent, for the log.
+        """
+        self._url = url
+        self._what = what
+        self._lost = 0
+        self.is_open = True
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Send tensors in the context; an engine that is lost over them twice gets no more."""
+        try:
+            yield
+        except ServerUnreachable:
+            self._lost += 1
+            if self._lost >= _MOST_LOST:
+                self.close(f"it was lost {self._lost} times in a row while it was sent tensors")
+            raise
+        self._lost = 0
+
+    def close(self, reason: str) -> None:
+        """Send no more tensors."""
+        self.is_open = False
+        log.warning(
+            "an engine gets files from now on", url=self._url, what=self._what, reason=reason
+        )
+
+
+def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> bytes:
+    """Return a request that carries tensors, as JSON. Slow for many bytes.
+
+    Args:
+        fields: the rest of the request.
+        tensors: at least one.
+        ranks: of the engine; each reads a copy of its own.
+    """
+    copies = [base64.b64encode(flattened(tensors)).decode()] * ranks
+    carried = {"serialized_named_tensors": copies, "load_format": "flattened_bucket"}
+    return orjson.dumps({**fields, **carried})
+
+
+def flattened(tensors: Tensors) -> bytes:
+    """Return what SGLang calls a flattened bucket: one run of bytes, and what lies where in it."""
+    # A slice is viewed as its dtype, so it must begin at a multiple of that one's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    flat = [tensor.detach().cpu().flatten().view(torch.uint8) for _, tensor in ordered]
+    metadata, start = [], 0
+    for (name, tensor), part in zip(ordered, flat, strict=True):
+        end = start + part.numel()
+        place = {"start_idx": start, "end_idx": end, "numel": part.numel()}
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+        start = end
+    return pickle.dumps({"flattened_tensor": torch.cat(flat), "metadata": metadata}, protocol=4)
+
+
+def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Read a safetensors file part by part.
+
+    Args:
+        path: of the file.
+        most_bytes: of a part, unless one tensor alone is larger.
+    """
+    part: dict[str, Tensor] = {}
+    size = 0
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            tensor = file.get_tensor(name)
+            if part and size + tensor.nbytes > most_bytes:
+                yield part
+                part, size = {}, 0
+            part[name] = tensor
+            size += tensor.nbytes
+    if part:
+        yield part
