@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
+from prometheus_client.metrics import MetricWrapperBase
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
@@ -26,6 +28,7 @@ from tinkercloud_testing.sglang import (
     listening,
     read_tensors,
 )
+from tinkercloud_worker import metrics
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -47,6 +50,18 @@ PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def _counters() -> None:
+    """Begin to count: a port may have been another engine's."""
+    for metric in vars(metrics).values():
+        if isinstance(metric, MetricWrapperBase):
+            metric.clear()
+
+
+def counted(fake: FakeSglang, name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"tinkercloud_engine_{name}", {"engine": fake.url, **labels})
 
 
 @pytest.fixture
@@ -232,6 +247,7 @@ async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
     assert len([body for body in fake.called("/generate") if "lora_path" not in body]) == 4
 
 
+@pytest.mark.usefixtures("_counters")
 async def test_requests_go_to_the_engine_that_is_left(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
@@ -245,6 +261,8 @@ async def test_requests_go_to_the_engine_that_is_left(
         await sampler.sample(f"s:sample:{number}", a_sampling_request([1, 2]))
 
     assert len(fakes[0].called(TENSORS)) == 6
+    assert [counted(each, "up") for each in (gone, fakes[0])] == [0, 1]
+    assert [counted(each, "losses_total") for each in (gone, fakes[0])] == [1, 0]
     await sampler.close()
 
 
@@ -578,6 +596,49 @@ async def test_colocated_engines_give_their_memory_away_while_the_trainer_comput
     await asyncio.gather(*sampler._cleaning)
     assert [fake.adapters for fake in fakes] == [{}, {}]
     thread.stop()
+    await sampler.close()
+
+
+@pytest.mark.usefixtures("_counters")
+async def test_what_an_engine_loads_refuses_and_forgets_is_counted(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    fakes[0].refuses = frozenset({WHOLE})
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await sampler.publish("sharp", a_whole_model(engine, 3.0))
+    await sampler.publish("one", an_adapter(engine, 1))
+    await sampler.publish("two", an_adapter(engine, 2))
+    fakes[0].restart()
+    await sampler.sample("one", a_sampling_request([1, 2]))
+    await sampler.retire("two")
+    await asyncio.gather(*sampler._cleaning)
+
+    adapters, models = ({"what": what, "way": "request"} for what in ("adapter", "model"))
+    assert counted(fakes[0], "load_seconds_count", **adapters) == 3
+    assert counted(fakes[0], "load_failures_total", **models) == 1
+    assert counted(fakes[0], "load_seconds_count", **models | {"way": "file"}) == 2
+    assert counted(fakes[0], "lost_adapters_total") == 1
+    assert counted(fakes[0], "restarts_total") == 1
+    assert counted(fakes[0], "unloads_total") == 1
+    assert counted(fakes[0], "adapters") == 1
+    await sampler.close()
+
+
+@pytest.mark.usefixtures("_counters")
+async def test_requests_that_run_and_that_wait_for_their_turn_are_told_apart(
+    fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
+    await sampler.publish("base", None)
+    async with sampler.training():
+        task = asyncio.create_task(sampler.sample("base", a_sampling_request([1, 2])))
+        await asyncio.sleep(0)
+        while_training = [counted(fakes[0], "requests", state=s) for s in ("running", "waiting")]
+    await task
+
+    assert while_training == [0, 1]
+    assert [counted(fakes[0], "requests", state=s) for s in ("running", "waiting")] == [0, 0]
+    assert counted(fakes[0], "up") == 1
     await sampler.close()
 
 

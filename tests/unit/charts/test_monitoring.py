@@ -10,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import tinkercloud_api.metrics
 import tinkercloud_operator.metrics
+import tinkercloud_worker.metrics
 from tinkercloud_testing.charts import CHART, NAMESPACE, ROOT, of_kind, one
 
 WATCHED = ("--values", str(CHART / "ci" / "production.yaml"))
@@ -76,7 +77,7 @@ def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
     assert unseen == []
 
 
-@pytest.mark.parametrize("program", [tinkercloud_api, tinkercloud_operator])
+@pytest.mark.parametrize("program", [tinkercloud_api, tinkercloud_operator, tinkercloud_worker])
 def test_every_series_is_explained_to_those_who_run_it(program: ModuleType) -> None:
     families = [family for metric in metrics_of(program) for family in metric.describe()]
     names = [each.name + ("_total" if each.type == "counter" else "") for each in families]

@@ -125,6 +125,14 @@ async def test_everything_but_the_probes_needs_the_token(backend: Backend, path:
         assert (await head.get(path, "guessed"))[0] == 401
 
 
+async def test_prometheus_reads_what_a_head_counts_without_a_token(backend: Backend) -> None:
+    async with a_head(lambda: backend) as head:
+        status, text = await head.get(routes.HEAD_METRICS)
+
+    assert status == 200
+    assert "# TYPE tinkercloud_engine_up gauge" in text
+
+
 async def test_a_suspended_head_is_alive_and_not_ready(backend: Backend) -> None:
     async with a_head(lambda: backend) as head:
         await head.get(routes.HEAD_WAIT_READY, TOKEN)

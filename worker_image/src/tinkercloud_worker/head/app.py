@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import orjson
 import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.errors import (
@@ -47,8 +48,8 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-_PROBES = (routes.HEAD_HEALTH, routes.HEAD_READY)
-"""What is answered without a token: a kubelet has none."""
+_OPEN = (routes.HEAD_HEALTH, routes.HEAD_READY, routes.HEAD_METRICS)
+"""What is answered without a token: kubelet and Prometheus have none."""
 
 
 class WrongGeneration(WireError):
@@ -75,6 +76,7 @@ class HeadApp:
             ("GET", routes.HEAD_READY): self._ready,
             ("GET", routes.HEAD_WAIT_READY): self._wait_ready,
             ("GET", routes.HEAD_STATUS): self._status,
+            ("GET", routes.HEAD_METRICS): self._metrics,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
             ("POST", routes.ASAMPLE): self._asample,
@@ -113,7 +115,7 @@ class HeadApp:
             handler = self._routes.get((request.method, collection))
         if handler is None:
             raise NotFound(f"{request.method} {request.path} is not served by a session head")
-        if request.path not in _PROBES:
+        if request.path not in _OPEN:
             self._authenticate(request)
         return await handler(request)
 
@@ -142,6 +144,9 @@ class HeadApp:
 
     async def _status(self, _request: Request) -> Response:
         return Response(self._service.status().model_dump_json().encode())
+
+    async def _metrics(self, _request: Request) -> Response:
+        return Response(generate_latest(), content_type=CONTENT_TYPE_LATEST)
 
     async def _forward_backward(self, request: Request) -> Response:
         try:

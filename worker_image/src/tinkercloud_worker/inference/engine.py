@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from tinkercloud_protocol.errors import WireError
+from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
@@ -40,6 +41,19 @@ class Engine:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._introduction: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
+        self._at_work = 0
+        self._show()
+
+    def _show(self) -> None:
+        """Let what is known of it be read as metrics, also what has never happened."""
+        requests = metrics.ENGINE_REQUESTS
+        requests.labels(self.url, "running").set_function(lambda: self._at_work)
+        requests.labels(self.url, "waiting").set_function(lambda: self.running - self._at_work)
+        metrics.ENGINE_UP.labels(self.url).set_function(lambda: self.is_up)
+        metrics.ENGINE_ADAPTERS.labels(self.url).set_function(lambda: len(self._loads))
+        metrics.ENGINE_LOSSES.labels(self.url)
+        metrics.ENGINE_LOST_ADAPTERS.labels(self.url)
+        metrics.ENGINE_UNLOADS.labels(self.url)
 
     @property
     def is_up(self) -> bool:
@@ -60,21 +74,31 @@ class Engine:
         """
         await self._introduced()
         if adapter is None:
-            return await work()
+            return await self._do(work)
         await self._loaded(adapter)
         load = self._loads.get(adapter)
         try:
-            return await work()
+            return await self._do(work)
         except NotThere:
-            log.info("an inference server has lost an adapter", url=self.url, adapter=adapter)
+            if self._loads.get(adapter) is load:
+                log.info("an inference server has lost an adapter", url=self.url, adapter=adapter)
+                metrics.ENGINE_LOST_ADAPTERS.labels(self.url).inc()
             self._forget(adapter, load)
         await self._loaded(adapter)
-        return await work()
+        return await self._do(work)
+
+    async def _do(self, work: Callable[[], Awaitable[T]]) -> T:
+        self._at_work += 1
+        try:
+            return await work()
+        finally:
+            self._at_work -= 1
 
     def look_after(self, error: ServerUnreachable) -> None:
         """Wait for the server to come back; until then it is not up."""
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
+            metrics.ENGINE_LOSSES.labels(self.url).inc()
             self._introduction = None
             self._recovery = asyncio.create_task(self._recover())
 
@@ -90,6 +114,7 @@ class Engine:
         try:
             await asyncio.wait({load})
             await self.dialect.unload_adapter(adapter)
+            metrics.ENGINE_UNLOADS.labels(self.url).inc()
         except WireError as error:
             log.warning("an adapter stays loaded", url=self.url, adapter=adapter, reason=str(error))
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     InferenceClient,
@@ -67,8 +68,8 @@ class SglangAdapters:
         if adapter.size_of(ADAPTER_WEIGHTS) * ranks > _MOST_BYTES:
             return False
         async with self._sending:
-            body = await asyncio.to_thread(_load_request, adapter, ranks)
-            with self._route.used():
+            with metrics.loading(self._client.url, "adapter", "request"), self._route.used():
+                body = await asyncio.to_thread(_load_request, adapter, ranks)
                 await self._load("/load_lora_adapter_from_tensors", body)
         return True
 
@@ -82,7 +83,8 @@ class SglangAdapters:
 
     async def _load_file(self, adapter: Written) -> None:
         body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
-        await self._load("/load_lora_adapter", body)
+        with metrics.loading(self._client.url, "adapter", "file"):
+            await self._load("/load_lora_adapter", body)
 
     async def _load(self, path: str, body: dict[str, str] | bytes) -> None:
         try:

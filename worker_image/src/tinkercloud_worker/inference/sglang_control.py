@@ -9,6 +9,7 @@ that one from other weights is never taken for right, and an engine that has beg
 having none of ours.
 """
 
+from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.sglang import SglangDialect
@@ -50,6 +51,8 @@ class SglangControl:
         self._held: str | None = None
         """Kind of the weights it has; None for somebody else's."""
         self._is_released = False
+        self._has_met = False
+        metrics.ENGINE_RESTARTS.labels(dialect.client.url)
         self.turns = Turns(self._change, None)
 
     def lost(self) -> None:
@@ -71,6 +74,8 @@ class SglangControl:
         owner, _, held = str(info["weight_version"]).rpartition("/")
         if info["weight_version"] == _UNMARKED:
             self._is_released = False
+            if self._has_met:
+                metrics.ENGINE_RESTARTS.labels(self._dialect.client.url).inc()
             self._base_path = str(info["model_path"])
             self._held = BASE
             body = {"new_version": self._mark(BASE), "abort_all_requests": False}
@@ -78,6 +83,7 @@ class SglangControl:
         else:
             self._held = held if owner == self._owner else None
         self._dialect.weight_version = self._mark(self._held) if self._held else None
+        self._has_met = True
 
     async def _release(self) -> None:
         if self._is_released:

@@ -11,6 +11,7 @@ import structlog
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     InferenceClient,
@@ -69,7 +70,8 @@ class SglangWeights:
         # Keys and values of a prompt belong to the weights they were computed with.
         body = {"model_path": folder, "weight_version": version, "flush_cache": True}
         try:
-            await self._client.post("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
+            with metrics.loading(self._client.url, "model", "file"):
+                await self._client.post("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
         except InvalidRequest as error:
             raise ServerError(
                 f"{self._client.url} could not load {folder}: {error.message}"
@@ -82,14 +84,15 @@ class SglangWeights:
         ranks = await tensor_ranks(self._client)
         if model.size_of(FULL_WEIGHTS) * ranks > _MOST_BYTES:
             return False
-        await self._mark(unfinished)
-        await self._begin()
-        try:
-            with self._route.used():
-                await self._send_parts(model.here / FULL_WEIGHTS, ranks)
-        finally:
-            await self._call("/end_weight_update", {})
-        await self._mark(version)
+        with metrics.loading(self._client.url, "model", "request"):
+            await self._mark(unfinished)
+            await self._begin()
+            try:
+                with self._route.used():
+                    await self._send_parts(model.here / FULL_WEIGHTS, ranks)
+            finally:
+                await self._call("/end_weight_update", {})
+            await self._mark(version)
         return True
 
     async def _begin(self) -> None:

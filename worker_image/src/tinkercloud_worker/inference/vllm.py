@@ -18,6 +18,7 @@ from tinkercloud_protocol.payloads import (
     SampledSequence,
     TopLogprobs,
 )
+from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
@@ -86,7 +87,8 @@ class VllmDialect:
         """See `Dialect.load_adapter`."""
         body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
         try:
-            await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
+            with metrics.loading(self.client.url, "adapter", "file"):
+                await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
         except (InvalidRequest, ServerError) as error:
             if "already been loaded" not in error.message:
                 raise _meaning(error) from None
