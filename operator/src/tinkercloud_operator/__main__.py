@@ -28,8 +28,8 @@ _GATHER_SECONDS = 2.0
 
 async def run(settings: Settings) -> None:
     """Operate until a stop signal."""
-    await _load_credentials()
-    async with client.ApiClient() as api, aiohttp.ClientSession() as http:
+    configuration = await _credentials()
+    async with client.ApiClient(configuration) as api, aiohttp.ClientSession() as http:
         leadership = Leadership(api, settings)
         cluster = Cluster(api, settings.namespace, leadership.may_act)
         probes = Probes(leadership, settings)
@@ -53,12 +53,17 @@ async def run(settings: Settings) -> None:
             await leading
 
 
-async def _load_credentials() -> None:
-    """Use the pod's service account; outside a cluster, what KUBECONFIG names."""
+async def _credentials() -> client.Configuration:
+    """Return the pod's service account; outside a cluster, what KUBECONFIG names."""
+    # Else a netrc file and the environment are read for every request.
+    configuration = client.Configuration(client_session_kwargs={"trust_env": False})
     if "KUBERNETES_SERVICE_HOST" in os.environ:
-        config.load_incluster_config()  # type: ignore[no-untyped-call]
+        config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
     else:
-        await config.load_kube_config()  # type: ignore[no-untyped-call]
+        await config.load_kube_config(  # type: ignore[no-untyped-call]
+            client_configuration=configuration
+        )
+    return configuration
 
 
 class StopSignal(asyncio.Event):

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -89,11 +89,23 @@ class Executor:
                 break
             again |= any(done)
         again |= self._remember(observed.name, refusal)
-        if plan.status is not None and not again:
-            await self._write_status(observed, plan.status)
-        if refusal is not None and not again:
+        if again:
+            return True
+        await self._tell(observed, plan)
+        if refusal is not None:
             raise refusal
-        return again
+        return False
+
+    async def _tell(self, observed: Observed, plan: Plan) -> None:
+        """Post the Event and write the status, neither after the other."""
+        telling: list[Awaitable[None]] = []
+        if plan.announcement is not None:
+            telling.append(self._announce(observed, plan.announcement))
+        if plan.status is not None:
+            telling.append(self._write_status(observed, plan.status))
+        for result in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     def _remember(self, session: str, refusal: Refused | None) -> bool:
         """Take note of what was refused, or that nothing was; return whether that is news."""
@@ -120,8 +132,6 @@ class Executor:
                 await (self._hold_finalizer(observed) if held else self._let_go(observed))
             case DeleteSession():
                 await self._cluster.delete(ObjectRef("TrainingSession", observed.name))
-            case Announce():
-                await self._announce(observed, action)
         return False
 
     async def _create_secret(self, observed: Observed, action: CreateSecret) -> None:

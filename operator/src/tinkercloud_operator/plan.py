@@ -81,7 +81,6 @@ Action = (
     | AskHead
     | HoldFinalizer
     | DeleteSession
-    | Announce
 )
 
 
@@ -89,15 +88,13 @@ class Stage(IntEnum):
     """When an action is done: those of one stage at the same time, one stage after the other."""
 
     SESSION = 1
-    """What the session itself, or an existing pod, is told; the finalizer is held before there is
-    anything to be finalized."""
+    """What the session itself, or an existing pod, is told."""
     SURROUNDINGS = 2
-    """What pods are told and bound by."""
+    """What pods are told and bound by. The finalizer, too, is held before there are pods, which
+    alone hold what could be lost; the rest goes with its owner."""
     PODS = 3
     """What pods are made from, and what they do not wait for: the head's Service costs most, since
     the API server gives out cluster addresses one at a time."""
-    NEWS = 4
-    """What people are told."""
 
 
 def stage(action: Action) -> Stage:
@@ -107,19 +104,18 @@ def stage(action: Action) -> Stage:
             return Stage.PODS
         case WitnessSecret():
             return Stage.PODS
-        case Apply() | CreateSecret():
+        case Apply() | CreateSecret() | HoldFinalizer(held=True):
             return Stage.SURROUNDINGS
-        case Announce():
-            return Stage.NEWS
         case AskHead() | Delete() | DeleteSession() | HoldFinalizer():
             return Stage.SESSION
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done, the status to be written if it differs, and when to look again."""
+    """What is to be done, then what is to be told, and when to look again."""
 
     actions: tuple[Action, ...] = ()
+    announcement: Announce | None = None
     status: TrainingSessionStatus | None = None
     """None leaves the status as it is."""
     look_again_seconds: float | None = None

@@ -204,9 +204,9 @@ def _plan(
     seen: TrainingSessionStatus,
     look_again_seconds: float | None,
 ) -> Plan:
-    announcement = _announcement(observed, seen)
     return Plan(
-        (*actions, *([announcement] if announcement is not None else [])),
+        tuple(actions),
+        _announcement(observed, seen),
         seen if seen != observed.status else None,
         look_again_seconds,
     )

@@ -76,7 +76,8 @@ async def test_the_finalizer_is_held_before_there_is_anything_to_be_finalized(
 ) -> None:
     await operator.look()
 
-    assert operator.api.writes[0] == f"PATCH {SESSION}"
+    writes = operator.api.writes
+    assert writes.index(f"PATCH {SESSION}") < writes.index(f"PATCH {RAY_CLUSTER}")
     assert operator.api.objects[SESSION]["metadata"]["finalizers"] == [labels.FINALIZER]
 
 
@@ -177,10 +178,21 @@ async def test_a_deleted_session_that_is_gone_already_is_let_go(operator: Operat
     assert operator.api.writes == [f"PATCH {SESSION}"]
 
 
-async def test_no_child_is_made_of_a_session_that_is_gone(operator: Operator) -> None:
+async def test_no_pods_are_made_of_a_session_that_is_gone(operator: Operator) -> None:
     operator.api.refused["one"] = 409
 
     with pytest.raises(Conflict):
         await operator.look()
 
-    assert operator.api.writes == [f"PATCH {SESSION}"]
+    assert {RAY_CLUSTER, SERVICE}.isdisjoint(operator.api.objects)
+
+
+async def test_what_is_refused_is_announced(operator: Operator) -> None:
+    operator.api.refused["one-config"] = 422
+
+    await operator.look()
+    with pytest.raises(Refused):
+        await operator.look()
+
+    events = [item for item in operator.api.objects.values() if "involvedObject" in item]
+    assert "ApplyFailed" in {event["reason"] for event in events}

@@ -81,7 +81,8 @@ class ClusterApi:
         Raises:
             ClusterRefused: there are none, or they can't be read.
         """
-        configuration = client.Configuration()
+        # Else a netrc file and the environment are read for every request.
+        configuration = client.Configuration(client_session_kwargs={"trust_env": False})
         try:
             if _runs_in_a_pod():
                 config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
