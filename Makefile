@@ -11,7 +11,7 @@ BIN := .venv/bin
 MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
-LONG_CLUSTER_TESTS := test_installation.py test_operator_faults.py test_operator_scale.py
+LONG_CLUSTER_TESTS := test_installation.py test_operator_faults.py
 TRAINER_TESTS := $(addprefix tests/conformance/test_,training_with_the_sdk.py checkpoints_with_the_sdk.py \
   sampling_with_the_sdk.py suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
@@ -48,7 +48,7 @@ test-engines: .venv/.installed ## run the tests of trainers of many ranks, and o
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
 	@$(BIN)/pytest tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
 
-test-faults: .venv/.installed ## kill the operator at every write, let the API server fail, make 200 sessions
+test-faults: .venv/.installed ## let the API server fail, kill the operator at every write, make 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
 e2e: .venv/.installed $(MODEL_FOLDER) ## install, train, upgrade, resume and uninstall on that Kubernetes
