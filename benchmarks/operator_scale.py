@@ -1,7 +1,7 @@
 """`make scale`: a thousand sessions on nodes that are played, and what the operator adds.
 
 Everything but the nodes is real: etcd, API server, controller manager, scheduler, KubeRay and the
-operator, all on this machine. Prints a table, writes `benchmarks/results/operator-<date>.json`.
+operator, all on this machine. Prints a table, writes `benchmarks/results/operator-<sessions>-<date>.json`.
 `python -m benchmarks.operator_scale 200` takes fewer sessions.
 """
 
@@ -63,7 +63,7 @@ def write(result: Result) -> None:
         "versions": {name: version(name) for name in ("kopf", "kubernetes")},
         "result": result.as_row(),
     }
-    file = Path(__file__).parent / "results" / f"operator-{now:%Y-%m-%d}.json"
+    file = Path(__file__).parent / "results" / f"operator-{result.sessions}-{now:%Y-%m-%d}.json"
     file.write_text(json.dumps(content, indent=2) + "\n")
     print(f"written to {file}")
 
