@@ -21,7 +21,7 @@ from tinkercloud_operator.watched import CHILD_KINDS, Surroundings, Watched
 log = structlog.get_logger(__name__)
 
 _MANY_CHANGES = frozenset({"Pod", "RayCluster"})
-_GATHER_SECONDS = 0.25
+_GATHER_SECONDS = 1.0
 """For how long changes of pods, which come in bursts, are gathered before their session is looked
 at: each look may write a status. The last of a burst, by which all pods are Ready, is not held
 back."""
