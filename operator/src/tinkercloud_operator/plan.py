@@ -73,15 +73,7 @@ class Announce:
     is_warning: bool
 
 
-Action = (
-    Apply
-    | CreateSecret
-    | WitnessSecret
-    | Delete
-    | AskHead
-    | HoldFinalizer
-    | DeleteSession
-)
+Action = Apply | CreateSecret | WitnessSecret | Delete | AskHead | HoldFinalizer | DeleteSession
 
 
 class Stage(IntEnum):
