@@ -177,10 +177,18 @@ def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
 
 
-@pytest.mark.parametrize("field", ["context", "expert"])
-def test_what_megatron_core_does_on_gpus_only_is_refused_on_a_cpu(field) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"{field}_parallel: 2, .* for GPUs only"):
-        Cpu().check(Parallelism(**{field: 2}))
+def test_what_megatron_core_does_on_gpus_only_is_refused_on_a_cpu() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"expert_parallel: 2, .* for GPUs only"):
+        Cpu().check(Parallelism(expert=2))
+
+
+def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:
+    model = tiny_qwen3()
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    folder = str(save(model, tmp_path))
+
+    with pytest.raises(UnsupportedModelError, match=r"sliding_attention .*backend torch"):
+        megatron_trainer(folder, 1, 1)
 
 
 def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:

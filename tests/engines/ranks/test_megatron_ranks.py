@@ -29,28 +29,39 @@ LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
 SHAPES = {
-    "tp2": ("llama", 2, 1, 2),
-    "tp2 qwen3": ("qwen3", 2, 1, 2),
-    "pp2": ("llama", 1, 2, 2),
-    "pp2 qwen3": ("qwen3", 1, 2, 2),
-    "dp2": ("llama", 1, 1, 2),
-    "tp2 pp2": ("llama", 2, 2, 4),
+    "tp2": ("llama", 2, 1, 1, 2),
+    "tp2 qwen3": ("qwen3", 2, 1, 1, 2),
+    "pp2": ("llama", 1, 2, 1, 2),
+    "pp2 qwen3": ("qwen3", 1, 2, 1, 2),
+    "cp2": ("llama", 1, 1, 2, 2),
+    "tp2 pp2": ("llama", 2, 2, 1, 4),
+    "tp2 cp2 qwen3": ("qwen3", 2, 1, 2, 4),
+    "cp2 dp2": ("llama", 1, 1, 2, 4),
 }
-"""Model, tensor and pipeline parallelism, ranks."""
+"""Model; tensor, pipeline and context parallelism; ranks."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
-    name, tensor, pipeline, ranks = SHAPES[request.param]
+    name, tensor, pipeline, context, ranks = SHAPES[request.param]
     folder: Path = save(MODELS[name](), tmp_path_factory.mktemp("model"))
-    factory = megatron_factory(str(folder), tensor, pipeline)
+    factory = megatron_factory(str(folder), tensor, pipeline, context)
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
     yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
     ranked.close()
 
 
-def run(trainer, data):
-    batch = prepare(a_request(data), trainer.limits)
+def begin_alike(ranked, single) -> None:
+    """Give both the same adapter, whose B has moved off zero."""
+    single.add_model("m", LORA)
+    run(single, random_data([6, 9], seed=9))
+    single.optim_step("m", AdamParams(learning_rate=5e-2))
+    ranked.add_model("m", LORA)
+    ranked.import_state("m", single.export_state("m"))
+
+
+def run(trainer, data, loss_fn="cross_entropy", config=None):
+    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
     return trainer.forward_backward("m", batch, lambda: None)
 
 
@@ -63,12 +74,8 @@ def assert_close(ours, theirs, rtol: float) -> None:
 
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:
     ranked, single = trainers
+    begin_alike(ranked, single)
     data = random_data(LENGTHS)
-    single.add_model("m", LORA)
-    run(single, random_data([6, 9], seed=9))
-    single.optim_step("m", AdamParams(learning_rate=5e-2))
-    ranked.add_model("m", LORA)
-    ranked.import_state("m", single.export_state("m"))
 
     got, expected = run(ranked, data), run(single, data)
 
@@ -77,6 +84,19 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
+    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
+
+
+def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers) -> None:
+    ranked, single = trainers
+    begin_alike(ranked, single)
+    data = random_data(LENGTHS, policy=True)
+    for datum in data:
+        datum.inputs["sequence_ratio_mask"] = np.ones(len(datum.tokens), np.float32)
+
+    for trainer in trainers:
+        run(trainer, data, "gspo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
+
     assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
 
 

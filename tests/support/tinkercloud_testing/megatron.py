@@ -12,12 +12,14 @@ from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 
-def megatron_trainer(path: str, tensor: int, pipeline: int) -> MegatronTrainer:
+def megatron_trainer(path: str, tensor: int, pipeline: int, context: int = 1) -> MegatronTrainer:
     """Return a rank's part of a trainer of the model in a folder, in float32."""
-    base = load(path, torch.float32, Parallelism(tensor, pipeline), Cpu())
+    base = load(path, torch.float32, Parallelism(tensor, pipeline, context), Cpu())
     return MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS)
 
 
-def megatron_factory(path: str, tensor: int, pipeline: int) -> Callable[[], MegatronTrainer]:
+def megatron_factory(
+    path: str, tensor: int, pipeline: int, context: int = 1
+) -> Callable[[], MegatronTrainer]:
     """Return what builds a rank's part of a trainer."""
-    return partial(megatron_trainer, path, tensor, pipeline)
+    return partial(megatron_trainer, path, tensor, pipeline, context)

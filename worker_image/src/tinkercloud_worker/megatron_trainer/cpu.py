@@ -3,7 +3,7 @@
 It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
 seeds from CUDA's generators. Inside `computing` all of that means the CPU. Nothing of the model is
 replaced: layers, schedules and collectives are megatron-core's own. What it can't do here: sequence
-and context parallelism, recomputation, packed sequences, fused kernels, experts.
+parallelism, recomputation, packed sequences, fused kernels, experts.
 """
 
 import contextlib
@@ -45,6 +45,7 @@ class _CpuForCuda(TorchFunctionMode):
             return args[0]
         if str(named.get("device", "")).startswith("cuda"):
             named["device"] = torch.device("cpu")
+        named.pop("pin_memory", None)
         return func(*args, **named)
 
 
@@ -56,12 +57,11 @@ class Cpu:
 
     def check(self, parallelism: Parallelism) -> None:
         """See `Device.check`."""
-        for name, ranks in (("context", parallelism.context), ("expert", parallelism.expert)):
-            if ranks > 1:
-                raise UnsupportedModelError(
-                    f"trainer.{name}_parallel: {ranks}, but megatron-core has that for GPUs only;"
-                    " set it to 1, or trainer.device to 'cuda'"
-                )
+        if parallelism.expert > 1:
+            raise UnsupportedModelError(
+                f"trainer.expert_parallel: {parallelism.expert}, but megatron-core has that for"
+                " GPUs only; set it to 1, or trainer.device to 'cuda'"
+            )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What megatron-core needs on a GPU: next to nothing, as that is what it is made for.
 
 Layers are the ones that run on the CPU, so that adapters find the same linear layers; Transformer
-Engine gives them attention and norms where it is installed, which sequence parallelism needs.
+Engine gives them norms where it is installed, which sequence parallelism needs.
 Written, and run by nobody yet.
 """
 
@@ -28,12 +28,12 @@ class Gpu:
 
     def check(self, parallelism: Parallelism) -> None:
         """See `Device.check`."""
-        for name, ranks in (("context", parallelism.context), ("expert", parallelism.expert)):
-            if ranks > 1:
-                raise UnsupportedModelError(
-                    f"trainer.{name}_parallel: {ranks}, but the megatron trainer divides weights"
-                    " and layers only; set it to 1, and tensor_parallel or pipeline_parallel higher"
-                )
+        if parallelism.expert > 1:
+            raise UnsupportedModelError(
+                f"trainer.expert_parallel: {parallelism.expert}, but the megatron trainer divides"
+                " weights, layers and sequences only; set it to 1, and tensor_parallel or"
+                " pipeline_parallel higher"
+            )
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """See `Device.computing`."""
@@ -53,14 +53,10 @@ class Gpu:
 def _finish(spec: ModuleSpec) -> ModuleSpec:
     if not HAVE_TE:
         return spec
-    from megatron.core.extensions.transformer_engine import (  # noqa: PLC0415 - not everywhere
-        TEDotProductAttention,
-        TENorm,
-    )
+    from megatron.core.extensions.transformer_engine import TENorm  # noqa: PLC0415 - not everywhere
 
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
-    attention.core_attention = TEDotProductAttention
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = TENorm
     return spec

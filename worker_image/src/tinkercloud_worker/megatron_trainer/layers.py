@@ -1,10 +1,12 @@
-"""Layers made of megatron-core's own modules, whatever the device."""
+"""Layers made of megatron-core's own modules and one attention, whatever the device."""
 
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+
+from tinkercloud_worker.megatron_trainer.attention import CausalAttention
 
 _NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
@@ -24,11 +26,11 @@ def use_local_layers(bridge: Any, finish: Callable[[ModuleSpec], ModuleSpec]) ->
 
     def specification(_stage: int | None = None) -> ModuleSpec:
         config = bridge.config
-        return finish(
-            get_gpt_layer_local_spec(
-                qk_layernorm=config.qk_layernorm, normalization=config.normalization
-            )
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
         )
+        spec.submodules.self_attention.submodules.core_attention = CausalAttention
+        return finish(spec)
 
     bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS
     bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS

@@ -98,6 +98,11 @@ def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # no
             f"the megatron trainer does not compute rotary positions of type {rope!r}; use backend"
             " torch"
         )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedModelError(
+            "sliding_attention in layer_types: the megatron trainer attends to whole sequences; use"
+            " backend torch"
+        )
     for name, size in {
         "vocab_size": config.vocab_size,
         "num_attention_heads": config.num_attention_heads,

@@ -4,8 +4,12 @@ Passes are megatron-core's own schedules over padded micro-batches. Every rank h
 whole and the gradient of its part (`adapters`), so that steps, states and names are those of any
 replicated model.
 
-Shape legend: B examples, T positions, R positions of a micro-batch that belong to an example,
-V this rank's part of the vocabulary.
+Where ranks divide sequences, each computes the logprobs of the positions it holds, and all of them
+the loss of the whole.
+
+Shape legend: B examples, T positions, S of them held by this rank, R positions of a micro-batch
+that belong to an example, M of them held by this rank, K targets per position, V this rank's part
+of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -30,6 +35,7 @@ from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
+from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
 from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
 from tinkercloud_worker.replicas import ReplicatedTrainer
 
@@ -45,8 +51,10 @@ class MegatronTrainer(ReplicatedTrainer):
         super().__init__(TokenLimits(config.vocab_size, longest))
         self._base = base
         self._device = base.device.torch_device
+        self._division = SequenceDivision(parallel_state.get_context_parallel_group())
         divided = base.module.config.sequence_parallel
-        self._multiple = parallel_state.get_tensor_model_parallel_world_size() if divided else 1
+        tensor = parallel_state.get_tensor_model_parallel_world_size() if divided else 1
+        self._multiple = tensor * self._division.multiple
         self._max_batch_tokens = max_batch_tokens
 
     def membership(self) -> Membership:
@@ -55,7 +63,8 @@ class MegatronTrainer(ReplicatedTrainer):
             self.limits,
             replica=parallel_state.get_data_parallel_rank(),
             answers=parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0,
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0,
         )
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
@@ -103,8 +112,9 @@ class MegatronTrainer(ReplicatedTrainer):
             micro_batch = next(batches)
             ids_BT = micro_batch.ids_BT
             positions_BT = torch.arange(ids_BT.shape[1], device=self._device).expand_as(ids_BT)
-            result = module(ids_BT, positions_BT, None)
-            return result, partial(_loss, micro_batch, loss, output)
+            held = self._division.part
+            result = module(held(ids_BT), held(positions_BT), None)
+            return result, partial(_loss, micro_batch, self._division, loss, output)
 
         with self._base.device.computing():
             get_forward_backward_func()(
@@ -130,21 +140,31 @@ def padded(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def _loss(
-    micro_batch: MicroBatch, loss: Loss, output: PassOutput, logits_BTV: Tensor
+    micro_batch: MicroBatch,
+    division: SequenceDivision,
+    loss: Loss,
+    output: PassOutput,
+    logits_BSV: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Take the results of a micro-batch, and return what its backward pass begins from.
 
     Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
-    gradient, which is all that counts of it.
+    gradient, which is all that counts of it; each rank has a part of that sum.
     """
-    lp_RK = logprobs(
-        logits_BTV[micro_batch.valid_BT].float(),
-        micro_batch.targets_RK,
+    valid_BT = micro_batch.valid_BT
+    held_R = division.holds(valid_BT.shape[1], valid_BT.device).expand_as(valid_BT)[valid_BT]
+    lp_MK = logprobs(
+        logits_BSV[division.part(valid_BT)].float(),
+        micro_batch.targets_RK[held_R],
         parallel_state.get_tensor_model_parallel_group(),
     )
+    lp_RK = lp_MK.new_zeros(micro_batch.targets_RK.shape)
+    lp_RK[held_R] = lp_MK.detach()
+    dist.all_reduce(lp_RK, group=division.group)
     loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
-    output.add(micro_batch, lp_RK.detach(), float(loss_sum))
-    return (lp_RK * derivative_RK).sum(), torch.tensor(0, dtype=torch.int, device=lp_RK.device), {}
+    output.add(micro_batch, lp_RK, float(loss_sum))
+    number = torch.tensor(0, dtype=torch.int, device=lp_RK.device)
+    return (lp_MK * derivative_RK[held_R]).sum(), number, {}
 
 
 def _active(model: TrainedModel) -> Active:
