@@ -129,8 +129,8 @@ class TrainerShape(Part):
     parallelism: Parallelism = Parallelism()
     """How the model is split."""
     sharded: bool = False
-    """Whether ranks hold the base's layers between them (FSDP2), rather than a copy each. For
-    backend `torch` and adapters only."""
+    """Whether ranks hold the base's layers, and models that are trained whole, between them
+    (FSDP2), rather than a copy each. For backend `torch` only."""
     planning: Planning | None = None
     """If given, the operator chooses `parallelism` for each session, and lowers `maxBatchTokens` to
     what fits. The session's status says what it chose, and why."""

@@ -72,8 +72,8 @@ class TrainerConfig(_Config):
     """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory. Not
     what is sharded."""
     sharded: bool = False
-    """Whether ranks hold the base's layers between them (FSDP2), rather than a copy each; for
-    adapters only. torch only."""
+    """Whether ranks hold the base's layers, and models that are trained whole, between them
+    (FSDP2), rather than a copy each. torch only."""
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

@@ -5,11 +5,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.models import tiny_llama, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
+CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 
 
 @pytest.fixture(scope="module", params=[None, 0], ids=["activations kept", "computed again"])
@@ -34,6 +36,17 @@ def trainers(request, cluster) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
 def run(trainer, data):
     batch = prepare(a_request(data), trainer.limits)
     return trainer.forward_backward("m", batch, lambda: None)
+
+
+def step(trainer, lengths, seed: int) -> tuple[float, float]:
+    output = run(trainer, random_data(lengths, seed=seed))
+    return output.metrics["loss:sum"], trainer.optim_step("m", CLIPPED)["grad_norm"]
+
+
+def assert_equal(ours, theirs, atol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, atol=atol, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("lengths", [[5, 20, 3, 11, 8], [9], [30, 1, 28, 30]], ids=str)
@@ -91,6 +104,101 @@ def test_each_rank_holds_its_part_of_the_layers_only(trainers) -> None:
     assert max(held) - min(held) <= layers // 100
 
 
-def test_full_fine_tuning_is_refused(trainers) -> None:
-    with pytest.raises(InvalidRequest, match="whole copy of the base at each rank"):
-        trainers[0].add_model("m", None)
+def test_ten_steps_of_a_whole_model_equal_one_ranks_however_unequal_the_shares(trainers) -> None:
+    losses = []
+    for trainer in trainers:
+        trainer.add_model("m", None)
+        losses.append([step(trainer, [5, 9, 3 + seed, 30][seed % 3 :], seed) for seed in range(10)])
+
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    states = [trainer.export_state("m") for trainer in trainers]
+    assert states[0].step == states[1].step == 10
+    assert_equal(states[0].weights.tensors, states[1].weights.tensors, atol=1e-4)
+
+
+def test_a_whole_model_of_many_ranks_goes_on_at_one_and_comes_back(trainers) -> None:
+    sharded, single = trainers
+    for trainer in trainers:
+        trainer.add_model("m", None)
+    step(sharded, [5, 9, 3], seed=0)
+    run(sharded, random_data([8, 3, 4], seed=1))
+    state, gradient = sharded.export_state("m"), sharded.export_gradient("m")
+
+    single.import_state("m", state)
+    single.import_gradient("m", gradient)
+    norms = [sharded.optim_step("m", CLIPPED), single.optim_step("m", CLIPPED)]
+    sharded.import_state("m", single.export_state("m"))
+
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert_equal(sharded.snapshot("m").tensors, single.snapshot("m").tensors, atol=0)
+    np.testing.assert_allclose(*(step(t, [6, 2], seed=2) for t in trainers), rtol=1e-5)
+    assert_equal(sharded.export_state("m").moments, single.export_state("m").moments, atol=1e-4)
+
+
+def test_a_state_that_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(trainers) -> None:
+    sharded, single = trainers
+    sharded.add_model("m", None)
+    before = sharded.snapshot("m").tensors
+    single.add_model("m", LORA)
+
+    with pytest.raises(InvalidRequest, match="checkpoint does not fit this model"):
+        sharded.import_state("m", single.export_state("m"))
+
+    assert_equal(sharded.snapshot("m").tensors, before, atol=0)
+
+
+def test_whole_models_and_adapters_of_one_base_stay_apart(trainers) -> None:
+    sharded, _ = trainers
+    sharded.add_model("other", LORA)
+    sharded.add_model("m", None)
+    data = random_data([9, 4])
+    batch = prepare(a_request(data), sharded.limits)
+    before = sharded.forward("other", batch, lambda: None)
+
+    step(sharded, [5, 9, 3], seed=0)
+
+    after = sharded.forward("other", batch, lambda: None)
+    trained = sharded.forward("m", batch, lambda: None)
+    assert np.array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
+    assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
+
+
+def test_each_rank_holds_its_part_of_a_whole_model_and_its_moments(trainers) -> None:
+    sharded, single = trainers
+    sharded.add_model("m", None)
+    step(sharded, [5, 9], seed=0)
+    elements = sum(weight.numel() for weight in single._base.named_weights().values())
+
+    held = sharded._group.call_each("trained_elements", [("m",), ("m",)])
+
+    assert held == [4 * elements // 2] * 2
+
+
+def test_a_whole_model_with_tied_embeddings_has_one_ranks_gradients(cluster) -> None:
+    single = TorchTrainer(BaseModel(tiny_qwen3()), max_batch_tokens=BATCH_TOKENS)
+    factory = partial(MeasuredTrainer, make=tiny_qwen3)
+    sharded = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
+    for trainer in (sharded, single):
+        trainer.add_model("m", None)
+        run(trainer, random_data([5, 20, 3, 11, 8]))
+
+    gradients = [trainer.export_gradient("m") for trainer in (sharded, single)]
+
+    sharded.close()
+    assert_equal(*gradients, atol=1e-4)
+
+
+def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(cluster) -> None:
+    sharded = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MeasuredTrainer))
+    sharded.add_model("m", None)
+    step(sharded, [5, 9], seed=0)
+    saved = sharded.export_state("m")
+    sharded._group.call("die_in", "forward_backward", 1)
+
+    with pytest.raises(StateLost, match=r"model m was lost .* from its last checkpoint"):
+        step(sharded, [5, 9], seed=1)
+    sharded.add_model("m", None)
+    sharded.import_state("m", saved)
+
+    assert_equal(sharded.snapshot("m").tensors, saved.weights.tensors, atol=0)
+    sharded.close()

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.models import tiny_llama
@@ -90,11 +92,8 @@ def cannot_load() -> Recorder:
     raise FileNotFoundError("model.safetensors")
 
 
-class MortalTrainer(DataParallelTrainer):
-    """A rank's torch trainer of the tiny Llama that can be killed in the midst of a method."""
-
-    def __init__(self) -> None:
-        super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+class Mortal:
+    """A rank's trainer that can be killed in the midst of a method."""
 
     def die_in(self, method: str, *ranks: int) -> None:
         """Be killed as soon as a method is called at one of these ranks."""
@@ -102,12 +101,23 @@ class MortalTrainer(DataParallelTrainer):
             setattr(self, method, _die)
 
 
-class MeasuredTrainer(ShardedTrainer):
-    """A rank's trainer of the tiny Llama, whose layers the ranks hold between them."""
+class MortalTrainer(Mortal, DataParallelTrainer):
+    """A rank's torch trainer of the tiny Llama."""
 
-    def __init__(self, max_kept_tokens: Literal[0] | None = None) -> None:
+    def __init__(self) -> None:
+        super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+
+
+class MeasuredTrainer(Mortal, ShardedTrainer):
+    """A rank's trainer of a tiny model, whose layers the ranks hold between them."""
+
+    def __init__(
+        self,
+        max_kept_tokens: Literal[0] | None = None,
+        make: Callable[[], PreTrainedModel] = tiny_llama,
+    ) -> None:
         super().__init__(
-            BaseModel(tiny_llama(), packed=False),
+            BaseModel(make(), packed=False),
             max_batch_tokens=BATCH_TOKENS,
             max_kept_tokens=max_kept_tokens,
         )
@@ -116,6 +126,13 @@ class MeasuredTrainer(ShardedTrainer):
         """Return how many numbers of the layers are held here."""
         weights = self._base.named_weights().values()
         return sum(w.to_local().numel() for w in weights if isinstance(w, DTensor))
+
+    def trained_elements(self, model_id: str) -> int:
+        """Return how many numbers are held here of a model: weights, gradient and moments."""
+        model = self._models[model_id]
+        state = model.optimizer.state[model.trainable.flat]
+        held = [model.trainable.flat, model.trainable.gradient, *state.values()]
+        return sum(tensor.numel() for tensor in held if tensor.ndim)
 
 
 def _die(*_: object) -> None:

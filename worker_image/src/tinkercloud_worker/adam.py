@@ -17,6 +17,7 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.parameters import Trainable
+from tinkercloud_worker.engine.ranks import Parts
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 
 
@@ -26,6 +27,10 @@ class TrainedModel:
 
     lora: LoraConfig | None
     trainable: Trainable
+    parts: Parts | None = None
+    """How it lies over ranks; None: the trainable is all of it, by its own names."""
+    norm: float | None = None
+    """Of the summed gradient, where ranks have to work it out together."""
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +79,7 @@ class AdamTrainer(ABC):
         """See `Trainer.optim_step`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        norm = float(torch.linalg.vector_norm(gradient))
+        norm = float(torch.linalg.vector_norm(gradient)) if model.norm is None else model.norm
         if not np.isfinite(norm):
             gradient.zero_()
             raise InvalidRequest(
@@ -101,17 +106,17 @@ class AdamTrainer(ABC):
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         model = self._models[model_id]
-        trainable = model.trainable
-        return WeightsSnapshot(model.lora, trainable.layout.views(trainable.snapshot()))
+        return WeightsSnapshot(model.lora, self._whole(model, model.trainable.snapshot()))
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
         model = self._models[model_id]
-        state, layout = model.optimizer.state[model.trainable.flat], model.trainable.layout
+        state = model.optimizer.state[model.trainable.flat]
         moments: dict[str, Tensor] = {}
         for moment in ("exp_avg", "exp_avg_sq"):
             flat = state[moment].clone() if state else torch.zeros_like(model.trainable.gradient)
-            moments |= {f"{name}.{moment}": view for name, view in layout.views(flat).items()}
+            whole = self._whole(model, flat)
+            moments |= {f"{name}.{moment}": tensor for name, tensor in whole.items()}
         return TrainingState(self.snapshot(model_id), moments, _step(model))
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
@@ -119,11 +124,12 @@ class AdamTrainer(ABC):
         model = self._models[model_id]
         layout, flat = model.trainable.layout, model.trainable.flat
         fresh = torch.empty_like(model.trainable.gradient)
-        layout.fill(fresh, state.weights.tensors, "checkpoint")
+        layout.fill(fresh, _part(model, state.weights.tensors, "checkpoint"), "checkpoint")
         moments: dict[str, Tensor] = {}
         for moment in ("exp_avg", "exp_avg_sq") if state.moments is not None else ():
             moments[moment] = torch.empty_like(fresh)
-            layout.fill(moments[moment], _moment(state.moments, moment), "optimizer state")
+            part = _part(model, _moment(state.moments, moment), "optimizer state")
+            layout.fill(moments[moment], part, "optimizer state")
         flat.detach().copy_(fresh)
         model.trainable.gradient.zero_()
         model.reset_optimizer()
@@ -133,15 +139,23 @@ class AdamTrainer(ABC):
 
     def export_gradient(self, model_id: str) -> Gradient | None:
         """See `Trainer.export_gradient`."""
-        trainable = self._models[model_id].trainable
-        if not trainable.gradient.any():
-            return None
-        return trainable.layout.views(trainable.gradient.clone())
+        model = self._models[model_id]
+        gradient = model.trainable.gradient
+        return self._whole(model, gradient.clone()) if gradient.any() else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
-        trainable = self._models[model_id].trainable
-        trainable.layout.fill(trainable.gradient, gradient, "gradient")
+        model = self._models[model_id]
+        layout = model.trainable.layout
+        layout.fill(model.trainable.gradient, _part(model, gradient, "gradient"), "gradient")
+
+    def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+        """Return what leaves the trainer of a flat buffer."""
+        return model.trainable.layout.views(flat)
+
+
+def _part(model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+    return tensors if model.parts is None else model.parts.cut(tensors, what)
 
 
 def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:

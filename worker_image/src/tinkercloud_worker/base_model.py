@@ -93,7 +93,7 @@ class BaseModel:
                     _freeze(module)
                 module.register_forward_hook(partial(self._add_adapters, target))
         self._recomputes = False
-        for name, layer in _layers(self._trunk):
+        for name, layer in layers_of(self._trunk):
             self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._head, "bias", None)
@@ -164,14 +164,23 @@ class BaseModel:
         """Return all weights by name; tied ones once, under the first of their names."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
+    def without_weights(self) -> PreTrainedModel:
+        """Return another model of this architecture, float32, whose weights hold no memory yet."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        for name, buffer in self._model.named_buffers():
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_buffer(leaf, buffer, persistent=False)
+        blank: PreTrainedModel = model.eval()
+        return blank
+
     def share_out(self, mesh: DeviceMesh) -> None:
         """Divide the weights of the layers over ranks; a layer's are gathered while it computes.
 
         From here on a pass is collective: all ranks of the mesh make as many, in one order, each
         with a backward pass or each without. Embeddings stay whole. Packed weights would too.
         """
-        layers = next(m for m in self._trunk.modules() if isinstance(m, nn.ModuleList))
-        for layer in layers:
+        for _, layer in layers_of(self._trunk):
             fully_shard(layer, mesh=mesh)
         rest = {weight for weight in self._trunk.parameters() if not isinstance(weight, DTensor)}
         fully_shard(self._trunk, mesh=mesh, ignored_params=rest)
@@ -348,7 +357,7 @@ class BaseModel:
         log.debug("base model checked", relative_difference=error)
 
 
-def _layers(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
+def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated layers of a trunk with their names: its longest list of modules."""
     lists = [
         (n, module) for n, module in trunk.named_children() if isinstance(module, nn.ModuleList)

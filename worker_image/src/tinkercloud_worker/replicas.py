@@ -1,19 +1,20 @@
-"""Models of which every rank holds a whole copy, and a part of the gradient.
+"""Models of which every rank holds a copy, or a part, and contributes to the gradient.
 
-Between steps the sum of the ranks' gradients is the model's, whoever holds which part. The copies
-meet once a step: the gradients are summed over the ranks, and as that gives all of them the same
-bits, all apply the same update, each by itself, and stay equal.
+Between steps the sum of the ranks' gradients is the model's, whoever contributed what. The ranks
+meet once a step: the gradients are summed over them, and as that gives all that hold the same
+weights the same bits, all apply the same update, each by itself, and stay equal. Of a model that
+lies over ranks (`engine.ranks.Parts`) each does so with its part.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
 
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_worker.adam import AdamTrainer
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.adam import AdamTrainer, TrainedModel
+from tinkercloud_worker.engine.ranks import Parts
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 
 
 class ReplicatedTrainer(AdamTrainer):
@@ -22,43 +23,53 @@ class ReplicatedTrainer(AdamTrainer):
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`. All begin from rank 0's values: a seed nobody gave differs."""
         super().add_model(model_id, lora_config)
-        dist.broadcast(self._models[model_id].trainable.flat.detach(), src=0)
-
-    def snapshot(self, model_id: str) -> WeightsSnapshot:
-        """See `Trainer.snapshot`. What leaves a rank is on the CPU: it may be the only one here."""
-        weights = super().snapshot(model_id)
-        return replace(weights, tensors=_on_cpu(weights.tensors))
-
-    def export_state(self, model_id: str) -> TrainingState:
-        """See `Trainer.export_state`. On the CPU, as above."""
-        state = super().export_state(model_id)
-        return replace(state, moments=_on_cpu(state.moments or {}))
+        if lora_config is not None:
+            dist.broadcast(self._models[model_id].trainable.flat.detach(), src=0)
 
     def sum_gradient(self, model_id: str) -> None:
         """See `RankTrainer.sum_gradient`."""
-        _add_up(self._models[model_id].trainable.gradient)
+        model = self._models[model_id]
+        _add_up(model, model.trainable.gradient)
+        parts = _parted(model)
+        model.norm = parts.norm(model.trainable.gradient) if parts else None
 
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`. The sum over the ranks, whose own parts stay."""
-        trainable = self._models[model_id].trainable
-        total = trainable.gradient.clone()
-        _add_up(total)
-        return trainable.layout.views(total.cpu()) if total.any() else None
+        """See `Trainer.export_gradient`. The sum over the ranks, whose contributions stay."""
+        model = self._models[model_id]
+        total = model.trainable.gradient.clone()
+        _add_up(model, total)
+        whole = self._whole(model, total)
+        return whole if any(tensor.any() for tensor in whole.values()) else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """See `Trainer.import_gradient`. Rank 0 holds it; the others' parts are nothing."""
+        """See `Trainer.import_gradient`. Each rank holds what it would have contributed."""
         super().import_gradient(model_id, gradient)
-        if dist.get_rank() != 0:
+        model = self._models[model_id]
+        if model.parts is not None:
+            model.parts.contribute(model.trainable.gradient)
+        elif dist.get_rank() != 0:
             self.discard_gradient(model_id)
 
     def last_words(self) -> Mapping[str, TrainingState]:
         """See `RankTrainer.last_words`."""
-        return {model_id: self.export_state(model_id) for model_id in list(self._models)}
+        whole = [model_id for model_id, model in list(self._models.items()) if not _parted(model)]
+        return {model_id: self.export_state(model_id) for model_id in whole}
+
+    def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+        """Return the whole tensors on the CPU: where they arrive there may be nothing else."""
+        tensors = model.trainable.layout.views(flat)
+        if model.parts is not None:
+            return model.parts.gather(tensors)
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+def _parted(model: TrainedModel) -> Parts | None:
+    """Return how a model lies over ranks, if none of them holds all of it."""
+    return None if model.parts is None or model.parts.is_whole else model.parts
 
 
-def _add_up(tensor: Tensor) -> None:
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+def _add_up(model: TrainedModel, gradient: Tensor) -> None:
+    if model.parts is None:
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+    else:
+        model.parts.add_up(gradient)

@@ -7,8 +7,8 @@ get the same share of the batch, and one of them answers for it.
 When a rank is lost, its group is, and the command that ran fails. What the other ranks hold, and
 every one holds, is kept: the models as of their last optim_step. The next command starts another
 group, which goes on with them. Gradients that were not applied yet had a part at the lost rank:
-each model is told so once, by the first request that would have built on one. If no rank lives,
-the models are lost, and calls about them raise StateLost from then on.
+each model is told so once, by the first request that would have built on one. A model of which no
+living rank holds all is lost, and calls about it raise StateLost from then on.
 """
 
 from collections.abc import Callable, Mapping
@@ -218,7 +218,7 @@ class RankedTrainer:
     def _check_exists(self, model_id: str) -> None:
         if model_id not in self._models:
             raise StateLost(
-                f"model {model_id} was lost when all ranks of its trainer ended"
+                f"model {model_id} was lost when ranks that held it ended"
                 f" ({self._group.loss}); create it again from its last checkpoint"
             )
 

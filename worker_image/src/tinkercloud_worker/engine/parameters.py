@@ -46,6 +46,10 @@ class Layout:
         """Return the tensors' names, in their order in the buffer."""
         return self._places.keys()
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors' shapes by name, in their order in the buffer."""
+        return {name: spec.shape for name, (_, spec) in self._places.items()}
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a flat buffer, sharing its memory."""
         return {
@@ -53,8 +57,8 @@ class Layout:
             for name, (offset, spec) in self._places.items()
         }
 
-    def fill(self, flat: Tensor, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Copy named tensors into a flat buffer.
+    def check(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Check that tensors are those of this layout.
 
         Raises:
             InvalidRequest: names or shapes are not this layout's.
@@ -66,12 +70,21 @@ class Layout:
                 f"{what} does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}"
                 " (another base model, or other train_attn/train_mlp/train_unembed switches)"
             )
-        for name, view in self.views(flat).items():
-            if tensors[name].shape != view.shape:
+        for name, (_, spec) in self._places.items():
+            if tensors[name].shape != spec.shape:
                 raise InvalidRequest(
                     f"{what}: {name!r} has shape {list(tensors[name].shape)}, this model's is"
-                    f" {list(view.shape)} (another rank or base model)"
+                    f" {list(spec.shape)} (another rank or base model)"
                 )
+
+    def fill(self, flat: Tensor, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Copy named tensors into a flat buffer.
+
+        Raises:
+            InvalidRequest: names or shapes are not this layout's.
+        """
+        self.check(tensors, what)
+        for name, view in self.views(flat).items():
             view.copy_(tensors[name])
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.trainer import Trainer, TrainingState
 
@@ -25,9 +27,10 @@ class RankTrainer(Trainer, Protocol):
     Passes get the share of the rank's replica, and their results count at the rank that answers.
     What other methods return counts at rank 0. What they raise, all ranks raise alike.
 
-    Only `add_model`, `forward`, `forward_backward`, `sum_gradient` and `export_gradient` need the
-    other ranks, and none of these changes weights or moments. So whenever a rank dies, those that
-    live hold the same state, and it is a whole one.
+    `optim_step`, `discard_gradient`, `import_state`, `import_gradient` and `remove_model` need no
+    other rank, and nothing else changes weights or moments. So whenever a rank dies, those that
+    live agree on the state: of a model that is whole at each of them they all hold it, and a model
+    of which each holds a part (`Parts`) is lost.
     """
 
     def membership(self) -> Membership:
@@ -37,4 +40,38 @@ class RankTrainer(Trainer, Protocol):
         """Give every rank the sum of all ranks' gradients. Call it once, before optim_step."""
 
     def last_words(self) -> Mapping[str, TrainingState]:
-        """Return the states of all models. May be called while a pass runs."""
+        """Return the states of all models that are whole here. May be called while a pass runs."""
+
+
+class Parts(Protocol):
+    """How a model under training lies over ranks that each hold a part of it.
+
+    Each rank has the tensors of its part, with a gradient and moments, under names of its own.
+    Whole tensors have the Hugging Face model's names and shapes.
+    """
+
+    is_whole: bool
+    """Whether each rank's part is all of the model."""
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return whole tensors on the CPU, at rank 0; nothing at the others.
+
+        All ranks call it together, each with its part: weights, or moments or gradients of those.
+        If the model is whole at each rank, each may call it alone and gets the whole.
+        """
+
+    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+        """Return this rank's part of whole tensors. Needs no other rank.
+
+        Raises:
+            InvalidRequest: names or shapes are not this model's; `what` says whose they are.
+        """
+
+    def add_up(self, gradient: Tensor) -> None:
+        """Turn ranks' contributions to a flat gradient into parts of their sum, all together."""
+
+    def contribute(self, gradient: Tensor) -> None:
+        """Turn parts of a sum into contributions that `add_up` makes the same sum of."""
+
+    def norm(self, gradient: Tensor) -> float:
+        """Return the norm of a whole summed gradient, given the parts, at all ranks together."""

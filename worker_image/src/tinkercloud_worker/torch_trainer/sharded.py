@@ -1,8 +1,9 @@
 """The torch trainer at one of several ranks that hold the base's layers between them (FSDP2).
 
 Each rank has its part of every layer and, while a layer computes, the whole of that one. Adapters
-are whole at every rank, and so are the embeddings. As gathering a layer takes all ranks, all make
-the same number of passes, whatever their shares of the batch are: some are about nothing.
+are whole at every rank, and so are the base's embeddings. Models that are trained as a whole are
+divided as the base is, embeddings too (`sharded_model`). As gathering a layer takes all ranks, all
+make the same number of passes, whatever their shares of the batch are: some are about nothing.
 """
 
 from collections.abc import Callable
@@ -13,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch, micro_batches
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
+from tinkercloud_worker.torch_trainer.unembed import Unembedding
 
 
 class ShardedTrainer(DataParallelTrainer):
-    """See `engine.ranks.RankTrainer`. Adapters only."""
+    """See `engine.ranks.RankTrainer`."""
 
     def __init__(
         self,
@@ -47,7 +48,8 @@ class ShardedTrainer(DataParallelTrainer):
             max_context_length=max_context_length,
             max_kept_tokens=max_kept_tokens,
         )
-        base.share_out(init_device_mesh(base.device.type, (dist.get_world_size(),)))
+        self._mesh = init_device_mesh(base.device.type, (dist.get_world_size(),))
+        base.share_out(self._mesh)
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
@@ -56,6 +58,9 @@ class ShardedTrainer(DataParallelTrainer):
         with torch.no_grad():
             for _ in range(missing):
                 self._pass_about_nothing(model_id)
+        parts = self._models[model_id].parts
+        if isinstance(parts, ShardedModel):
+            parts.release()
         return output
 
     def forward_backward(
@@ -70,13 +75,19 @@ class ShardedTrainer(DataParallelTrainer):
                 hidden_BTD.backward(torch.zeros_like(hidden_BTD))
         return output
 
-    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
-        if lora_config is None:
-            raise InvalidRequest(
-                "lora_config: full fine-tuning needs a whole copy of the base at each rank, which"
-                " this server's trainer.sharded excludes; give a rank"
-            )
-        return super()._new_model(lora_config)
+    def _full_model(self) -> TrainedModel:
+        parts = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
+        return TrainedModel(None, parts.trainable, parts)
+
+    def _hidden(self, model: TrainedModel, ids_BT: Tensor) -> Tensor:
+        if isinstance(model.parts, ShardedModel):
+            return model.parts.hidden(ids_BT)
+        return super()._hidden(model, ids_BT)
+
+    def _unembedding(self, model: TrainedModel) -> Unembedding:
+        if isinstance(model.parts, ShardedModel):
+            return Unembedding(model.parts.head(), None)
+        return super()._unembedding(model)
 
     def _needs_backward(self, hidden_BTD: Tensor, gradient_RD: Tensor) -> bool:  # noqa: ARG002 - part of the interface
         return hidden_BTD.requires_grad

@@ -1,0 +1,175 @@
+"""A whole model under training whose weights ranks hold between them, layer by layer (FSDP2).
+
+Each rank has its part of every weight, with its gradient and moments: a slice along the first
+dimension that the number of ranks divides. torch gathers a layer's weights while the layer
+computes, forward and backward, and gives each rank its part of the sum of their gradients. What is
+not of a layer (embeddings, the last norm) is whole at every rank from the forward pass to the end
+of the backward pass: the output layer, which is computed between the two, is taken from there.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.base_model import BaseModel, layers_of
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.frozen_linear import FrozenLinear
+
+
+class ShardedModel:
+    """See `engine.ranks.Parts`. All ranks of the mesh make the same passes in one order."""
+
+    is_whole = False
+
+    def __init__(self, base: BaseModel, mesh: DeviceMesh, *, recompute: bool) -> None:
+        """Begin from the base's weights, of which one at a time is whole here.
+
+        Args:
+            base: shared out over the mesh, or whole.
+            mesh: one dimension, all ranks.
+            recompute: whether layers keep only their inputs for the backward pass.
+
+        Raises:
+            InvalidRequest: there is a weight that so many ranks can't hold between them.
+        """
+        self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
+        weights = base.named_weights()
+        self._layout = Layout(TensorSpec(name, tuple(w.shape)) for name, w in weights.items())
+        self._dims = {name: _divided_dim(name, w, self._ranks) for name, w in weights.items()}
+        self.trainable = Trainable(
+            Layout(TensorSpec(name, self._part_shape(name, w)) for name, w in weights.items()),
+            base.device,
+        )
+        views = self.trainable.layout.views(self.trainable.flat.detach())
+        for name, weight in weights.items():
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            views[name].copy_(self._part(name, whole))
+        self._model = base.without_weights()
+        self._shard(mesh, recompute=recompute)
+
+    def hidden(self, ids_BT: Tensor) -> Tensor:
+        """Return the final hidden states [B, T, D].
+
+        If gradients are recorded, a backward pass from them is to follow at every rank.
+        """
+        hidden_BTD: Tensor = self._model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        if torch.is_grad_enabled():
+            for weight in self._head.parameters():
+                weight.grad = torch.zeros_like(weight)
+        return hidden_BTD
+
+    def head(self) -> FrozenLinear:
+        """Return the output layer, which is there between `hidden` and the backward pass."""
+        weight, bias = self._head.weight, getattr(self._head, "bias", None)
+        return FrozenLinear(cast("Tensor", weight), bias, packed=False)
+
+    def release(self) -> None:
+        """Forget what the last pass gathered, if no backward pass did."""
+        cast("FSDPModule", self._model).reshard()
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `Parts.gather`."""
+        whole = {}
+        for name, part in tensors.items():
+            # Rank 0 of these holds one whole weight at a time beside what it returns.
+            parts = [torch.empty_like(part) for _ in range(self._ranks)] if not self._rank else None
+            dist.gather(part, parts, dst=0)
+            if parts is not None:
+                whole[name] = torch.cat(parts, self._dims[name]).cpu()
+        return whole
+
+    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+        """See `Parts.cut`."""
+        self._layout.check(tensors, what)
+        return {name: self._part(name, tensor) for name, tensor in tensors.items()}
+
+    def add_up(self, gradient: Tensor) -> None:
+        """See `Parts.add_up`: the backward pass has done so."""
+
+    def contribute(self, gradient: Tensor) -> None:
+        """See `Parts.contribute`: as above."""
+
+    def norm(self, gradient: Tensor) -> float:
+        """See `Parts.norm`."""
+        square = torch.linalg.vector_norm(gradient).double().square()
+        dist.all_reduce(square)
+        return float(square.sqrt())
+
+    @property
+    def _head(self) -> nn.Module:
+        head: nn.Module = self._model.get_output_embeddings()
+        return head
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        return whole.chunk(self._ranks, self._dims[name])[self._rank]
+
+    def _part_shape(self, name: str, whole: Tensor) -> tuple[int, ...]:
+        dim = self._dims[name]
+        return (*whole.shape[:dim], whole.shape[dim] // self._ranks, *whole.shape[dim + 1 :])
+
+    def _shard(self, mesh: DeviceMesh, *, recompute: bool) -> None:
+        """Have torch divide the model without weights, then give it ours, gradients and all."""
+        model, trunk = self._model, self._model.base_model
+        # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
+        model.forward = trunk.forward
+        layers = [layer for _, layer in layers_of(trunk)]
+        if recompute:
+            for layer in layers:
+                _compute_again(layer)
+        names = {weight: name for name, weight in model.named_parameters()}
+        for module in (*layers, model):
+            fully_shard(
+                module,
+                mesh=mesh,
+                shard_placement_fn=lambda weight: Shard(self._dims[names[weight]]),
+            )
+        for module in (*layers, model):
+            divided = cast("FSDPModule", module)
+            # Sums, not means; and added up by gloo too, which knows no factors.
+            divided.set_gradient_divide_factor(1.0)
+            divided.set_force_sum_reduction_for_comms(enable=True)
+            # An expert may have seen no token at one rank, and some at another.
+            divided.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
+        model.load_state_dict(self._divided(mesh), assign=True)
+
+    def _divided(self, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
+        """Return our weights as torch divides them, by all of their names."""
+        divided = {}
+        for name, tensor in self.trainable.tensors.items():
+            placed = [Shard(self._dims[name])]
+            weight = nn.Parameter(DTensor.from_local(tensor.detach(), mesh, placed))
+            assert tensor.grad is not None  # noqa: S101 - `Trainable` gives every tensor one
+            weight.grad = DTensor.from_local(tensor.grad, mesh, placed)
+            divided[name] = weight
+        first_names = {weight: name for name, weight in self._model.named_parameters()}
+        every_name = self._model.named_parameters(remove_duplicate=False)
+        return {name: divided[first_names[weight]] for name, weight in every_name}
+
+
+def _divided_dim(name: str, weight: Tensor, ranks: int) -> int:
+    for dim, size in enumerate(weight.shape):
+        if size % ranks == 0:
+            return dim
+    raise InvalidRequest(
+        f"lora_config: full fine-tuning at {ranks} ranks divides each weight by as many, and no"
+        f" dimension of {name} {list(weight.shape)} can be; give a rank of LoRA"
+    )
+
+
+def _compute_again(layer: nn.Module) -> None:
+    """Let a layer keep its inputs only, and compute the rest again in the backward pass."""
+    forward = layer.forward
+
+    def repeatable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    # Assigned to the instance, so that the layer stays what it is, names and all.
+    layer.forward = repeatable
