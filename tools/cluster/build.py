@@ -44,7 +44,7 @@ class Program:
     variables: tuple[str, ...] = ()
     """What the linker sets, with {version}, {major}, {minor}; else programs misreport theirs."""
     files: tuple[str, ...] = ()
-    """Globs below the module's folder; copied to `share/<family>/`."""
+    """Globs of files and folders below the module's folder; copied to `share/<family>/`."""
 
 
 _KUBERNETES_VERSION = tuple(
@@ -76,6 +76,13 @@ PROGRAMS = {
         "sigs.k8s.io/kwok/cmd/kwok",
         "sigs.k8s.io/kwok",
         files=("kustomize/stage/node/fast/node-*.yaml", "kustomize/stage/pod/fast/pod-*.yaml"),
+    ),
+    "kueue": Program(
+        "kueue",
+        "sigs.k8s.io/kueue/cmd/kueue",
+        "sigs.k8s.io/kueue",
+        ("sigs.k8s.io/kueue/pkg/version.GitVersion={version}",),
+        files=("charts/kueue",),
     ),
     "helm": Program(
         "helm",
@@ -202,7 +209,14 @@ class Builder:
         share.mkdir(parents=True, exist_ok=True)
         module = Path(self._list(program, "{{.Dir}}"))
         for path in (path for pattern in program.files for path in module.glob(pattern)):
-            shutil.copyfile(path, share / path.name)
+            self._copy(path, share / path.name)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        # Files of a module are read-only, and so would be their copies.
+        if source.is_dir():
+            shutil.copytree(source, target, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, target)
 
     def _list(self, program: Program, template: str) -> str:
         self._run(program, "mod", "download", program.module)

@@ -30,7 +30,8 @@ class BaseModels:
     def note(self, kind: str, manifest: Manifest) -> None:
         """Take note of an object that has changed: a BaseModel, or what counts for one."""
         if kind == "BaseModel":
-            self._queue.add(manifest["metadata"]["name"])
+            # Another of its name may count from now on.
+            self.look_at_all()
         elif kind == "TrainingSession":
             offering = self._watched.offering(manifest["spec"].get("baseModel", ""))
             if offering is not None:

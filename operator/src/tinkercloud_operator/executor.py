@@ -108,12 +108,14 @@ class Executor:
                 raise result
 
     def _remember(self, session: str, refusal: Refused | None) -> bool:
-        """Take note of what was refused, or that nothing was; return whether that is news."""
+        """Take note of what was refused, or that nothing was; return whether that is news.
+
+        Other words are none: some who refuse never use the same twice.
+        """
         before = self._refusals.pop(session, None)
-        if refusal is None:
-            return before is not None
-        self._refusals[session] = str(refusal)
-        return before != str(refusal)
+        if refusal is not None:
+            self._refusals[session] = str(refusal)
+        return (before is None) != (refusal is None)
 
     async def _do(self, observed: Observed, action: Action) -> bool:
         """Do one thing; return whether it changed what there is to be done."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
 from tinkercloud_operator.fits import never_fits
 from tinkercloud_operator.lifetime import Decision, Wanted
@@ -75,16 +76,22 @@ def _accepted(observed: Observed, shape: Shape | Refusal) -> Finding:
 
 
 def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
-    queue = shape.placement.queue_name if isinstance(shape, Shape) else None
+    cluster = observed.ray_cluster
+    if cluster is None:
+        queue = shape.placement.queue_name if isinstance(shape, Shape) else None
+    else:
+        # Kueue goes by what is there, and may have chosen a queue where none is named.
+        queue = cluster["metadata"].get("labels", {}).get(labels.QUEUE_LABEL)
+    if observed.is_held_back:
+        before = "was evicted by Kueue and " if observed.pods else ""
+        message = f"{before}waits for Kueue to admit it through LocalQueue {queue!r}"
+        return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
     if queue is None:
         return Finding(is_reached=True, reason=Reason.NO_QUEUE)
-    cluster = observed.ray_cluster
-    obstacle = _obstacle(observed)
-    if cluster is None and obstacle is not None:
-        return obstacle
-    if cluster is None or cluster.get("spec", {}).get("suspend"):
-        message = f"waits for Kueue to admit it through LocalQueue {queue!r}"
-        return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
+    if cluster is None:
+        message = f"is about to ask LocalQueue {queue!r}"
+        waits = Finding(is_reached=False, reason=Reason.QUEUED, message=message)
+        return _obstacle(observed) or waits
     return Finding(is_reached=True, reason=Reason.ADMITTED)
 
 

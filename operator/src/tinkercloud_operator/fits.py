@@ -7,6 +7,9 @@ from tinkercloud_operator.observed import Node
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import PodRequest, Shape
 
+_PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
+"""Kubernetes' own: a node that is cordoned, starting or lost will hold pods again."""
+
 
 def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
     """Return why a pod of a session could not run on any node even if all were empty; or None."""
@@ -40,6 +43,7 @@ def _admits(node: Node, placement: Placement) -> bool:
             any(_tolerates(toleration, taint) for toleration in placement.tolerations)
             for taint in node.taints
             if taint.get("effect") in {"NoSchedule", "NoExecute"}
+            and not taint.get("key", "").startswith(_PASSING_TAINTS)
         )
     )
 

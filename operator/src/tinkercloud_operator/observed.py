@@ -116,6 +116,12 @@ class Observed:
         )
 
     @property
+    def is_held_back(self) -> bool:
+        """Whether its RayCluster may have no pods: Kueue has not admitted it, or evicted it."""
+        cluster = self.ray_cluster
+        return cluster is not None and bool(cluster.get("spec", {}).get("suspend"))
+
+    @property
     def has_pods(self) -> bool:
         """Whether it has pods, or something that makes them."""
         return bool(self.pods) or self.ray_cluster is not None

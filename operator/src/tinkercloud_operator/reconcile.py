@@ -14,7 +14,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.children import engines, surroundings
 from tinkercloud_operator.children.pods import Build, Json, Names
-from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_operator.children.raycluster import kept, ray_cluster
 from tinkercloud_operator.drift import is_as_wanted
 from tinkercloud_operator.lifetime import Decision, Wanted, decide
 from tinkercloud_operator.observed import ChildKey, Observed
@@ -92,8 +92,9 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
         yield CreateSecret(secret, surroundings.SECRET_KEYS)
         yield WitnessSecret(secret)
     for manifest in children(build):
-        wanted = _owned(manifest, observed)
-        if not is_as_wanted(wanted, observed.children.get(key_of(manifest))):
+        wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
+        is_cluster = manifest["kind"] == "RayCluster"
+        if not is_as_wanted(kept(wanted, live) if is_cluster else wanted, live):
             yield Apply(wanted)
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.observed import Manifest, Node, Pod, Trouble
 from tinkercloud_operator.quantities import parse_quantity
@@ -96,6 +97,20 @@ def node(manifest: Manifest) -> Node:
         memory=parse_quantity(allocatable.get("memory", 0)),
         gpus=int(parse_quantity(allocatable.get(GPU_RESOURCE, 0))),
     )
+
+
+def session_status(manifest: Manifest) -> TrainingSessionStatus:
+    """Return the status of a session, without what this version can't read of it.
+
+    An operator that is rolled back finds what a later one wrote.
+    """
+    written = manifest.get("status", {})
+    try:
+        return TrainingSessionStatus.model_validate(written)
+    except ValidationError as error:
+        unreadable = {problem["loc"][0] for problem in error.errors()}
+    readable = {key: value for key, value in written.items() if key not in unreadable}
+    return TrainingSessionStatus.model_validate(readable)
 
 
 def base_model(manifest: Manifest) -> BaseModelSpec | None:

@@ -54,7 +54,7 @@ def status(
         incarnation=incarnation or previous.incarnation,
         ray_cluster=observed.name if observed.ray_cluster is not None else None,
         workers=_workers(observed, shape),
-        gpus=shape.gpus if isinstance(shape, Shape) and observed.ray_cluster is not None else 0,
+        gpus=_gpus(observed, shape),
         plan=shape.plan if isinstance(shape, Shape) else previous.plan,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=previous.latest_checkpoint,
@@ -138,6 +138,11 @@ def _phase(observed: Observed, decision: Decision | None, ready: Finding) -> Pha
     if observed.ray_cluster is None:
         return phases.get(ready.reason, "Pending")
     return phases.get(ready.reason, "Provisioning")
+
+
+def _gpus(observed: Observed, shape: Shape | Refusal) -> int:
+    holds_any = observed.ray_cluster is not None and not observed.is_held_back
+    return shape.gpus if isinstance(shape, Shape) and holds_any else 0
 
 
 def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:

@@ -6,7 +6,7 @@ write. A full list also removes what has vanished while no watch was looking.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator import seen
 from tinkercloud_operator.lifetime import parse_time
-from tinkercloud_operator.observed import ChildKey, Manifest, Node, Observed
+from tinkercloud_operator.observed import ChildKey, Manifest, Node, Observed, Pod
 from tinkercloud_operator.witness import has_secret
 
 Metadata = Mapping[str, Any]
@@ -56,11 +56,10 @@ class Watched:
         version, known = _version(manifest), self._find(kind, metadata)
         if self._gone.get((kind, metadata["uid"]), 0) >= version:
             return set()
-        if known is not None and known["metadata"]["uid"] == metadata["uid"]:
-            if not is_gone and _version(known) >= version:
+        if known is not None:
+            is_another = known["metadata"]["uid"] != metadata["uid"]
+            if is_another if is_gone else _version(known) >= version:
                 return set()
-        elif known is not None and is_gone:
-            return set()
         if is_gone:
             self._gone[kind, metadata["uid"]] = version
         self._put(kind, manifest, is_gone=is_gone)
@@ -102,7 +101,7 @@ class Watched:
         metadata = manifest["metadata"]
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
-            status = TrainingSessionStatus.model_validate(manifest.get("status", {}))
+            status = seen.session_status(manifest)
         except ValidationError:
             return None
         children = self._children.get(name, {})
@@ -122,7 +121,7 @@ class Watched:
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
             children={key: item for key, item in children.items() if key.kind != "Pod"},
-            pods=tuple(seen.pod(item) for key, item in children.items() if key.kind == "Pod"),
+            pods=_pods(children),
             has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
             nodes=surroundings.nodes,
@@ -213,6 +212,30 @@ class Watched:
             for key, item in children.items()
             if key.kind == kind
         ]
+
+
+def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
+    """Return a session's pods. One whose RayCluster is gone or going is going, told or not."""
+    owner = next(
+        (
+            _uid(item)
+            for key, item in children.items()
+            if key.kind == "RayCluster" and "deletionTimestamp" not in item["metadata"]
+        ),
+        None,
+    )
+    pods = [item for key, item in children.items() if key.kind == "Pod"]
+    return tuple(
+        replace(seen.pod(item), is_terminating=True)
+        if _ray_cluster_of(item) not in {owner, None}
+        else seen.pod(item)
+        for item in pods
+    )
+
+
+def _ray_cluster_of(pod: Manifest) -> str | None:
+    owners = pod["metadata"].get("ownerReferences", [])
+    return next((str(owner["uid"]) for owner in owners if owner["kind"] == "RayCluster"), None)
 
 
 def _set(store: dict[K, Manifest], key: K, manifest: Manifest | None) -> None:

@@ -100,6 +100,23 @@ async def test_what_is_refused_is_said_and_tried_again(operator: Operator) -> No
     assert "one-config" in operator.ready["message"]
 
 
+async def test_a_refusal_that_is_never_worded_the_same_is_said_and_tried_again_later(
+    operator: Operator,
+) -> None:
+    operator.api.refused["one-config"] = 422
+    await operator.look()
+
+    operator.api.explanation = "refused, request 1"
+    with pytest.raises(Refused, match="request 1"):
+        await operator.look()
+    operator.api.explanation = "refused, request 2"
+    with pytest.raises(Refused, match="request 2"):
+        await operator.look()
+
+    assert operator.ready["reason"] == "ApplyFailed"
+    assert "request 1" in operator.ready["message"], "what was known when it was looked at"
+
+
 async def test_a_refusal_that_is_over_is_not_said_any_longer(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
     await operator.look()

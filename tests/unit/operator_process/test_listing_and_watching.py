@@ -15,9 +15,10 @@ from tinkercloud_operator.leader import Leadership
 from tinkercloud_operator.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
-from tinkercloud_testing.sessions import a_session_manifest
+from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
 
 SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
+BASE_MODELS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/basemodels"
 SERVICE = "/api/v1/namespaces/default/services/one-head"
 SETTINGS = Settings(max_concurrent=1)
 
@@ -114,6 +115,30 @@ async def test_kuberay_that_comes_ends_the_watching_so_that_its_kinds_are_watche
     await resyncing
 
     assert stop.is_set()
+
+
+async def test_a_base_model_takes_over_at_once_when_the_older_of_its_name_goes(
+    connection: Connection, controller: Controller
+) -> None:
+    older = connection.api.put(f"{BASE_MODELS}/a", a_base_model_manifest("a"))
+    younger = connection.api.put(f"{BASE_MODELS}/b", a_base_model_manifest("b"))
+    for offered in (older, younger):
+        controller.hear("BaseModel", "ADDED", offered)
+    controller._is_complete.set()
+    working = asyncio.create_task(controller.work_on_base_models())
+    assert await reached(lambda: reason_of(connection, "b") == "Duplicate")
+
+    controller.hear("BaseModel", "DELETED", older)
+
+    assert await reached(lambda: reason_of(connection, "b") == "Accepted")
+    working.cancel()
+
+
+def reason_of(connection: Connection, base_model: str) -> str | None:
+    """Return the reason of the Ready condition that was written of a BaseModel, if any was."""
+    status = connection.api.objects[f"{BASE_MODELS}/{base_model}"].get("status", {})
+    reasons = [item["reason"] for item in status.get("conditions", []) if item["type"] == "Ready"]
+    return next(iter(reasons), None)
 
 
 async def lead(connection: Connection, heads: Heads) -> None:

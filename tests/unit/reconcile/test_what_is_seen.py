@@ -21,6 +21,12 @@ from tinkercloud_testing.sessions import (
     observed,
 )
 
+CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+STARTING = {
+    "key": "node.cloudprovider.kubernetes.io/uninitialized",
+    "value": "true",
+    "effect": "NoSchedule",
+}
 TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
 
 
@@ -200,6 +206,7 @@ REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
             {"tolerations": [{"key": "nvidia.com/gpu", "value": "present"}]},
         ),
         (a_node(taints=({**TAINT, "effect": "PreferNoSchedule"},)), {}),
+        (a_node(taints=(CORDONED, STARTING)), {}),
     ],
 )
 def test_a_pod_fits_where_a_node_could_hold_it(node: Node, placement: Json) -> None:

@@ -107,6 +107,17 @@ def test_the_end_of_an_object_does_not_hide_its_successor_of_the_same_name(
     assert children(watched)[SERVICE]["metadata"]["uid"] == "second"
 
 
+def test_a_late_word_of_an_object_does_not_hide_its_successor_of_the_same_name(
+    watched: Watched,
+) -> None:
+    watched.note("Service", service(9, uid="second"))
+
+    concerned = watched.note("Service", service(8, uid="first"))
+
+    assert concerned == set()
+    assert children(watched)[SERVICE]["metadata"]["uid"] == "second"
+
+
 def test_what_is_missing_from_a_full_list_is_gone(watched: Watched) -> None:
     watched.note("Service", service(7))
 
@@ -196,6 +207,50 @@ def test_an_unknown_session_or_one_that_can_not_be_read_is_none(watched: Watched
 
     assert look(watched, "broken") is None
     assert look(watched, "unknown") is None
+
+
+def test_of_a_status_what_a_later_version_wrote_is_left_out(watched: Watched) -> None:
+    later = {"phase": "Hibernating", "incarnation": "uid-0", "finishedTime": timestamp(NOON)}
+    watched.note("TrainingSession", session(version=2) | {"status": later})
+
+    found = look(watched)
+
+    assert found is not None
+    assert (found.status.incarnation, found.status.finished_time) == ("uid-0", timestamp(NOON))
+
+
+def a_ray_cluster(uid: str, version: int, **meta: Any) -> Json:
+    metadata = {"name": "one", "labels": {labels.SESSION_LABEL: "one"}}
+    return stored({"metadata": metadata, "spec": {}}, version, uid, **meta)
+
+
+def a_pod_of(ray_cluster: str) -> Json:
+    owners = [{"kind": "RayCluster", "name": "one", "uid": ray_cluster}]
+    metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
+    return stored({"metadata": metadata | {"ownerReferences": owners}, "status": {}})
+
+
+@pytest.mark.parametrize(
+    ("clusters", "is_going"),
+    [
+        ([a_ray_cluster("its", 2)], False),
+        ([a_ray_cluster("its", 2, deletionTimestamp="2026-01-01T12:00:00Z")], True),
+        ([a_ray_cluster("another", 2)], True),
+        ([], True),
+    ],
+    ids=["there", "going", "another of its name", "gone"],
+)
+def test_a_pod_whose_raycluster_is_gone_or_going_is_going_too(
+    watched: Watched, clusters: list[Json], is_going: bool
+) -> None:
+    watched.note("Pod", a_pod_of("its"))
+    for cluster in clusters:
+        watched.note("RayCluster", cluster)
+
+    found = look(watched)
+
+    assert found is not None
+    assert [pod.is_terminating for pod in found.pods] == [is_going]
 
 
 def test_managed_fields_are_not_kept(watched: Watched) -> None:

@@ -178,6 +178,9 @@ class ClusterApi:
             await self._call("POST", self._path(plural), query=query, body=manifest)
         except _Exists:
             return
+        except _Conflict as error:
+            # As of ResourceQuotas, when many objects are created at once.
+            raise ClusterUnreachable(str(error)) from None
 
     async def annotate(self, plural: str, name: str, annotations: Mapping[str, str]) -> None:
         """Set annotations of an object, if it exists.
@@ -210,7 +213,7 @@ class ClusterApi:
         options = {"preconditions": {"uid": uid}}
         try:
             await self._call("DELETE", self._path(plural, name), body=options)
-        except (_Missing, _Exists):
+        except (_Missing, _Conflict):
             return
 
     async def secret(self, name: str) -> Mapping[str, bytes]:
@@ -281,8 +284,12 @@ class _Missing(ClusterRefused):
     """404."""
 
 
-class _Exists(ClusterRefused):
-    """409."""
+class _Conflict(ClusterRefused):
+    """409: it, or something else that has to do with it, has changed meanwhile."""
+
+
+class _Exists(_Conflict):
+    """409: there is an object of that name."""
 
 
 def _runs_in_a_pod() -> bool:
@@ -300,15 +307,18 @@ def _event(line: bytes, plural: str) -> Event:
 def _error(status: int, content: bytes, what: str) -> Exception:
     """Return what a refusal means."""
     try:
-        message = str(json.loads(content)["message"])
+        said = json.loads(content)
+        message, reason = str(said["message"]), said.get("reason")
     except (ValueError, KeyError, TypeError):
-        message = content[:200].decode(errors="replace")
+        message, reason = content[:200].decode(errors="replace"), None
     if status == 410:
         return ResourceVersionGone(message)
     if status in {401, 429} or status >= 500:  # 401: the token has just been renewed
         return ClusterUnreachable(f"{what}: {status}: {message}")
-    if status in {404, 409}:
-        return (_Missing if status == 404 else _Exists)(message)
+    if status == 404:
+        return _Missing(message)
+    if status == 409:
+        return (_Exists if reason == "AlreadyExists" else _Conflict)(message)
     if status in {400, 422}:
         return ClusterRefusedRequest(f"Kubernetes does not accept this session: {message}")
     hint = (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import structlog
+from pydantic import ValidationError
 
 from tinkercloud_api.providers import session_spec
 from tinkercloud_api.providers.base import HeadFailed, HeadRoute, Placement, ServedModel, Waiting
@@ -35,6 +36,7 @@ from tinkercloud_api.providers.session_status import (
 from tinkercloud_crds.labels import BASE_MODELS, TRAINING_SESSIONS
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
 
@@ -246,7 +248,13 @@ class KubernetesProvider:
             manifest = await self._api.get(TRAINING_SESSIONS, name)
         except (ClusterUnreachable, ClusterRefused) as error:
             raise Unavailable(str(error)) from None
-        return read_session(manifest) if manifest is not None else None
+        try:
+            return read_session(manifest) if manifest is not None else None
+        except ValidationError as error:
+            raise Unavailable(
+                f"TrainingSession {name}: this version of the server can't read it:"
+                f" {describe(error)}"
+            ) from None
 
     def mistrust(self, route: HeadRoute) -> None:
         """See `SessionProvider.mistrust`."""

@@ -7,11 +7,12 @@ it is back, the watch goes on where it was, or everything is listed again.
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import aclosing
 from typing import Generic, Protocol, TypeVar
 
 import structlog
+from pydantic import ValidationError
 
 from tinkercloud_api.providers.cluster_api import (
     ClusterApi,
@@ -20,6 +21,7 @@ from tinkercloud_api.providers.cluster_api import (
     Manifest,
     ResourceVersionGone,
 )
+from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +66,8 @@ class Cache(Generic[ObjectT]):
         Args:
             api: the cluster.
             plural: the resource.
-            read: makes of an object what is kept of it.
+            read: makes of an object what is kept of it; an object that it finds invalid is left
+                out.
             gone: told the names of objects that are no more.
         """
         self._api = api
@@ -135,10 +138,11 @@ class Cache(Generic[ObjectT]):
     async def _relist(self) -> str:
         log.info("listing everything", resource=self._plural)
         listing = await self._api.list_all(self._plural)
-        present = {item["metadata"]["name"]: self._read(item) for item in listing.items}
-        for name in self._objects.keys() - present.keys():
+        names = {item["metadata"]["name"] for item in listing.items}
+        for name in self._objects.keys() - names:
             self.forget(name)
-        self._put(present)
+        for item in listing.items:
+            self._put(item)
         self.is_filled.set()
         return listing.resource_version
 
@@ -151,14 +155,21 @@ class Cache(Generic[ObjectT]):
                 if event.type == "DELETED":
                     self.forget(metadata["name"])
                 elif event.type != "BOOKMARK":
-                    self._put({metadata["name"]: self._read(event.object)})
+                    self._put(event.object)
                 self._position = metadata["resourceVersion"]
 
-    def _put(self, present: Mapping[str, ObjectT]) -> None:
-        for name, value in present.items():
-            if _version(self._objects.get(name)) != value.resource_version:
-                self._objects[name] = value
-                self._wake(name)
+    def _put(self, manifest: Manifest) -> None:
+        name = manifest["metadata"]["name"]
+        try:
+            value = self._read(manifest)
+        except ValidationError as error:
+            # A later version may have written it; the others are none the worse for it.
+            log.warning("left out", resource=self._plural, name=name, error=describe(error))
+            self.forget(name)
+            return
+        if _version(self._objects.get(name)) != value.resource_version:
+            self._objects[name] = value
+            self._wake(name)
 
     def _wake(self, name: str) -> None:
         for waiter in self._waiters.get(name, ()):

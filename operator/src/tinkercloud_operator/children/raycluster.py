@@ -19,6 +19,7 @@ from tinkercloud_operator.children.pods import (
     pod_template,
     probe,
 )
+from tinkercloud_operator.observed import Manifest
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import RAY_NODE
 
@@ -80,6 +81,25 @@ def ray_cluster(build: Build) -> Json:
             "workerGroupSpecs": [*_trainers(build), *_samplers(build)],
         },
     }
+
+
+def kept(wanted: Manifest, live: Manifest | None) -> Manifest:
+    """Return what of a RayCluster is put right where the live one differs.
+
+    Kueue adds to the pods that it admits, and evicts a RayCluster whose pods are described anew. Of
+    one that it has admitted only the numbers of pods are kept as wanted, which is worth that; the
+    rest waits until the RayCluster queues again.
+    """
+    if live is None or live.get("spec", {}).get("suspend") is not False:
+        return wanted
+    if labels.QUEUE_LABEL not in live["metadata"].get("labels", {}):
+        return wanted
+    groups = [
+        {"groupName": group["groupName"], "replicas": group["replicas"]}
+        for group in wanted["spec"]["workerGroupSpecs"]
+    ]
+    owners = {"ownerReferences": wanted["metadata"]["ownerReferences"]}
+    return {"metadata": owners, "spec": {"workerGroupSpecs": groups}}
 
 
 def _head(build: Build) -> Json:

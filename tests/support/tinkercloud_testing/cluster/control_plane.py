@@ -150,6 +150,8 @@ def _api_server_command(
         "--authorization-mode=Node,RBAC",
         "--anonymous-auth=false",
         "--enable-admission-plugins=NodeRestriction",
+        # Webhooks of programs on this machine are reached without a kube-proxy.
+        "--enable-aggregator-routing",
         "--profiling=false",
     )
 

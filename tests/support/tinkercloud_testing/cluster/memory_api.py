@@ -32,6 +32,8 @@ class MemoryApi:
     """`VERB path`, in the order they came in."""
     refused: dict[str, int] = field(default_factory=dict)
     """By the last part of a path: the status that writes to it are answered with."""
+    explanation: str = "refused by the test"
+    """What those writes are told."""
     has_kuberay: bool = True
     """Whether it knows RayClusters."""
     is_silent: bool = False
@@ -62,7 +64,7 @@ class MemoryApi:
             await asyncio.Event().wait()
         status = self.refused.get(path.rsplit("/", 1)[1])
         if status is not None and method != "GET":
-            return _status(status, "refused by the test")
+            return _status(status, self.explanation)
         match method:
             case "GET":
                 return self._get(path)
@@ -78,7 +80,7 @@ class MemoryApi:
 
     def _create(self, path: str, manifest: Json) -> web.Response:
         if path in self.objects:
-            return _status(409, "already exists")
+            return _status(409, "already exists", "AlreadyExists")
         return web.json_response(self.put(path, manifest), status=201)
 
     def _get(self, path: str) -> web.Response:
@@ -94,8 +96,8 @@ class MemoryApi:
         return web.json_response({"metadata": metadata, "items": items})
 
 
-def _status(code: int, message: str) -> web.Response:
-    content = {"kind": "Status", "code": code, "message": message}
+def _status(code: int, message: str, reason: str = "Conflict") -> web.Response:
+    content = {"kind": "Status", "code": code, "message": message, "reason": reason}
     return web.json_response(content, status=code)
 
 

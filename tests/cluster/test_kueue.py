@@ -1,0 +1,239 @@
+"""Sessions whose RayClusters Kueue admits: real Kueue and KubeRay; pods run on played nodes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_api.providers.base import Waiting
+from tinkercloud_api.providers.session_status import read_session, standing
+from tinkercloud_crds.labels import OPERATOR_FIELD_MANAGER
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.control_plane import ControlPlane
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.kueue import QUEUES_LABEL, Kueue, a_kueue
+from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
+from tinkercloud_testing.cluster.operators import (
+    RunningOperator,
+    an_operator,
+    install_definitions,
+    operator_account,
+)
+from tinkercloud_testing.cluster.programs import wait_until
+from tinkercloud_testing.cluster.training_sessions import (
+    SOON_SECONDS,
+    Sessions,
+    a_base_model,
+    a_volume,
+)
+from tinkercloud_testing.cluster.worlds import PATIENCE
+
+pytestmark = pytest.mark.timeout(300)
+
+ONE_SESSION = 3
+"""GPUs of a session: two trainers and a sampler."""
+URGENT = {
+    "apiVersion": "scheduling.k8s.io/v1",
+    "kind": "PriorityClass",
+    "metadata": {"name": "urgent"},
+    "value": 1000,
+}
+FLAVOR = {"nodeLabels": {"type": "kwok"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+"""What Kueue adds to the pods that it admits."""
+WRITES_OF_A_REFUSAL = 2
+"""A session that can't be served has its status and an Event."""
+
+
+@pytest.fixture(scope="module")
+def kueue(
+    control_plane: ControlPlane, kuberay: KubeRay, kwok: KwokNodes, cluster_folder: Path
+) -> Iterator[Kueue]:
+    install_definitions(control_plane.cluster)
+    control_plane.cluster.apply(URGENT)
+    kwok.add("kueue-0", gpus=16)
+    with a_kueue(control_plane, cluster_folder) as running:
+        yield running
+        sys.stdout.write(running.manager.last_words())
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster, kueue: Kueue) -> Iterator[str]:
+    with cluster.a_namespace("queued", **{QUEUES_LABEL: "yes"}) as name:
+        cluster.apply(queued_model(name), *a_volume(name))
+        yield name
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster, namespace: str, cluster_folder: Path) -> Iterator[RunningOperator]:
+    kubeconfig = operator_account(cluster, namespace, cluster_folder)
+    with an_operator(kubeconfig, namespace, cluster_folder, **PATIENCE) as running:
+        yield running
+
+
+@pytest.fixture
+def sessions(
+    cluster: Cluster, namespace: str, kueue: Kueue, operator: RunningOperator
+) -> Iterator[Sessions]:
+    """Sessions of the namespace, whose queue has room for one of them."""
+    kueue.offer(namespace, gpus=ONE_SESSION, **FLAVOR)
+    yield Sessions(cluster, namespace)
+    cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=120s")
+    sys.stdout.write(operator.program.last_words())
+
+
+def queued_model(namespace: str, **spec: object) -> dict[str, Any]:
+    chosen: dict[str, Any] = {
+        "placement": {**PLACEMENT, "queueName": "gpus"},
+        "sessions": {"priorityClassNames": ["urgent"]},
+    }
+    return a_base_model(namespace, **chosen, **spec)
+
+
+def ray_cluster(sessions: Sessions, name: str) -> dict[str, Any]:
+    return sessions.cluster.get("raycluster", name, sessions.namespace)
+
+
+def pods(sessions: Sessions, name: str) -> set[str]:
+    selector = f"tinkercloud.dev/session={name}"
+    found = sessions.cluster.objects("pods", sessions.namespace, selector)
+    return {pod["metadata"]["uid"] for pod in found}
+
+
+def applied_fields(sessions: Sessions, name: str) -> str:
+    """Return, as text, which fields of a RayCluster the operator has applied."""
+    where = ("raycluster", name, "-n", sessions.namespace, "-o", "json")
+    found = json.loads(sessions.cluster.kubectl("get", *where, "--show-managed-fields"))
+    entries = [
+        entry["fieldsV1"]
+        for entry in found["metadata"]["managedFields"]
+        if entry["operation"] == "Apply" and entry["manager"] == OPERATOR_FIELD_MANAGER
+    ]
+    return json.dumps(entries)
+
+
+def writes(operator: RunningOperator) -> int:
+    """Return how many writes the operator has made."""
+    lines = operator.get("/metrics").splitlines()
+    counted = [line for line in lines if line.startswith("tinkercloud_api_requests_total{")]
+    return sum(int(float(line.split()[-1])) for line in counted if 'verb="GET"' not in line)
+
+
+def test_a_session_waits_until_another_gives_its_quota_back(sessions: Sessions) -> None:
+    sessions.make_ready("first")
+
+    sessions.make("second")
+    sessions.wait_for_reason("second", "Queued")
+
+    waiting = standing(read_session(sessions.cluster.get("tsess", "second", sessions.namespace)))
+    assert sessions.status("second")["phase"] == "Queued"
+    assert sessions.condition("second", "QuotaReserved")["status"] == "False"
+    assert isinstance(waiting, Waiting)
+    assert waiting.queue_state == "paused_capacity"
+    assert "LocalQueue 'gpus'" in waiting.reason
+    assert pods(sessions, "second") == set()
+    sessions.delete("first")
+    sessions.wait_for("second", "condition=Ready")
+
+
+def test_a_suspended_session_makes_room_and_queues_again(sessions: Sessions) -> None:
+    sessions.make_ready("first")
+    sessions.make("second")
+    sessions.wait_for_reason("second", "Queued")
+
+    sessions.make("first", suspend=True)
+    sessions.wait_for("second", "condition=Ready")
+    sessions.make("first", suspend=False)
+
+    sessions.wait_for_reason("first", "Queued")
+    assert sessions.condition("first", "Stalled")["status"] == "False"
+
+
+def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kueue(
+    sessions: Sessions, operator: RunningOperator
+) -> None:
+    sessions.make_ready("first")
+    sessions.make("second")
+    sessions.wait_for_reason("second", "Queued")
+    sessions.make("seen-before", baseModel="Unknown/Model")
+    sessions.wait_for_reason("seen-before", "BaseModelNotFound")
+    before, written = ray_cluster(sessions, "second"), writes(operator)
+
+    sessions.cluster.kubectl(
+        "label", "rayclusters,tsess", "--all", "touched=yes", "-n", sessions.namespace
+    )
+    sessions.make("seen-after", baseModel="Unknown/Model")
+    sessions.wait_for_reason("seen-after", "BaseModelNotFound")
+
+    after = ray_cluster(sessions, "second")
+    assert writes(operator) - written <= WRITES_OF_A_REFUSAL
+    assert after["spec"] == before["spec"]
+    assert after["spec"]["suspend"] is True
+    applied = applied_fields(sessions, "second")
+    assert "f:headGroupSpec" in applied
+    assert "f:suspend" not in applied
+
+
+def test_a_preempted_session_says_so_and_comes_back(sessions: Sessions) -> None:
+    sessions.make_ready("first")
+    before = pods(sessions, "first")
+
+    sessions.make("pressing", priorityClassName="urgent")
+    sessions.wait_for("pressing", "condition=Ready")
+
+    assert sessions.status("first")["phase"] == "Queued"
+    assert sessions.reason("first") == "Queued"
+    assert "endpoint" not in sessions.status("first")
+    assert pods(sessions, "first") == set()
+    sessions.delete("pressing")
+    sessions.wait_for("first", "condition=Ready")
+    assert not pods(sessions, "first") & before
+
+
+def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
+    sessions: Sessions, operator: RunningOperator
+) -> None:
+    sessions.make_ready("first")
+    running, written = pods(sessions, "first"), writes(operator)
+
+    sessions.cluster.kubectl("label", "pods", "--all", "touched=yes", "-n", sessions.namespace)
+    sessions.make("seen", baseModel="Unknown/Model")
+    sessions.wait_for_reason("seen", "BaseModelNotFound")
+
+    head = ray_cluster(sessions, "first")["spec"]["headGroupSpec"]["template"]["spec"]
+    assert FLAVOR["tolerations"][0] in head["tolerations"]
+    assert writes(operator) - written <= WRITES_OF_A_REFUSAL
+    assert pods(sessions, "first") == running
+
+
+def test_a_changed_base_model_evicts_nobody(sessions: Sessions) -> None:
+    sessions.make_ready("first")
+    running = pods(sessions, "first")
+
+    sessions.cluster.apply(queued_model(sessions.namespace, head={"image": "another"}))
+    sessions.make("second")
+    sessions.wait_for_reason("second", "Queued")
+
+    head = ray_cluster(sessions, "second")["spec"]["headGroupSpec"]["template"]["spec"]
+    assert head["containers"][0]["image"] == "another"
+    assert sessions.status("first")["phase"] == "Ready"
+    assert pods(sessions, "first") == running
+
+
+def test_a_deleted_session_leaves_no_workload(sessions: Sessions) -> None:
+    sessions.make_ready("first")
+    sessions.make("second")
+    sessions.wait_for_reason("second", "Queued")
+
+    sessions.delete("first")
+    sessions.delete("second")
+
+    sessions.wait_until_nothing_is_left("first")
+    sessions.wait_until_nothing_is_left("second")
+    wait_until(
+        lambda: not sessions.cluster.objects("workloads", sessions.namespace),
+        "no Workload is left",
+        SOON_SECONDS,
+    )

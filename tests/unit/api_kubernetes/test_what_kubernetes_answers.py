@@ -1,0 +1,65 @@
+"""What the API server makes of Kubernetes' answers, over a real connection."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterUnreachable
+from tinkercloud_api.providers.session_cache import Cache
+from tinkercloud_api.providers.session_status import Session, read_session
+from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
+from tinkercloud_testing.sessions import Json, a_session_manifest
+
+SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
+
+
+@pytest.fixture
+async def connection() -> AsyncIterator[Connection]:
+    async with a_memory_api() as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(connection: Connection) -> ClusterApi:
+    return ClusterApi(connection.client, "default")
+
+
+def a_session(connection: Connection, name: str, **spec: Any) -> Json:
+    manifest = a_session_manifest(name, **spec)
+    return connection.api.put(f"{SESSIONS}/{name}", manifest, generation=1)
+
+
+async def test_an_object_that_is_there_already_need_not_be_created(
+    connection: Connection, cluster: ClusterApi
+) -> None:
+    a_session(connection, "one")
+
+    await cluster.create("trainingsessions", a_session_manifest("one"))
+
+
+async def test_a_conflict_with_something_else_is_no_object_that_is_there_already(
+    connection: Connection, cluster: ClusterApi
+) -> None:
+    connection.api.refused["trainingsessions"] = 409
+    connection.api.explanation = "Operation cannot be fulfilled on resourcequotas"
+
+    with pytest.raises(ClusterUnreachable, match="resourcequotas"):
+        await cluster.create("trainingsessions", a_session_manifest("one"))
+
+
+async def test_an_object_that_can_not_be_read_hides_no_other(
+    connection: Connection, cluster: ClusterApi
+) -> None:
+    a_session(connection, "of-a-later-version", role="Evaluator")
+    a_session(connection, "readable")
+    cache: Cache[Session] = Cache(cluster, "trainingsessions", read_session, lambda _: None)
+
+    keeping = asyncio.create_task(cache.run())
+    async with asyncio.timeout(10):
+        await cache.is_filled.wait()
+    keeping.cancel()
+
+    assert cache.get("readable") is not None
+    assert cache.get("of-a-later-version") is None
