@@ -15,6 +15,9 @@ LONG_CLUSTER_TESTS := test_installation.py test_operator_faults.py
 TRAINER_TESTS := $(addprefix tests/conformance/test_,training_with_the_sdk.py checkpoints_with_the_sdk.py \
   sampling_with_the_sdk.py suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
+# Most tests wait for programs they have started, so even two cores have time for two at once.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -38,15 +41,15 @@ demo: .venv/.installed ## train, sample and resume against `make run`, in a seco
 	@$(BIN)/python examples/demo.py
 
 test: .venv/.installed ## run all tests that need no cluster and one rank
-	@$(BIN)/pytest tests/house tests/unit
-	@$(BIN)/pytest tests/conformance tests/chaos
+	@$(PYTEST) tests/house tests/unit
+	@$(PYTEST) tests/chaos tests/conformance
 
 test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
-	@$(BIN)/pytest tests/engines
-	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
+	@$(PYTEST) tests/engines
+	@$(PYTEST) $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
-	@$(BIN)/pytest tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
+	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
 
 test-faults: .venv/.installed ## let the API server fail, kill the operator at every write, make 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py

@@ -1,4 +1,4 @@
-"""The cluster that the tests in this folder share: one for the whole run."""
+"""The cluster that the tests in this folder share: one for each worker that runs them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,17 @@ from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
 from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
 from tinkercloud_testing.cluster.node import RealNode, a_real_node
 from tinkercloud_testing.cluster.programs import state_folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of what there is but one of to one worker: the node, an existing cluster."""
+    here = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    is_shared = existing_cluster() is not None
+    alone = {item.path for item in here if is_shared or "real_node" in item.fixturenames}
+    for item in here:
+        if item.path in alone:
+            item.add_marker(pytest.mark.xdist_group("the only node"))
 
 
 @pytest.fixture(scope="session")

@@ -29,10 +29,10 @@ from tinkercloud_testing.cluster.engine_image import engine_image
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.cluster.volumes import a_volume
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sessions import a_base_model, a_build, a_session
+from tinkercloud_testing.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -34,8 +34,8 @@ from tinkercloud_testing.cluster.installation import (
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.models import save, smollm2, tiny_llama
+from tinkercloud_testing.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -31,12 +31,13 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Listen
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane
-from tinkercloud_testing.cluster.programs import ROOT, wait_until
+from tinkercloud_testing.cluster.programs import ROOT
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.postgresql import a_postgresql
 from tinkercloud_testing.servers import API_KEY, Server, free_port
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 MODEL = "tiny/llama"
 OWNER = "bootstrap"
 ACCOUNT = "tinkercloud-api"
@@ -62,8 +63,8 @@ RULES = [
 
 def step(training: tinker.TrainingClient) -> float:
     result = training.forward_backward([DATUM], "cross_entropy")
-    training.optim_step(ADAM).result(timeout=120)
-    return result.result(timeout=120).metrics["loss:sum"]
+    training.optim_step(ADAM).result()
+    return result.result().metrics["loss:sum"]
 
 
 def now() -> str:
@@ -104,12 +105,15 @@ class Head:
                 stderr=log,
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
             )
-        wait_until(self.is_ready, "head", 120)
+        wait_until(self.is_ready, "head")
 
     def is_ready(self) -> bool:
         headers = {routes.HEAD_TOKEN_HEADER: self.token}
         request = urllib.request.Request(self.url + routes.HEAD_READY, headers=headers)
-        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=120) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer,
+        ):
             return bool(answer.status == 200)
         return False
 
@@ -474,8 +478,8 @@ def test_a_session_suspended_for_idleness_is_resumed_by_the_next_request(
     wait_until(lambda: last_activity(world, name) > asleep, "the session to be wanted again")
     head.start()
     world.make_ready(name, head, incarnation="pod-b.0")
-    training.optim_step(ADAM).result(timeout=120)
-    losses += [going_on.result(timeout=120).metrics["loss:sum"], step(training)]
+    training.optim_step(ADAM).result()
+    losses += [going_on.result().metrics["loss:sum"], step(training)]
 
     assert losses == expected
 
@@ -623,4 +627,4 @@ def test_a_server_that_slept_through_changes_learns_of_them(
         listed = server.request("GET", "/api/v1/get_server_capabilities", key=API_KEY)
         return b"tiny/late" in listed.body
 
-    wait_until(offered, "the new base model", 120)
+    wait_until(offered, "the new base model")

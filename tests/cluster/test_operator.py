@@ -15,7 +15,6 @@ from tinkercloud_testing.cluster.operators import (
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.cluster.training_sessions import (
     MODEL,
     SOON_SECONDS,
@@ -23,6 +22,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_base_model,
     a_volume,
 )
+from tinkercloud_testing.waiting import wait_until
 
 TWO_ENGINES = {
     "backend": "sglang",

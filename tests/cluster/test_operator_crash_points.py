@@ -23,9 +23,9 @@ from tinkercloud_testing.cluster.faulty_api import Trap
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import install_definitions
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.cluster.training_sessions import Sessions
 from tinkercloud_testing.cluster.worlds import World, a_world
+from tinkercloud_testing.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(1800)
 

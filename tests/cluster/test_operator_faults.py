@@ -30,15 +30,13 @@ from tinkercloud_testing.cluster.operators import (
     make_operator,
     operator_account,
 )
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.cluster.training_sessions import (
     CHILD_KINDS,
     SOON_SECONDS,
     Sessions,
 )
 from tinkercloud_testing.cluster.worlds import PATIENCE, World, a_world
-
-pytestmark = pytest.mark.timeout(300)
+from tinkercloud_testing.waiting import wait_until
 
 IS_FULL = os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full"
 """Whether everything is tried, or what a run of all tests has time for."""

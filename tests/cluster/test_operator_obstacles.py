@@ -23,15 +23,14 @@ from tinkercloud_testing.cluster.operators import (
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.programs import Program, build_folder, wait_until
+from tinkercloud_testing.cluster.programs import Program, build_folder
 from tinkercloud_testing.cluster.training_sessions import (
     SOON_SECONDS,
     Sessions,
     a_base_model,
     a_volume,
 )
-
-pytestmark = pytest.mark.timeout(300)
+from tinkercloud_testing.waiting import wait_until
 
 PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
 """Played pods have no head that would answer: the operator is not to wait for one."""

@@ -29,13 +29,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trainer" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("trainer") or ["torch"]
         mark = metafunc.definition.get_closest_marker("trainers")
-        fit = [_patiently(name) for name in wanted if mark is None or name in mark.args]
+        fit = [_on_one_worker(name) for name in wanted if mark is None or name in mark.args]
         metafunc.parametrize("trainer", fit, scope="session")
 
 
-def _patiently(trainer: str) -> object:
-    """Let whichever test is the first wait for ranks to be started, on a busy machine as well."""
-    marks = () if trainer == "torch" else (pytest.mark.timeout(900),)
+def _on_one_worker(trainer: str) -> object:
+    """Start the ranks of a trainer but once, however many workers run tests."""
+    marks = () if trainer == "torch" else (pytest.mark.xdist_group(trainer),)
     return pytest.param(trainer, marks=marks)
 
 

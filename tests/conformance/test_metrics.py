@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import tinker
 from tinker import types
 
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.servers import Server
+from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
 REQUESTS = "tinkercloud_http_requests_total"

@@ -14,10 +14,6 @@ from tinker import types
 from tinkercloud_testing.servers import TRAINERS, Server, a_server
 
 MODEL = "tiny/llama"
-PATIENCE = 240
-"""Seconds to wait for a result before a test gives up; each start of a server loads a model."""
-
-pytestmark = pytest.mark.timeout(300)
 ADAM = types.AdamParams(learning_rate=0.01)
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
@@ -41,8 +37,8 @@ def a_datum(first: int) -> types.Datum:
 
 def step(training: tinker.TrainingClient, first: int = 5) -> float:
     result = training.forward_backward([a_datum(first)], "cross_entropy")
-    training.optim_step(ADAM).result(timeout=PATIENCE)
-    return result.result(timeout=PATIENCE).metrics["loss:sum"]
+    training.optim_step(ADAM).result()
+    return result.result().metrics["loss:sum"]
 
 
 def a_training_client(server: Server) -> tinker.TrainingClient:
@@ -87,10 +83,10 @@ def test_a_gradient_that_was_not_applied_survives_a_restart(own_server: Server) 
     def two_parts(training: tinker.TrainingClient, between: Callable[[], None]) -> float:
         step(training)
         first = training.forward_backward([a_datum(5)], "cross_entropy")
-        first.result(timeout=PATIENCE)
+        first.result()
         between()
-        training.forward_backward([a_datum(50)], "cross_entropy").result(timeout=PATIENCE)
-        training.optim_step(ADAM).result(timeout=PATIENCE)
+        training.forward_backward([a_datum(50)], "cross_entropy").result()
+        training.optim_step(ADAM).result()
         return step(training)
 
     expected = two_parts(a_training_client(own_server), lambda: None)
@@ -111,10 +107,10 @@ def test_pipelined_requests_and_results_nobody_has_read_survive_a_restart(
     for _ in range(30):
         sent.append(training.forward_backward([a_datum(5)], "cross_entropy"))
         training.optim_step(ADAM)
-    sent[0].result(timeout=PATIENCE)
+    sent[0].result()
     restart(own_server)
 
-    losses = [future.result(timeout=PATIENCE).metrics["loss:sum"] for future in sent]
+    losses = [future.result().metrics["loss:sum"] for future in sent]
     assert losses == expected
 
 
@@ -151,8 +147,8 @@ def test_samplers_that_were_never_saved_keep_sampling_their_own_version(own_serv
 
     restart(own_server)
 
-    assert [s.compute_logprobs(PROMPT).result(timeout=PATIENCE) for s in samplers] == before
-    again = [s.sample(PROMPT, 2, params).result(timeout=PATIENCE).sequences for s in samplers]
+    assert [s.compute_logprobs(PROMPT).result() for s in samplers] == before
+    again = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
     assert [[s.tokens for s in group] for group in again] == [
         [s.tokens for s in group] for group in drawn
     ]
@@ -165,13 +161,13 @@ def test_samples_that_were_being_drawn_are_drawn_after_a_restart(
     settings = {"TINKERCLOUD_TIMINGS__DRAIN_SECONDS": "0.1"}
     with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
         sampler = a_training_client(server).save_weights_and_get_sampling_client().result()
-        sampler.sample(PROMPT, 1, params).result(timeout=PATIENCE)
+        sampler.sample(PROMPT, 1, params).result()
 
         sent = [sampler.sample(PROMPT, 8, params) for _ in range(8)]
         time.sleep(0.5)
         restart(server)
 
-        drawn = [future.result(timeout=PATIENCE) for future in sent]
+        drawn = [future.result() for future in sent]
         assert [len(result.sequences) for result in drawn] == [8] * 8
 
 
@@ -188,7 +184,7 @@ def test_a_run_that_was_resumed_and_then_killed_is_lost_and_says_from_where_to_g
     own_server.kill_heads()
 
     with pytest.raises((tinker.TinkerError, ValueError), match="has stopped") as raised:
-        training.forward_backward([a_datum(5)], "cross_entropy").result(timeout=PATIENCE)
+        training.forward_backward([a_datum(5)], "cross_entropy").result()
     assert path in str(raised.value)
 
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,9 @@ from pathlib import Path
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+
 API_KEY = "tml-the-first-owner"
-_START_SECONDS = 120
 
 TRAINERS: Mapping[str, Mapping[str, str]] = {
     "torch": {},
@@ -92,11 +92,9 @@ class Server:
                 stderr=log,
                 env=self.environment(),
             )
-        deadline = time.monotonic() + _START_SECONDS
-        while not self.is_healthy():
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
+        process = self.process
+        wait_until(lambda: self.is_healthy() or process.poll() is not None, "the server")
+        assert process.poll() is None, self.log
 
     def environment(self) -> dict[str, str]:
         """Return the environment its commands run in."""
@@ -107,7 +105,7 @@ class Server:
             "TINKERCLOUD_METRICS_PORT": str(self.metrics_port),
             "TINKERCLOUD_BOOTSTRAP_KEY": API_KEY,
             "TINKERCLOUD_LOG_LEVEL": "debug",
-            "TINKERCLOUD_ORPHAN_GRACE_SECONDS": "10",
+            "TINKERCLOUD_ORPHAN_GRACE_SECONDS": str(PATIENCE_SECONDS),
         }
         return {**inherited, **own, **self.settings}
 
@@ -133,7 +131,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Return what it has counted, summed over all series with these labels; 0 for none."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
             families = text_string_to_metric_families(response.read().decode())
         samples = [each for family in families for each in family.samples if each.name == name]
         return sum(each.value for each in samples if labels.items() <= each.labels.items())
@@ -142,7 +140,7 @@ class Server:
         """Stop it as a service manager would, and wait for the end."""
         if self.process is not None:
             self.process.terminate()
-            self.process.wait(60)
+            self.process.wait(PATIENCE_SECONDS)
 
     def kill(self) -> None:
         """Kill it without warning; its heads go on."""
@@ -198,7 +196,7 @@ class Server:
             fields["X-API-Key"] = key
         request = urllib.request.Request(self.url + path, data=data, headers=fields, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
                 return Answer(response.status, dict(response.headers), response.read())
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), error.read())

@@ -15,9 +15,9 @@ import uvicorn
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, Timings
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
 from tinkercloud_worker.head.app import HeadApp

@@ -11,6 +11,7 @@ from typing import Any
 
 from tinkercloud_testing.cluster.certificates import write_kubeconfig
 from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
 
 Manifest = Mapping[str, Any]
 FIELD_MANAGER = "tests"
@@ -100,7 +101,11 @@ class Cluster:
         self.kubectl("delete", kind, name, where, "--wait=false", "--ignore-not-found")
 
     def wait_for(
-        self, what: str, condition: str, namespace: str = "default", seconds: int = 180
+        self,
+        what: str,
+        condition: str,
+        namespace: str = "default",
+        seconds: float = PATIENCE_SECONDS,
     ) -> None:
         """Wait as `kubectl wait` does.
 
@@ -113,7 +118,7 @@ class Cluster:
         Raises:
             Refused: It did not come true in time.
         """
-        options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds}s")
+        options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds:.0f}s")
         self.kubectl("wait", what, *options)
 
     @contextlib.contextmanager

@@ -15,8 +15,9 @@ import yaml
 from tinkercloud_testing.charts import CHART, CRD_CHART
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.programs import binary, wait_until
+from tinkercloud_testing.cluster.programs import binary
 from tinkercloud_testing.cluster.volumes import a_volume
+from tinkercloud_testing.waiting import wait_until
 
 RELEASE = "tinkercloud"
 START_SECONDS = 600

@@ -28,8 +28,8 @@ from tinkercloud_testing.cluster.programs import (
     build_folder,
     locked,
     system_tool,
-    wait_until,
 )
+from tinkercloud_testing.waiting import wait_until
 
 NAME = "real"
 HOST_ADDRESS = "10.243.0.1"

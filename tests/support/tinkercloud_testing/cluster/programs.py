@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[4]
 _BUILDER = ROOT / "tools" / "cluster" / "build.py"
@@ -58,19 +59,6 @@ def accepts_connections(port: int) -> bool:
     return False
 
 
-def wait_until(ready: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    """Wait for something outside our control to become true.
-
-    Raises:
-        TimeoutError: It did not in that many seconds.
-    """
-    deadline = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
-        time.sleep(0.1)
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock file; another process waits. The kernel drops it when its holder dies."""
@@ -93,7 +81,7 @@ class Program:
     ready: Callable[[], bool]
     """Whether it serves; asked until it does."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    start_seconds: float = 120
+    start_seconds: float = PATIENCE_SECONDS
     process: subprocess.Popen[bytes] | None = None
 
     @property
