@@ -60,6 +60,13 @@ def _counters() -> None:
             metric.clear()
 
 
+@pytest.fixture
+def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take weights of a kilobyte for large ones."""
+    monkeypatch.setattr(sglang_adapters, "_MOST_SENT_BYTES", 1000)
+    monkeypatch.setattr(sglang_weights, "_MOST_SENT_BYTES", 1000)
+
+
 def counted(fake: FakeSglang, name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"tinkercloud_engine_{name}", {"engine": fake.url, **labels})
 
@@ -384,17 +391,16 @@ async def test_an_engine_that_ends_over_tensors_again_is_given_files(
     await sampler.close()
 
 
-async def test_an_adapter_too_large_for_a_request_goes_as_a_file(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("_all_is_large")
+@pytest.mark.parametrize(("there", "ways"), [(None, [FILES]), ("/nowhere", [FILES, TENSORS])])
+async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_seen(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, there, ways
 ) -> None:
-    sampler = a_sampler(fakes[:1], tmp_path)
-    large, small = an_adapter(engine, 1), an_adapter(engine, 2)
-    await sampler.publish("one", small)
-    monkeypatch.setattr(sglang_adapters, "_MOST_BYTES", large.size_bytes // 2)
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there=there)
 
-    await sampler.publish("two", large)
+    await sampler.publish("one", an_adapter(engine, 1))
 
-    assert [path for path, _ in fakes[0].calls if "load_lora" in path] == [TENSORS, FILES]
+    assert [path for path, _ in fakes[0].calls if "load_lora" in path] == ways
     await sampler.close()
 
 
@@ -450,14 +456,13 @@ async def test_a_whole_model_reaches_an_engine_that_sees_none_of_our_files_in_pa
     await sampler.close()
 
 
-async def test_a_model_too_large_for_requests_is_read_from_its_folder(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("_all_is_large")
+async def test_a_large_model_is_read_from_its_folder(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
-    weights = a_whole_model(engine, 3.0)
-    monkeypatch.setattr(sglang_weights, "_MOST_BYTES", weights.size_bytes // 2)
     sampler = a_sampler(fakes[:1], tmp_path)
 
-    await sampler.publish("sharp", weights)
+    await sampler.publish("sharp", a_whole_model(engine, 3.0))
 
     assert fakes[0].called(WHOLE) == []
     assert len(fakes[0].called(FOLDER)) == 1
@@ -472,7 +477,7 @@ async def test_weights_that_came_in_part_are_never_drawn_from(
     await publish(engine, sampler, "base", None)
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
     await sampler.sample("base", request)
-    with pytest.raises(ServerError, match="could not load /nowhere"):
+    with pytest.raises(ServerError, match=r"failed \(500\): refused"):
         await sampler.publish("sharp", a_whole_model(engine, 3.0))
 
     theirs = await sampler.sample("base", request)

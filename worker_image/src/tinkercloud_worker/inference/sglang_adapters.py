@@ -1,7 +1,4 @@
-"""How adapters get into an SGLang engine: in the request itself, or by a folder it sees.
-
-An engine that has no such request, or refuses what it then takes as files, gets files from then on.
-"""
+"""How adapters get into an SGLang engine, and out of it."""
 
 import asyncio
 import json
@@ -12,18 +9,12 @@ from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
-from tinkercloud_worker.inference.client import (
-    InferenceClient,
-    NotThere,
-    ServerError,
-    ServerUnreachable,
-)
-from tinkercloud_worker.inference.sglang_tensors import TensorRoute, request_body
+from tinkercloud_worker.inference.client import InferenceClient
+from tinkercloud_worker.inference.sglang_delivery import Delivery
+from tinkercloud_worker.inference.sglang_tensors import request_body
 
 _SECONDS = 600.0
-_CALL_SECONDS = 60.0
-_MOST_BYTES = 512 << 20
-"""Of the tensors in one request, counted once for each rank; more goes by files."""
+_MOST_SENT_BYTES = 512 << 20
 
 
 class SglangAdapters:
@@ -31,7 +22,7 @@ class SglangAdapters:
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
-        self._route = TensorRoute(client.url, "adapters")
+        self._delivery = Delivery(client, "adapters", most_sent_bytes=_MOST_SENT_BYTES)
         # SGLang loads them one by one too, and bodies that wait for it would fill this process.
         self._sending = asyncio.Lock()
 
@@ -41,16 +32,13 @@ class SglangAdapters:
         Raises:
             InvalidRequest: the engine does not take such an adapter.
             ServerError: the engine failed, or is not there.
+            NotFound: somebody has removed its files.
         """
-        try:
-            is_loaded = await self._send(adapter)
-        except ServerUnreachable:
-            raise
-        except (InvalidRequest, ServerError) as refusal:
-            await self._load_refused(adapter, refusal)
-            return
-        if not is_loaded:
-            await self._load_file(adapter)
+        await self._delivery.deliver(
+            adapter.size_of(ADAPTER_WEIGHTS),
+            send=lambda ranks: self._send(adapter, ranks),
+            read=lambda: self._read(adapter),
+        )
 
     async def unload(self, name: str) -> None:
         """Forget an adapter, once its requests have ended. It may be unknown."""
@@ -60,28 +48,13 @@ class SglangAdapters:
             if "does not exist" not in error.message and "not loaded" not in error.message:
                 raise
 
-    async def _send(self, adapter: Written) -> bool:
-        """Return whether the engine has been sent the adapter; if not, it is one for files."""
-        if not self._route.is_open:
-            return False
-        ranks = await tensor_ranks(self._client)
-        if adapter.size_of(ADAPTER_WEIGHTS) * ranks > _MOST_BYTES:
-            return False
+    async def _send(self, adapter: Written, ranks: int) -> None:
         async with self._sending:
-            with metrics.loading(self._client.url, "adapter", "request"), self._route.used():
+            with metrics.loading(self._client.url, "adapter", "request"):
                 body = await asyncio.to_thread(_load_request, adapter, ranks)
                 await self._load("/load_lora_adapter_from_tensors", body)
-        return True
 
-    async def _load_refused(self, adapter: Written, refusal: InvalidRequest | ServerError) -> None:
-        """Load the files of what was refused as tensors; what is refused twice is at fault."""
-        try:
-            await self._load_file(adapter)
-        except InvalidRequest as error:
-            raise (error if isinstance(refusal, NotThere) else refusal) from None
-        self._route.close(refusal.message)
-
-    async def _load_file(self, adapter: Written) -> None:
+    async def _read(self, adapter: Written) -> None:
         body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
         with metrics.loading(self._client.url, "adapter", "file"):
             await self._load("/load_lora_adapter", body)
@@ -92,20 +65,6 @@ class SglangAdapters:
         except InvalidRequest as error:
             if "already loaded" not in error.message:
                 raise
-
-
-async def tensor_ranks(client: InferenceClient) -> int:
-    """Return how many copies of tensors an engine wants in a request: one for each rank.
-
-    Raises:
-        NotThere: it does not say; with too few it would end.
-        ServerError: it failed, or is not there.
-    """
-    info = await client.get("/server_info", seconds=_CALL_SECONDS)
-    ranks = info.get("tp_size")
-    if not isinstance(ranks, int):
-        raise NotThere(f"{client.url}/server_info does not say how many ranks there are: {ranks!r}")
-    return ranks
 
 
 def _load_request(adapter: Written, ranks: int) -> bytes:

@@ -9,60 +9,16 @@ most, and an engine that can't open one ends.
 import base64
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
-import structlog
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tinkercloud_worker.inference.client import ServerUnreachable
-
-log = structlog.get_logger(__name__)
-
-_MOST_LOST = 2
-"""Times in a row that an engine may end over tensors before it is spared them."""
-
 Tensors = Mapping[str, Tensor]
-
-
-class TensorRoute:
-    """Whether one engine is sent tensors, by what came of it before."""
-
-    def __init__(self, url: str, what: str) -> None:
-        """Make a route that is open.
-
-        Args:
-            url: of the engine.
-            what: is sent, for the log.
-        """
-        self._url = url
-        self._what = what
-        self._lost = 0
-        self.is_open = True
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Send tensors in the context; an engine that is lost over them twice gets no more."""
-        try:
-            yield
-        except ServerUnreachable:
-            self._lost += 1
-            if self._lost >= _MOST_LOST:
-                self.close(f"it was lost {self._lost} times in a row while it was sent tensors")
-            raise
-        self._lost = 0
-
-    def close(self, reason: str) -> None:
-        """Send no more tensors."""
-        self.is_open = False
-        log.warning(
-            "an engine gets files from now on", url=self._url, what=self._what, reason=reason
-        )
 
 
 def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> bytes:
