@@ -22,7 +22,6 @@ from tinkercloud_testing.cluster.operators import (
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.programs import wait_until
 from tinkercloud_testing.cluster.training_sessions import (
     SOON_SECONDS,
     Sessions,
@@ -30,6 +29,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_volume,
 )
 from tinkercloud_testing.cluster.worlds import PATIENCE
+from tinkercloud_testing.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,0 +1,354 @@
+"""A session with everything around the operator, in memory, and all that may happen to it.
+
+`World` carries plans out, or only their first writes, and lets KubeRay, Kueue, the kubelet, the
+head, owners and vandals take their turns.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason, find
+from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_operator.observed import ChildKey, Observed, Pod, Trouble
+from tinkercloud_operator.plan import (
+    Action,
+    Apply,
+    AskHead,
+    CreateSecret,
+    Delete,
+    DeleteSession,
+    HoldFinalizer,
+    Plan,
+    WitnessSecret,
+)
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.witness import has_secret, witness
+from tinkercloud_testing.sessions import (
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_pod,
+    observed,
+)
+
+SETTINGS = Settings()
+RAY_CLUSTER = ChildKey("RayCluster", "one")
+TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
+DENIED = "admission webhook denied it"
+IDLE = {"timeoutSeconds": 1800}
+ENOUGH_ROUNDS = 200
+
+OFFERS: Mapping[str, BaseModelSpec] = {
+    "head alone": a_base_model(sessions={"idle": IDLE}),
+    "workers": a_base_model(trainer=TRAINERS, sampler=SAMPLERS, sessions={"idle": IDLE}),
+    "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
+    "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
+    "deleted when idle": a_base_model(sessions={"idle": IDLE | {"action": "Delete"}}),
+}
+
+
+class World:
+    """A session and everything around the operator that looks after it."""
+
+    def __init__(self, base_model: BaseModelSpec) -> None:
+        self.offered = base_model
+        self.session = observed(base_model=base_model)
+        self.children: dict[ChildKey, Json] = {}
+        self.pods: dict[str, Pod] = {}
+        self.has_secret = False
+        self.is_gone = False
+        self.is_deaf = False
+        self.refuses = False
+        self._uids = itertools.count()
+
+    @property
+    def status(self) -> TrainingSessionStatus:
+        return self.session.status
+
+    def observe(self) -> Observed:
+        children = copy.deepcopy(self.children)
+        return replace(
+            self.session,
+            children=children,
+            has_secret=has_secret("one", children),
+            pods=tuple(self.pods.values()),
+        )
+
+    def change(self, **fields: Any) -> None:
+        self.session = replace(self.session, **fields)
+
+    def pass_time(self, seconds: float) -> None:
+        self.change(now=self.session.now + timedelta(seconds=seconds))
+
+    # The operator.
+
+    def operate(self, writes: int | None = None) -> Plan:
+        """Look once; with a number of writes, the operator dies after that many."""
+        before, seen = self.status, self.observe()
+        plan = reconcile(seen, SETTINGS)
+        assert plan == reconcile(seen, SETTINGS)
+        for action in plan.actions[:writes]:
+            if self.refuses and isinstance(action, Apply):
+                break
+            self._do(action)
+        refusal = DENIED if self.refuses and any_apply(plan) else None
+        if refusal is not None and self.session.apply_error is None:
+            self.change(apply_error=refusal)
+            return plan
+        self.change(apply_error=refusal)
+        if plan.status is not None and (writes is None or writes > len(plan.actions)):
+            self._write(plan.status)
+        if writes is not None:
+            self.change(answers=frozenset(), apply_error=None)
+        check_conditions(before, self.status)
+        return plan
+
+    def _write(self, status: TrainingSessionStatus) -> None:
+        stored = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        self.change(status=TrainingSessionStatus.model_validate(stored))
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Apply(manifest):
+                self._apply(manifest)
+            case CreateSecret():
+                self.has_secret = True
+            case WitnessSecret(secret):
+                assert self.has_secret, "there is nothing to be a witness of"
+                self._apply(witness(secret, "uid-of-the-secret"))
+            case Delete(key):
+                child = self.children.get(key, {"metadata": {}})
+                child["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
+            case AskHead():
+                self._ask(action)
+            case HoldFinalizer(held):
+                self.change(has_finalizer=held)
+                self.is_gone = not held and self.session.deleted is not None
+            case DeleteSession():
+                self.delete()
+
+    def _apply(self, manifest: Mapping[str, Any]) -> None:
+        key = ChildKey(manifest["kind"], manifest["metadata"]["name"])
+        assert "suspend" not in manifest.get("spec", {}), "Kueue owns spec.suspend"
+        assert manifest["metadata"]["ownerReferences"][0]["uid"] == self.session.uid
+        is_queued = labels.QUEUE_LABEL in manifest["metadata"].get("labels", {})
+        start: Json = {"spec": {"suspend": True}} if is_queued else {}
+        self.children[key] = merged(self.children.get(key, start), manifest)
+
+    def _ask(self, question: AskHead) -> None:
+        head = self.observe().head
+        assert head is not None
+        assert head.incarnation == question.incarnation
+        assert question.timeout_seconds > 0
+        if not self.is_deaf:
+            answer = (question.what, question.incarnation)
+            self.change(answers=self.session.answers | {answer})
+
+    # KubeRay, Kueue, the kubelet.
+
+    def kuberay(self) -> None:
+        """Make one missing pod, or end those that should not be."""
+        cluster = self.children.get(RAY_CLUSTER)
+        if cluster is not None and "deletionTimestamp" in cluster["metadata"]:
+            del self.children[RAY_CLUSTER]
+        if cluster is None or cluster["spec"].get("suspend"):
+            self.pods = {name: replace(pod, is_terminating=True) for name, pod in self.pods.items()}
+            return
+        for name in wanted_pods(cluster):
+            if name not in self.pods:
+                self._make_pod(name)
+                return
+
+    def _make_pod(self, name: str) -> None:
+        begins = {"is_scheduled": False, "is_started": False, "is_ready": False}
+        uid = f"uid-{next(self._uids)}"
+        self.pods[name] = a_pod(name.split("-", maxsplit=1)[0], name=name, uid=uid, **begins)
+
+    def kubelet(self) -> None:
+        """Take one pod one stage further."""
+        for name, pod in self.pods.items():
+            if pod.is_terminating:
+                del self.pods[name]
+                return
+            stages = (pod.is_scheduled, pod.is_started, pod.is_ready)
+            if pod.trouble is None and not all(stages):
+                stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
+                further: Json = {stage: True}
+                self.pods[name] = replace(pod, **further)
+                return
+
+    def kueue(self, *, admits: bool = True) -> None:
+        cluster = self.children.get(RAY_CLUSTER)
+        if cluster is not None and labels.QUEUE_LABEL in cluster["metadata"]["labels"]:
+            cluster["spec"]["suspend"] = not admits
+
+    # Everybody else.
+
+    def lose_pods(self, component: str) -> None:
+        for name, pod in self.pods.items():
+            is_lost = pod.component == component
+            self.pods[name] = replace(pod, is_terminating=pod.is_terminating or is_lost)
+
+    def restart_containers(self) -> None:
+        for name, pod in self.pods.items():
+            down: Json = {"is_started": False, "is_ready": False, "restarts": pod.restarts + 1}
+            self.pods[name] = replace(pod, **down) if pod.is_started else pod
+
+    def trouble_pods(self, trouble: Trouble | None) -> None:
+        self.pods = {name: replace(pod, trouble=trouble) for name, pod in self.pods.items()}
+
+    def lose_child(self, kind: str) -> None:
+        self.children = {key: item for key, item in self.children.items() if key.kind != kind}
+
+    def lose_secret(self) -> None:
+        """Delete the Secret; the garbage collector takes it out of what it owned."""
+        self.has_secret = False
+        for child in self.children.values():
+            owners = child["metadata"].get("ownerReferences", [])
+            left = [owner for owner in owners if owner["kind"] != "Secret"]
+            child["metadata"]["ownerReferences"] = left
+
+    def edit_children(self) -> None:
+        for child in self.children.values():
+            child["metadata"]["labels"] = {"edited": "by hand"}
+            child.pop("ownerReferences", None)
+            child["spec" if "spec" in child else "data"] = {}
+
+    def suspend(self, *, asked: bool) -> None:
+        self.change(spec=self.session.spec.model_copy(update={"suspend": asked}))
+
+    def use(self) -> None:
+        self.change(last_activity=self.session.now)
+
+    def delete(self) -> None:
+        if not self.session.has_finalizer:
+            self.is_gone = True
+        self.change(deleted=self.session.deleted or self.session.now)
+
+    def set_deaf(self, *, is_deaf: bool) -> None:
+        self.is_deaf = is_deaf
+
+    def set_refusing(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def happen(self, *events: str) -> None:
+        for event in events:
+            if self.is_gone:
+                return
+            EVENTS[event](self)
+            self.pass_time(1)
+
+    def settle(self) -> Plan:
+        """End all trouble from outside and take turns until nobody has anything to do."""
+        self.refuses = False
+        self.change(has_kuberay=True)
+        self.trouble_pods(None)
+        plan = Plan()
+        for _ in range(ENOUGH_ROUNDS):
+            before = (copy.deepcopy(self.children), dict(self.pods))
+            self.kueue()
+            self.kuberay()
+            self.kubelet()
+            plan = self.operate()
+            if self.is_gone:
+                return Plan()
+            is_quiet = not plan.actions and plan.status is None
+            if is_quiet and before == (self.children, self.pods):
+                return plan
+            if plan.actions and plan.look_again_seconds is not None:
+                self.pass_time(min(plan.look_again_seconds, 5))
+        raise AssertionError(f"does not come to rest: {plan}")
+
+
+EVENTS: Mapping[str, Callable[[World], object]] = {
+    "the operator looks": World.operate,
+    "the operator dies at once": lambda world: world.operate(writes=0),
+    "the operator dies after a write": lambda world: world.operate(writes=1),
+    "the operator dies after three writes": lambda world: world.operate(writes=3),
+    "KubeRay works": World.kuberay,
+    "a pod gets on": World.kubelet,
+    "Kueue admits": World.kueue,
+    "Kueue preempts": lambda world: world.kueue(admits=False),
+    "the head is lost": lambda world: world.lose_pods("head"),
+    "the trainers are lost": lambda world: world.lose_pods("trainer"),
+    "containers restart": World.restart_containers,
+    "images vanish": lambda world: world.trouble_pods(TROUBLE),
+    "images are back": lambda world: world.trouble_pods(None),
+    "the RayCluster is deleted": lambda world: world.lose_child("RayCluster"),
+    "the Service is deleted": lambda world: world.lose_child("Service"),
+    "the Secret is deleted": World.lose_secret,
+    "children are edited": World.edit_children,
+    "its owner suspends it": lambda world: world.suspend(asked=True),
+    "its owner resumes it": lambda world: world.suspend(asked=False),
+    "a client comes": World.use,
+    "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
+    "the head hears again": lambda world: world.set_deaf(is_deaf=False),
+    "the BaseModel goes": lambda world: world.change(base_model=None),
+    "the BaseModel is back": lambda world: world.change(base_model=world.offered),
+    "KubeRay is removed": lambda world: world.change(has_kuberay=False),
+    "KubeRay is installed": lambda world: world.change(has_kuberay=True),
+    "children are refused": lambda world: world.set_refusing(refuses=True),
+    "children are welcome": lambda world: world.set_refusing(refuses=False),
+    "a minute passes": lambda world: world.pass_time(60),
+    "half an hour passes": lambda world: world.pass_time(1800),
+    "a day passes": lambda world: world.pass_time(86400),
+    "it settles": World.settle,
+    "it is deleted": World.delete,
+}
+
+
+def merged(live: Any, wanted: Any) -> Any:
+    """Return an object after a server-side apply: our fields as wanted, others as they were."""
+    if isinstance(wanted, Mapping):
+        before = live if isinstance(live, Mapping) else {}
+        return {**before, **{key: merged(before.get(key), value) for key, value in wanted.items()}}
+    return copy.deepcopy(wanted)
+
+
+def any_apply(plan: Plan) -> bool:
+    return any(isinstance(action, Apply) for action in plan.actions)
+
+
+def wanted_pods(cluster: Json) -> list[str]:
+    groups = cluster["spec"].get("workerGroupSpecs", [])
+    workers = [f"{group['groupName']}-{n}" for group in groups for n in range(group["replicas"])]
+    return ["head-0", *workers]
+
+
+def reached(status: TrainingSessionStatus) -> list[bool]:
+    """Return which of the steps to Ready are reached."""
+    found = [find(status.conditions, step) for step in SESSION_STEPS]
+    return [condition is not None and condition.status == "True" for condition in found]
+
+
+def is_true(status: TrainingSessionStatus, kind: ConditionType) -> bool:
+    condition = find(status.conditions, kind)
+    return condition is not None and condition.status == "True"
+
+
+def check_conditions(before: TrainingSessionStatus, after: TrainingSessionStatus) -> None:
+    """Check what holds of every status that is ever written, and of every change of one."""
+    steps = reached(after)
+    assert steps == sorted(steps, reverse=True), "what is True comes first"
+    assert is_true(after, ConditionType.READY) == all(steps)
+    assert not (is_true(after, ConditionType.READY) and is_true(after, ConditionType.STALLED))
+    assert (after.endpoint is not None) == all(steps)
+    for condition in after.conditions:
+        earlier = find(before.conditions, ConditionType(condition.type))
+        if earlier is not None:
+            has_moved = condition.last_transition_time != earlier.last_transition_time
+            assert condition.status != earlier.status or not has_moved
+
+
+def a_world(offer: str = "workers", *events: str) -> World:
+    world = World(OFFERS[offer])
+    world.happen(*events)
+    return world

@@ -1,0 +1,161 @@
+"""One session's life after another: what becomes of it, what it is told, what is told of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator.observed import Trouble
+from tinkercloud_operator.plan import (
+    Apply,
+    AskHead,
+    CreateSecret,
+    HoldFinalizer,
+    Plan,
+)
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, a_world, is_true
+from tinkercloud_testing.sessions import (
+    a_session,
+    a_status,
+    observed,
+)
+
+
+@pytest.mark.parametrize("history", [["it is deleted"], ["its owner suspends it"]], ids=str)
+def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: list[str]) -> None:
+    world = a_world("workers", "it settles", "the head goes deaf", *history)
+    began = world.session.now
+
+    plans = [world.operate()]
+    while any(isinstance(action, AskHead) for action in plans[-1].actions):
+        world.pass_time(plans[-1].look_again_seconds or 0)
+        plans.append(world.operate())
+
+    patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds)
+    assert len(plans) > 2
+    assert (world.session.now - began).total_seconds() <= patience
+    assert world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]
+
+
+def test_a_resumed_session_gets_its_pods_back() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it", "it settles")
+    assert world.pods == {}
+
+    world.happen("its owner resumes it", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert len(world.pods) == 4
+    assert world.status.restarts == 0
+
+
+def test_a_session_suspended_for_idleness_comes_back_when_it_is_used() -> None:
+    world = a_world("workers", "it settles", "half an hour passes", "it settles")
+    assert world.pods == {}
+
+    world.happen("a client comes", "it settles")
+
+    assert world.status.phase == "Ready"
+
+
+def test_a_session_that_waits_while_its_base_model_is_away_is_not_started_by_its_return() -> None:
+    world = a_world("workers", "it settles", "half an hour passes", "it settles")
+
+    world.happen("the BaseModel goes", "it settles", "the BaseModel is back", "it settles")
+
+    assert world.status.phase == "Suspended"
+    assert world.pods == {}
+
+
+def test_a_session_that_was_refused_for_long_starts_once_it_is_allowed() -> None:
+    world = a_world("workers", "the BaseModel goes", "it settles", "a day passes", "it settles")
+
+    world.happen("the BaseModel is back", "it settles")
+
+    assert world.status.phase == "Ready"
+
+
+def test_a_session_that_was_queued_for_long_starts_once_it_is_admitted() -> None:
+    looks = ["the operator looks", "a day passes"] * 3
+    world = a_world("queue", *looks)
+    assert world.status.phase == "Queued"
+
+    world.settle()
+
+    assert world.observe().has_pods
+
+
+def test_what_runs_goes_on_without_its_base_model() -> None:
+    world = a_world("workers", "it settles", "the BaseModel goes", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert len(world.pods) == 4
+
+
+def test_an_ended_session_is_deleted_in_time_even_without_its_base_model() -> None:
+    world = a_world("short life", "it settles", "a day passes", "it settles")
+    assert world.status.phase == "Finished"
+
+    world.happen("the BaseModel goes", "a day passes", "it settles")
+
+    assert world.is_gone
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ("KubeRay is removed", Reason.KUBERAY_MISSING),
+        ("children are refused", Reason.APPLY_FAILED),
+    ],
+)
+@pytest.mark.parametrize("offer", ["workers", "queue"])
+def test_what_keeps_pods_from_being_made_is_told_before_the_queue(
+    offer: str, event: str, reason: Reason
+) -> None:
+    world = a_world(offer, event, "the operator looks", "the operator looks")
+
+    ready = find(world.status.conditions, ConditionType.READY)
+    assert ready is not None
+    assert ready.reason == reason
+    assert is_true(world.status, ConditionType.STALLED)
+
+
+def test_a_message_of_any_length_fits_the_status() -> None:
+    world = a_world("workers", "it settles")
+    world.trouble_pods(Trouble(Reason.CRASH_LOOP, "x" * 5000))
+
+    world.operate()
+
+    assert len(world.status.message or "") == 1024
+
+
+def test_a_head_that_ended_unasked_is_counted_once() -> None:
+    world = a_world("workers", "it settles", "containers restart", "it settles")
+
+    assert world.status.restarts == 1
+
+
+def test_the_finalizer_is_held_before_there_is_anything_to_save() -> None:
+    surroundings, pods = reconcile(observed(), SETTINGS).stages
+
+    assert HoldFinalizer(held=True) in surroundings
+    assert any(isinstance(action, CreateSecret) for action in surroundings)
+    assert any(isinstance(a, Apply) and a.manifest["kind"] == "RayCluster" for a in pods)
+
+
+def test_a_sampler_holds_no_finalizer_because_it_has_nothing_to_save() -> None:
+    plan = reconcile(observed(spec=a_session(role="Sampler", lora=None)), SETTINGS)
+
+    assert not any(isinstance(action, HoldFinalizer) for action in plan.actions)
+    assert any(isinstance(action, Apply) for action in plan.actions)
+
+
+def test_the_same_news_is_announced_once() -> None:
+    refused = observed(base_model=None)
+    told = reconcile(refused, SETTINGS)
+    assert told.announcement is not None
+    assert told.announcement.is_warning
+
+    again = reconcile(replace(refused, status=told.status or a_status()), SETTINGS)
+
+    assert again == Plan()
