@@ -13,15 +13,10 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.generate import FOLDERS, KINDS, MAX_BYTES, Kind, definition, render
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_testing.cluster.client import Cluster, Refused
-from tinkercloud_testing.resource_rules import (
-    AT_THE_BOUND,
-    PATHS,
-    RANKS,
-    RULES,
-    RUNS,
-    SINGLE_VALUED,
-    Rule,
-)
+from tinkercloud_testing.resource_rules import RULES, SINGLE_VALUED
+from tinkercloud_testing.resource_rules.bounds import AT_THE_BOUND
+from tinkercloud_testing.resource_rules.rule import Rule
+from tinkercloud_testing.resource_rules.updates import PATHS, RANKS, RUNS
 from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json
 from tinkercloud_testing.sessions import a_base_model_manifest as base_model
 from tinkercloud_testing.sessions import a_session_manifest as session

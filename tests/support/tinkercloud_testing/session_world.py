@@ -30,14 +30,7 @@ from tinkercloud_operator.plan import (
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret, witness
-from tinkercloud_testing.sessions import (
-    SAMPLERS,
-    TRAINERS,
-    Json,
-    a_base_model,
-    a_pod,
-    observed,
-)
+from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_pod, observed
 
 SETTINGS = Settings()
 RAY_CLUSTER = ChildKey("RayCluster", "one")

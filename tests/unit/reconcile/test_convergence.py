@@ -7,9 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_operator.plan import (
-    Plan,
-)
+from tinkercloud_operator.plan import Plan
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_testing.session_world import (
     EVENTS,

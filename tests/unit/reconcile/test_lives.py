@@ -6,20 +6,10 @@ import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.observed import Trouble
-from tinkercloud_operator.plan import (
-    Apply,
-    AskHead,
-    CreateSecret,
-    HoldFinalizer,
-    Plan,
-)
+from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, HoldFinalizer, Plan
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, a_world, is_true
-from tinkercloud_testing.sessions import (
-    a_session,
-    a_status,
-    observed,
-)
+from tinkercloud_testing.sessions import a_session, a_status, observed
 
 
 @pytest.mark.parametrize("history", [["it is deleted"], ["its owner suspends it"]], ids=str)

@@ -1,0 +1,70 @@
+"""A value at each kind of bound of the custom resources, and one beyond."""
+
+from collections.abc import Callable, Mapping
+
+from tinkercloud_testing.resource_rules.rule import base_model, session
+from tinkercloud_testing.sessions import Json
+
+AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
+    "spec.modelName": (base_model, {"modelName": "m" * 200}, {"modelName": "m" * 201}),
+    "spec.maxContextLength": (base_model, {"maxContextLength": 16}, {"maxContextLength": 15}),
+    "spec.head.image": (base_model, {"head": {"image": "i" * 512}}, {"head": {"image": "i" * 513}}),
+    "spec.limits.maxLoraRank": (
+        base_model,
+        {"limits": {"maxLoraRank": 1024}},
+        {"limits": {"maxLoraRank": 1025}},
+    ),
+    "spec.source.uri": (
+        base_model,
+        {"source": {"uri": "s3://a"}},
+        {"source": {"uri": "file:///etc"}},
+    ),
+    "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
+    "spec.placement.tolerations": (
+        base_model,
+        {"placement": {"tolerations": [{"operator": "Exists"}] * 16}},
+        {"placement": {"tolerations": [{"operator": "Exists"}] * 17}},
+    ),
+    "spec.sessions.queueNames": (
+        base_model,
+        {"sessions": {"queueNames": ["q"] * 64}},
+        {"sessions": {"queueNames": ["q"] * 65}},
+    ),
+    "spec.head.resources.memory": (
+        base_model,
+        {"head": {"image": "i", "resources": {"memory": "1.5Gi"}}},
+        {"head": {"image": "i", "resources": {"memory": "much"}}},
+    ),
+    "spec.owner": (session, {"owner": "o" * 128}, {"owner": "o" * 129}),
+    "spec.lora.rank": (session, {"lora": {"rank": 1}}, {"lora": {"rank": 0}}),
+    "spec.lora.seed": (session, {"lora": {"seed": 0}}, {"lora": {"seed": -1}}),
+    "spec.modelId": (session, {"modelId": "s:train:10"}, {"modelId": "s:train:01"}),
+    "spec.optimizer": (session, {"optimizer": "adamw"}, {"optimizer": "sgd"}),
+    "spec.restoreFrom.path": (
+        session,
+        {"restoreFrom": {"path": "tinker://run:train:0/weights/a"}},
+        {"restoreFrom": {"path": "tinker://run:train:0/weights/../a"}},
+    ),
+    "spec.trainer.replicas": (
+        session,
+        {"trainer": {"replicas": 512}},
+        {"trainer": {"replicas": 513}},
+    ),
+    "spec.idle.timeoutSeconds": (
+        session,
+        {"idle": {"timeoutSeconds": 60}},
+        {"idle": {"timeoutSeconds": 59}},
+    ),
+    "spec.idle.action": (session, {"idle": {"action": "Suspend"}}, {"idle": {"action": "Stop"}}),
+    "spec.maxLifetimeSeconds": (
+        session,
+        {"maxLifetimeSeconds": 31_536_000},
+        {"maxLifetimeSeconds": 31_536_001},
+    ),
+    "spec.ttlSecondsAfterFinished": (
+        session,
+        {"ttlSecondsAfterFinished": 0},
+        {"ttlSecondsAfterFinished": -1},
+    ),
+}
+"""By field: who builds the manifest, a value at its bound, and one beyond."""

@@ -1,0 +1,76 @@
+"""What of a resource may change later: cases for each rule."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tinkercloud_testing.resource_rules.rule import IMMUTABLE, Rule, base_model, session
+from tinkercloud_testing.resource_rules.sessions import SAMPLER
+from tinkercloud_testing.sessions import MODEL_NAME, TRAINERS, Json
+
+BASE_MODEL_CHANGES: Mapping[str, Json] = {
+    "context": {"maxContextLength": 8192},
+    "image": {"head": {"image": "worker:2"}},
+    "trainers": {"trainer": TRAINERS},
+}
+SESSION_CHANGES: Mapping[str, Json] = {
+    "suspended": {"suspend": True},
+    "idle policy": {"idle": {"timeoutSeconds": 60, "action": "Delete"}},
+    "longer kept": {"ttlSecondsAfterFinished": 86400, "maxLifetimeSeconds": 600},
+}
+RUNS = [f"run-{number}:train:0" for number in range(4)]
+PATHS: list[Json] = [{"path": f"tinker://run:train:{n}/weights/last"} for n in range(4)]
+RANKS: list[Json] = [{"rank": rank} for rank in (8, 16, 1, 1024)]
+QUEUES = ["research", "urgent", "night", "other"]
+
+
+def never_changes(kind: str, name: str, value: Any, *others: Any) -> Rule:
+    """Return the rule of a field that other fields may change beside, and not itself."""
+    given: Json = {name: value}
+    build = base_model if kind == "BaseModel" else partial(session, **given)
+    changes = BASE_MODEL_CHANGES if kind == "BaseModel" else SESSION_CHANGES
+    return Rule(
+        f"spec.{name}",
+        IMMUTABLE,
+        {title: build(**change) for title, change in changes.items()},
+        {str(other): build(**{name: other}) for other in others},
+        before=build(),
+    )
+
+
+def neither_comes_nor_goes(name: str, *values: Any) -> Rule:
+    """Return the rule of an optional field that later can't be added."""
+    absent: Json = {name: None}
+    return Rule(
+        "spec",
+        f"{name}: can't be added or removed later",
+        {title: session(**absent | change) for title, change in SESSION_CHANGES.items()},
+        {str(value): session(**{name: value}) for value in values},
+        before=session(**absent),
+    )
+
+
+UPDATE_RULES = (
+    never_changes("BaseModel", "modelName", MODEL_NAME, "Qwen/Qwen3-32B", "qwen", "a/b"),
+    never_changes("TrainingSession", "baseModel", MODEL_NAME, "Qwen/Qwen3-32B", "qwen", "a/b"),
+    never_changes("TrainingSession", "modelId", *RUNS),
+    never_changes("TrainingSession", "owner", "ada", "bob", "Ada", "ada "),
+    never_changes("TrainingSession", "lora", *RANKS),
+    never_changes("TrainingSession", "restoreFrom", *PATHS),
+    never_changes("TrainingSession", "queueName", *QUEUES),
+    neither_comes_nor_goes("modelId", *RUNS[:3]),
+    neither_comes_nor_goes("lora", *RANKS[:3]),
+    neither_comes_nor_goes("restoreFrom", *PATHS[:3]),
+    neither_comes_nor_goes("queueName", *QUEUES[:3]),
+    Rule(
+        "spec.role",
+        IMMUTABLE,
+        {title: session(lora=None, **change) for title, change in SESSION_CHANGES.items()},
+        {
+            "Sampler": session(**SAMPLER),
+            "Sampler, suspended": session(**SAMPLER, suspend=True),
+            "Sampler, fewer": session(**SAMPLER, sampler={"replicas": 1}),
+        },
+        before=session(lora=None),
+    ),
+)
