@@ -88,6 +88,14 @@ class TrainerShape(Part):
                 " gpusPerReplica (or cpuRanksPerReplica)",
             ),
             (
+                "self.replicas == 0 || (self.replicas"
+                " * (self.gpusPerReplica + self.cpuRanksPerReplica))"
+                " % (self.parallelism.tensor * self.parallelism.pipeline"
+                " * self.parallelism.expert) == 0",
+                "parallelism: tensor x pipeline x expert must divide the ranks: experts are shared"
+                " out between ranks that are there anyway",
+            ),
+            (
                 "self.backend != 'torch' || self.parallelism.tensor"
                 " * self.parallelism.pipeline * self.parallelism.context"
                 " * self.parallelism.expert == 1",

@@ -43,8 +43,8 @@ class TrainerConfig(_Config):
 
     backend: Literal["torch", "megatron", "none"] = "torch"
     """The engine that trains. `torch`: any Hugging Face causal language model, a whole copy at each
-    rank. `megatron`: adapters of Llama and Qwen models, divided over ranks. `none`: the head
-    samples only."""
+    rank. `megatron`: adapters of Llama, Mistral and Qwen models, divided over ranks. `none`: the
+    head samples only."""
     ranks: Annotated[int, Field(ge=0)] = 0
     """Processes that train together, each a Ray actor. 0: the head's own process trains, for which
     the backend must be torch."""
@@ -98,6 +98,12 @@ class TrainerConfig(_Config):
             raise ValueError(
                 f"ranks: {self.ranks} is not a multiple of tensor_parallel x pipeline_parallel x"
                 f" context_parallel, {divided}"
+            )
+        shared = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
+        if self.ranks % shared:
+            raise ValueError(
+                f"ranks: {self.ranks} is not a multiple of tensor_parallel x pipeline_parallel x"
+                f" expert_parallel, {shared}"
             )
         return self
 

@@ -18,12 +18,11 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen3
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of
+from tinkercloud_worker.megatron_trainer.device import device_of
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -40,6 +39,7 @@ MODELS = {
     "llama": tiny_llama,
     "tied llama": lambda: tiny_llama(tied=True),
     "qwen3": tiny_qwen3,
+    "mistral": tiny_mistral,
 }
 
 
@@ -177,11 +177,6 @@ def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
 
 
-def test_what_megatron_core_does_on_gpus_only_is_refused_on_a_cpu() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"expert_parallel: 2, .* for GPUs only"):
-        Cpu().check(Parallelism(expert=2))
-
-
 def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:
     model = tiny_qwen3()
     model.config.layer_types = ["sliding_attention", "full_attention"]
@@ -189,6 +184,13 @@ def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"sliding_attention .*backend torch"):
         megatron_trainer(folder, 1, 1)
+
+
+def test_mistrals_window_is_refused_unless_it_sees_everything(alone, tmp_path) -> None:
+    assert megatron_trainer(str(save(tiny_mistral(window=128), tmp_path / "all")), 1, 1)
+
+    with pytest.raises(UnsupportedModelError, match=r"of 16 positions.*backend torch"):
+        megatron_trainer(str(save(tiny_mistral(window=16), tmp_path / "some")), 1, 1)
 
 
 def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:

@@ -14,6 +14,14 @@ def test_megatron_ranks_are_a_multiple_of_what_the_model_is_divided_over() -> No
         TrainerConfig(backend="megatron", ranks=6, tensor_parallel=2, pipeline_parallel=2)
 
 
+def test_experts_are_divided_over_ranks_that_are_there_anyway() -> None:
+    divided = {"tensor_parallel": 2, "expert_parallel": 4}
+
+    assert TrainerConfig(backend="megatron", ranks=8, **divided).expert_parallel == 4
+    with pytest.raises(ValidationError, match=r"ranks: 4 is not a multiple .*expert_parallel, 8"):
+        TrainerConfig(backend="megatron", ranks=4, **divided)
+
+
 @pytest.mark.parametrize(
     "field", ["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
 )

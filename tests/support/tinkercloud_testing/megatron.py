@@ -12,14 +12,16 @@ from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 
-def megatron_trainer(path: str, tensor: int, pipeline: int, context: int = 1) -> MegatronTrainer:
+def megatron_trainer(
+    path: str, tensor: int, pipeline: int, context: int = 1, expert: int = 1
+) -> MegatronTrainer:
     """Return a rank's part of a trainer of the model in a folder, in float32."""
-    base = load(path, torch.float32, Parallelism(tensor, pipeline, context), Cpu())
+    base = load(path, torch.float32, Parallelism(tensor, pipeline, context, expert), Cpu())
     return MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS)
 
 
 def megatron_factory(
-    path: str, tensor: int, pipeline: int, context: int = 1
+    path: str, tensor: int, pipeline: int, context: int = 1, expert: int = 1
 ) -> Callable[[], MegatronTrainer]:
     """Return what builds a rank's part of a trainer."""
-    return partial(megatron_trainer, path, tensor, pipeline, context)
+    return partial(megatron_trainer, path, tensor, pipeline, context, expert)

@@ -11,9 +11,15 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.modeling_utils import PreTrainedModel
 
@@ -60,6 +66,69 @@ def tiny_qwen3() -> PreTrainedModel:
             tie_word_embeddings=True,
             initializer_range=0.15,
             eos_token_id=EOS_TOKEN_ID,
+        )
+    )
+
+
+def tiny_qwen3_moe(*, normed: bool = True) -> PreTrainedModel:
+    """Return a random mixture of four experts, two of which each token is sent to.
+
+    Args:
+        normed: whether the weights of the two sum to one.
+    """
+    torch.manual_seed(3)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            moe_intermediate_size=24,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=normed,
+            max_position_embeddings=128,
+            initializer_range=0.15,
+        )
+    )
+
+
+def tiny_mixtral() -> PreTrainedModel:
+    """Return a random Mixtral: as many experts, under other names."""
+    torch.manual_seed(4)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            initializer_range=0.15,
+        )
+    )
+
+
+def tiny_mistral(*, window: int | None = None) -> PreTrainedModel:
+    """Return a random Mistral, whose attention sees so many positions, or all."""
+    torch.manual_seed(5)
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            sliding_window=window,
+            initializer_range=0.15,
         )
     )
 

@@ -3,40 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import VOCAB_SIZE
+from tinkercloud_testing.models import tiny_qwen3_moe
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
-def tiny_mixture() -> PreTrainedModel:
-    torch.manual_seed(3)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            moe_intermediate_size=24,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=128,
-            initializer_range=0.15,
-        )
-    )
-
-
 def a_trainer() -> TorchTrainer:
-    return TorchTrainer(BaseModel(tiny_mixture()), max_batch_tokens=64)
+    return TorchTrainer(BaseModel(tiny_qwen3_moe(normed=False)), max_batch_tokens=64)
 
 
 def test_adapters_of_experts_are_refused_by_name() -> None:
@@ -45,7 +23,7 @@ def test_adapters_of_experts_are_refused_by_name() -> None:
 
 
 def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:
-    trainer, reference = a_trainer(), tiny_mixture().eval()
+    trainer, reference = a_trainer(), tiny_qwen3_moe(normed=False).eval()
     [datum] = random_data([20])
     trainer.add_model("m", LoraConfig(rank=4, train_mlp=False))
 

@@ -111,7 +111,6 @@ BASE_MODEL_RULES = (
         {
             "one copy": trainer(2, 8, "megatron", tensor=8, pipeline=2),
             "two copies": trainer(1, 8, "megatron", tensor=2, context=2),
-            "experts": trainer(1, 4, "megatron", tensor=2, expert=64),
             "over CPUs": cpu_trainer(2, 1, tensor=2),
         },
         {
@@ -119,6 +118,21 @@ BASE_MODEL_RULES = (
             "no divisor": trainer(1, 8, "megatron", tensor=3),
             "the product is none": trainer(2, 2, "megatron", tensor=2, pipeline=2, context=2),
             "more ranks than CPUs have": cpu_trainer(2, 1, tensor=4),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "parallelism: tensor x pipeline x expert must divide the ranks: experts are shared out"
+        " between ranks that are there anyway",
+        {
+            "over data-parallel ranks": trainer(1, 8, "megatron", tensor=2, expert=4),
+            "over context-parallel ranks": trainer(1, 4, "megatron", context=4, expert=4),
+            "over CPUs": cpu_trainer(2, 1, expert=2),
+        },
+        {
+            "more experts' ranks than there are": trainer(1, 4, "megatron", expert=64),
+            "besides tensor": trainer(1, 4, "megatron", tensor=2, expert=4),
+            "no divisor": cpu_trainer(4, 1, expert=3),
         },
     ),
     Rule(

@@ -3,7 +3,7 @@
 It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
 seeds from CUDA's generators. Inside `computing` all of that means the CPU. Nothing of the model is
 replaced: layers, schedules and collectives are megatron-core's own. What it can't do here: sequence
-parallelism, recomputation, packed sequences, fused kernels, experts.
+parallelism, recomputation, packed sequences, fused kernels.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.layers import use_local_layers
 
@@ -49,19 +50,23 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **named)
 
 
+def _count_tokens_here(
+    dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: Tensor | None = None
+) -> Tensor | None:
+    """Stand for `_maybe_dtoh_and_synchronize`, which copies numbers of tokens from the GPU."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            numbers = getattr(dispatcher, name)
+            if isinstance(numbers, Tensor):
+                setattr(dispatcher, name, numbers.numpy())
+    return tokens_per_expert
+
+
 class Cpu:
     """See `device.Device`."""
 
     torch_device = torch.device("cpu")
-    families = frozenset({"llama", "qwen2", "qwen3"})
-
-    def check(self, parallelism: Parallelism) -> None:
-        """See `Device.check`."""
-        if parallelism.expert > 1:
-            raise UnsupportedModelError(
-                f"trainer.expert_parallel: {parallelism.expert}, but megatron-core has that for"
-                " GPUs only; set it to 1, or trainer.device to 'cuda'"
-            )
+    families = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -69,6 +74,11 @@ class Cpu:
         with (
             patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
             patch.object(torch.cuda, "synchronize", lambda *_: None),
+            # Of tokens on their way to experts: no stream is made, and none waited for.
+            patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),
+            patch.object(
+                MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _count_tokens_here
+            ),
             _CpuForCuda(),
         ):
             yield

@@ -35,13 +35,6 @@ class Device(Protocol):
     families: frozenset[str]
     """The `model_type`s that can be trained."""
 
-    def check(self, parallelism: Parallelism) -> None:
-        """Check that a model can be divided so.
-
-        Raises:
-            UnsupportedModelError: it can't, here.
-        """
-
     def computing(self) -> AbstractContextManager[None]:
         """Return what everything that megatron-core computes must run in."""
 

@@ -15,7 +15,6 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.layers import use_local_layers
 
@@ -24,16 +23,7 @@ class Gpu:
     """See `device.Device`. The GPU is the only one that this process sees."""
 
     torch_device = torch.device("cuda")
-    families = frozenset({"llama", "qwen2", "qwen3"})
-
-    def check(self, parallelism: Parallelism) -> None:
-        """See `Device.check`."""
-        if parallelism.expert > 1:
-            raise UnsupportedModelError(
-                f"trainer.expert_parallel: {parallelism.expert}, but the megatron trainer divides"
-                " weights, layers and sequences only; set it to 1, and tensor_parallel or"
-                " pipeline_parallel higher"
-            )
+    families = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """See `Device.computing`."""

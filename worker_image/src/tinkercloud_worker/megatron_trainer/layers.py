@@ -27,7 +27,9 @@ def use_local_layers(bridge: Any, finish: Callable[[ModuleSpec], ModuleSpec]) ->
     def specification(_stage: int | None = None) -> ModuleSpec:
         config = bridge.config
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
         )
         spec.submodules.self_attention.submodules.core_attention = CausalAttention
         return finish(spec)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from mbridge import AutoBridge
+from mbridge.core import register_model
+from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,6 +18,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tinkercloud_worker.architecture import UnsupportedModelError, find_targets
 from tinkercloud_worker.lora import Target
+from tinkercloud_worker.megatron_trainer import mixtures
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,
     Merge,
@@ -23,6 +26,9 @@ from tinkercloud_worker.megatron_trainer.adapters import (
     interleaved,
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
+
+# Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
+register_model("mistral")(LLaMABridge)
 
 _SETTINGS = {
     "variable_seq_lengths": True,
@@ -43,6 +49,8 @@ class MegatronModel:
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
+    has_experts: bool
+    """Whether its layers are mixtures, whose experts are never adapted."""
 
 
 def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device) -> MegatronModel:
@@ -60,6 +68,8 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     """
     config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     _check(config, parallelism, device)
+    mixture = mixtures.mixture_of(config)
+    mixtures.check(mixture, parallelism)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor,
         pipeline_model_parallel_size=parallelism.pipeline,
@@ -69,7 +79,9 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     with device.computing():
         device.seed()
         bridge = _bridge(config, dtype)
-        bridge.set_extra_args(**_SETTINGS, **device.configure(bridge, parallelism))
+        bridge.set_extra_args(
+            **_SETTINGS, **mixtures.settings(mixture), **device.configure(bridge, parallelism)
+        )
         module = bridge._model_provider([])(
             parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         )
@@ -78,10 +90,17 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
         module.to(device.torch_device)
         with torch.no_grad():
             bridge.load_weights([module], path)
-        module.requires_grad_(requires_grad=False)
+        module.requires_grad_(requires_grad=False).eval()
     with torch.device("meta"):
         targets = find_targets(AutoModelForCausalLM.from_config(config), "model", "lm_head")
-    return MegatronModel(module, _adapt(bridge, module, targets), targets, config, device)
+    return MegatronModel(
+        module,
+        _adapt(bridge, module, targets),
+        targets,
+        config,
+        device,
+        has_experts=mixture is not None,
+    )
 
 
 def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # noqa: ANN401 - transformers' own
@@ -91,17 +110,19 @@ def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # no
             f" {device.torch_device} it takes {', '.join(sorted(device.families))}; use backend"
             " torch"
         )
-    device.check(parallelism)
     rope = config.rope_parameters.get("rope_type", "default")
     if rope != "default":
         raise UnsupportedModelError(
             f"the megatron trainer does not compute rotary positions of type {rope!r}; use backend"
             " torch"
         )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    narrow = window is not None and window < config.max_position_embeddings
+    if ("sliding_attention" in kinds) if kinds else narrow:
         raise UnsupportedModelError(
-            "sliding_attention in layer_types: the megatron trainer attends to whole sequences; use"
-            " backend torch"
+            f"sliding_attention (of {window} positions): the megatron trainer attends to whole"
+            " sequences; use backend torch"
         )
     for name, size in {
         "vocab_size": config.vocab_size,
@@ -121,11 +142,15 @@ def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # no
 
 
 def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge has no types
+    # mbridge takes it for given, and some families leave it out.
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
     bridge = AutoBridge.from_config(config, dtype=dtype)
     tied = getattr(config, "tie_word_embeddings", False)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     # The maps are the class's, and some bridges write into them: this one gets its own.
     bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": head}
+    mixtures.name_experts(bridge)
     # mbridge reads the rotary settings where Hugging Face no longer keeps them.
     bridge._get_gptmodel_args = lambda: {
         "vocab_size": config.vocab_size,
@@ -144,6 +169,8 @@ def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedL
     for name, submodule in module.named_modules():
         last = name.rpartition(".")[2]
         if last in {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}:
+            if ".experts." in name:
+                continue
             weights = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])
             adapted = [by_name[weight.removesuffix(".weight")] for weight in weights]
             linears.attach(submodule, adapted, merges.get(last, concatenated))

@@ -34,6 +34,7 @@ from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
+from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
 from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
@@ -88,6 +89,11 @@ class MegatronTrainer(ReplicatedTrainer):
                 "lora_config: the megatron trainer trains adapters only; give a rank, or use a base"
                 " model that is served by the torch trainer"
             )
+        if lora_config.train_mlp and self._base.has_experts:
+            raise InvalidRequest(
+                "train_mlp: the megatron trainer does not adapt the experts of a mixture; set"
+                " train_mlp to false"
+            )
         return new_adapter(self._base.targets, lora_config, self._device)
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
@@ -95,7 +101,9 @@ class MegatronTrainer(ReplicatedTrainer):
         output = PassOutput(len(batch.examples))
         micro_batches = [
             padded(micro_batch, self._multiple)
-            for micro_batch in collate_all(batch, self._max_batch_tokens, self._device)
+            for micro_batch in keep_in_step(
+                collate_all(batch, self._max_batch_tokens, self._device), self._device
+            )
         ]
         if micro_batches:
             self._base.linears.active = _active(model)
@@ -151,6 +159,10 @@ def _loss(
     Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
     gradient, which is all that counts of it; each rank has a part of that sum.
     """
+    number = torch.tensor(0, dtype=torch.int, device=logits_BSV.device)
+    if not micro_batch.examples:
+        # Other ranks wait for the backward pass of their tokens' experts.
+        return logits_BSV.sum() * 0.0, number, {}
     valid_BT = micro_batch.valid_BT
     held_R = division.holds(valid_BT.shape[1], valid_BT.device).expand_as(valid_BT)[valid_BT]
     lp_MK = logprobs(
@@ -163,7 +175,6 @@ def _loss(
     dist.all_reduce(lp_RK, group=division.group)
     loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
     output.add(micro_batch, lp_RK, float(loss_sum))
-    number = torch.tensor(0, dtype=torch.int, device=lp_RK.device)
     return (lp_MK * derivative_RK[held_R]).sum(), number, {}
 
 

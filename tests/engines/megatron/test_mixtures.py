@@ -1,0 +1,124 @@
+"""Mixtures of experts at one megatron rank, in this process, against torch and Hugging Face."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+pytestmark = [
+    pytest.mark.slow,
+    # megatron-core warns of its own defaults.
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+
+LENGTHS = [5, 17, 3, 11]
+LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
+MODELS = {
+    "qwen3": tiny_qwen3_moe,
+    "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
+    "mixtral": tiny_mixtral,
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def run(trainer, data):
+    batch = prepare(a_request(data), trainer.limits)
+    return trainer.forward_backward("m", batch, lambda: None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(alone, tmp_path, name) -> None:
+    torch_trainer = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32)
+    torch_trainer.add_model("m", LORA)
+    run(torch_trainer, random_data([6, 9], seed=9))
+    torch_trainer.optim_step("m", AdamParams(learning_rate=5e-2))
+    megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
+    megatron.add_model("m", LORA)
+    megatron.import_state("m", torch_trainer.export_state("m"))
+    data = random_data(LENGTHS)
+
+    got, expected = run(megatron, data), run(torch_trainer, data)
+
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+    gradient = megatron.export_gradient("m")
+    for tensor, other in torch_trainer.export_gradient("m").items():
+        assert (gradient[tensor] - other).norm() <= 1e-4 * other.norm(), tensor
+
+
+def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_qwen3_moe(), tmp_path)), 1, 1)
+    megatron.add_model("m", LORA)
+    data = random_data(LENGTHS)
+
+    together = run(megatron, data)
+    apart = [run(megatron, [datum]) for datum in data]
+
+    for got, single, datum in zip(together.logprobs, apart, data, strict=True):
+        logits = tiny_qwen3_moe().eval()(torch.tensor(datum.tokens[None].astype(np.int64))).logits
+        targets = torch.tensor(datum.inputs["target_tokens"])[:, None]
+        expected = torch.log_softmax(logits[0].detach(), -1).gather(1, targets)[:, 0]
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+        np.testing.assert_allclose(single.logprobs[0], expected, atol=1e-5)
+
+
+def test_adapters_of_experts_are_refused_by_name(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_qwen3_moe(), tmp_path)), 1, 1)
+
+    with pytest.raises(InvalidRequest, match=r"train_mlp: .*set train_mlp to false"):
+        megatron.add_model("m", LoraConfig(rank=4))
+
+
+def test_layers_without_experts_among_those_with_them_are_refused(alone, tmp_path) -> None:
+    model = tiny_qwen3_moe()
+    model.config.mlp_only_layers = [0]
+    model.config.save_pretrained(tmp_path)
+
+    with pytest.raises(UnsupportedModelError, match=r"mlp_only_layers \[0\].*backend torch"):
+        megatron_trainer(str(tmp_path), 1, 1)
+
+
+def test_experts_that_are_not_there_are_not_divided(alone, tmp_path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"expert_parallel: 2, .* no experts"):
+        megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1, expert=2)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "message"),
+    [
+        (Parallelism(expert=3), "expert parallelism 3 does not divide the 4 experts"),
+        (Parallelism(tensor=5), "tensor parallelism 5 .* intermediate size 24"),
+    ],
+)
+def test_experts_are_divided_evenly(parallelism, message) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        check(Mixture(experts=4, chosen=2, width=24, normed=True), parallelism)
+
+
+def test_one_expert_of_weight_one_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="one expert with weight 1"):
+        check(Mixture(experts=4, chosen=1, width=24, normed=True), Parallelism())

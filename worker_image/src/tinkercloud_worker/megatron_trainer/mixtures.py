@@ -1,0 +1,150 @@
+"""Mixtures of experts: what makes megatron-core compute them as Hugging Face does.
+
+Experts are megatron-core's own, computed one after another, and tokens travel to the ranks that
+hold them. Router and experts are frozen, no token is dropped and no loss is added: what a token
+gets does not depend on the others in its batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+from torch import nn
+
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.collate import MicroBatch
+from tinkercloud_worker.losses import LossInputs
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+
+# megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
+vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a configuration says about the experts of a layer."""
+
+    experts: int
+    chosen: int
+    """Experts that each token is sent to."""
+    width: int
+    """Intermediate features of an expert."""
+    normed: bool
+    """Whether the weights of the chosen experts sum to one; else they are shares among all."""
+
+
+def mixture_of(config: Any) -> Mixture | None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return what a Hugging Face configuration says about experts; None if it has none.
+
+    Raises:
+        UnsupportedModelError: not all of its layers have experts.
+    """
+    if config.model_type == "mixtral":
+        chosen = config.num_experts_per_tok
+        return Mixture(config.num_local_experts, chosen, config.intermediate_size, normed=True)
+    if config.model_type != "qwen3_moe":
+        return None
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise UnsupportedModelError(
+            "the megatron trainer wants experts in every layer, but this model has"
+            f" mlp_only_layers {config.mlp_only_layers} and decoder_sparse_step"
+            f" {config.decoder_sparse_step}; use backend torch"
+        )
+    return Mixture(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.norm_topk_prob,
+    )
+
+
+def check(mixture: Mixture | None, parallelism: Parallelism) -> None:
+    """Check that the experts of a model can be computed and divided so.
+
+    Raises:
+        UnsupportedModelError: they can't.
+    """
+    if mixture is None:
+        if parallelism.expert > 1:
+            raise UnsupportedModelError(
+                f"trainer.expert_parallel: {parallelism.expert}, but this model has no experts; set"
+                " it to 1"
+            )
+        return
+    if mixture.chosen == 1 and mixture.normed:
+        raise UnsupportedModelError(
+            "the megatron trainer does not compute mixtures that send each token to one expert with"
+            " weight 1; use backend torch"
+        )
+    if mixture.experts % parallelism.expert:
+        raise UnsupportedModelError(
+            f"expert parallelism {parallelism.expert} does not divide the {mixture.experts} experts"
+        )
+    if mixture.width % parallelism.tensor:
+        raise UnsupportedModelError(
+            f"tensor parallelism {parallelism.tensor} does not divide an expert's intermediate size"
+            f" {mixture.width}"
+        )
+
+
+def settings(mixture: Mixture | None) -> Mapping[str, object]:
+    """Return what a TransformerConfig says about a model's experts."""
+    if mixture is None:
+        return {}
+    return {
+        "moe_grouped_gemm": False,
+        # The one dispatcher for ranks that have different numbers of tokens.
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_pre_softmax": not mixture.normed,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def name_experts(bridge: Any) -> None:  # noqa: ANN401 - mbridge has no types
+    """Make a bridge find the weights of experts that are computed one after another.
+
+    It knows those of grouped experts, which are numbered parameters of one module.
+    """
+    to_global = bridge._weight_name_mapping_mcore_local_to_global
+
+    def with_experts(model: nn.Module, **options: bool) -> dict[str, str]:
+        here = (bridge.config.num_moe_experts or 0) // bridge.mpu.ep_size
+        names = to_global(model, **options).items()
+        return {local: _numbered(name, bridge.mpu.ep_rank * here) for local, name in names}
+
+    bridge._weight_name_mapping_mcore_local_to_global = with_experts
+
+
+def _numbered(name: str, first: int) -> str:
+    before, found, after = name.partition(".local_experts.")
+    if not found:
+        return name
+    number, _, weight = after.partition(".")
+    return f"{before}.{weight}{first + int(number)}"
+
+
+def keep_in_step(micro_batches: Sequence[MicroBatch], device: torch.device) -> Sequence[MicroBatch]:
+    """Add empty micro-batches, so that ranks which compute each other's tokens run as many."""
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return micro_batches
+    most = torch.tensor(len(micro_batches), device=device)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return [*micro_batches, *[_empty(device)] * (int(most) - len(micro_batches))]
+
+
+def _empty(device: torch.device) -> MicroBatch:
+    """Return a row of one position that belongs to no example."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        ids_BT=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        valid_BT=torch.zeros(1, 1, dtype=torch.bool, device=device),
+        targets_RK=none.unsqueeze(1),
+        inputs=LossInputs({}, datum_of_row=none, num_data=0),
+        examples=(),
+    )
