@@ -77,23 +77,22 @@ def tiny_qwen3_moe(*, normed: bool = True) -> PreTrainedModel:
         normed: whether the weights of the two sum to one.
     """
     torch.manual_seed(3)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            moe_intermediate_size=24,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            norm_topk_prob=normed,
-            max_position_embeddings=128,
-            initializer_range=0.15,
-        )
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        moe_intermediate_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=normed,
+        max_position_embeddings=128,
+        initializer_range=0.15,
     )
+    config.update({"head_dim": 16})
+    return Qwen3MoeForCausalLM(config)
 
 
 def tiny_mixtral() -> PreTrainedModel:
