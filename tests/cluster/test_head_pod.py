@@ -25,7 +25,8 @@ from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.engine_image import engine_image
+from tinkercloud_testing.cluster.engine_image import a_server_of_others, engine_image
+from tinkercloud_testing.cluster.installation import a_secret
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
@@ -161,6 +162,11 @@ def is_head(process: Path) -> bool:
     with contextlib.suppress(OSError):
         return b"python\0-m\0tinkercloud_worker\0" in (process / "cmdline").read_bytes()
     return False
+
+
+def lengths(drawn: pb.SampleResponse) -> list[int]:
+    """Return how many tokens each sequence has."""
+    return [len(np.frombuffer(sequence.tokens, "<i4")) for sequence in drawn.sequences]
 
 
 def some_data(seq_id: int) -> bytes:
@@ -353,8 +359,38 @@ def test_a_head_samples_from_an_engine_in_a_pod_of_its_own(
         session.publish(3, sampler=0)
         drawn = session.sample(0)
 
-        tokens = [np.frombuffer(sequence.tokens, "<i4") for sequence in drawn.sequences]
-        assert [len(sequence) for sequence in tokens] == [4, 4]
+        assert lengths(drawn) == [4, 4]
         where = (f"--namespace={session.namespace}", "--container=engine", "--tail=-1")
         asked = cluster.kubectl("logs", f"--selector={labels.COMPONENT_LABEL}=sampler", *where)
         assert {"/load_lora_adapter_from_tensors", "/generate"} <= set(asked.split())
+
+
+def test_a_head_samples_from_a_server_that_is_not_its_sessions(
+    cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
+) -> None:
+    real_node.load(engine_image())
+    servers = {
+        "kind": "sglang",
+        "urls": ["http://server:30000"],
+        "keySecretName": "servers-key",
+        "adaptersClaimName": "adapters",
+        "adaptersFolder": "/mnt/elsewhere",
+    }
+    key = secrets.token_hex()
+    sampler = {"backend": "external", "external": servers}
+    with starting_session(cluster, volumes, image, sampler=sampler) as session:
+        others = a_server_of_others("server", key, servers["adaptersFolder"])
+        owned = [a_secret("servers-key", session.namespace, {"key": key}), *others]
+        place = {"namespace": session.namespace}
+        cluster.apply(*(each | {"metadata": each["metadata"] | place} for each in owned))
+        session.wait_until_ready()
+        cluster.wait_for("pod/server", "condition=Ready", session.namespace, START_SECONDS)
+        session.create_run()
+        session.train_a_step(1)
+
+        session.publish(3, sampler=0)
+        drawn = session.sample(0)
+
+        assert lengths(drawn) == [4, 4]
+        asked = cluster.kubectl("logs", "server", f"--namespace={session.namespace}")
+        assert {"/load_lora_adapter", "/generate"} <= set(asked.split())

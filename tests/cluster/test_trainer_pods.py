@@ -1,4 +1,4 @@
-"""Two trainer pods that share one model, installed and driven as a user would.
+"""Trainer pods, installed and driven as a user would: two that share a model, one of two ranks.
 
 The tests are a story in the order they stand in: each goes on where the one before it ended.
 """
@@ -51,6 +51,20 @@ TWO_PODS = {
         },
     },
 }
+TORCH_MODEL = "tiny/llama-by-torch"
+ONE_POD = {
+    "name": "tiny-by-torch",
+    "spec": {
+        **TWO_PODS["spec"],
+        "modelName": TORCH_MODEL,
+        "trainer": {
+            "replicas": 1,
+            "cpuRanksPerReplica": 2,
+            "dtype": "float32",
+            "resources": {"cpu": "200m", "memory": "3Gi", "sharedMemory": "256Mi"},
+        },
+    },
+}
 RANKS = 'for process in $(grep -l "^ray::Rank" /proc/[0-9]*/cmdline); do {}; done'
 """Something that a shell does for each rank of its pod, whose file it calls `$process`."""
 FREEZE = 'kill -STOP "$(basename "${process%/*}")"'
@@ -73,8 +87,8 @@ class Story:
     training: tinker.TrainingClient
 
 
-def a_run(client: tinker.ServiceClient) -> tinker.TrainingClient:
-    return client.create_lora_training_client(MODEL, rank=4, seed=1).result()
+def a_run(client: tinker.ServiceClient, model: str = MODEL) -> tinker.TrainingClient:
+    return client.create_lora_training_client(model, rank=4, seed=1).result()
 
 
 def train_a_step(training: tinker.TrainingClient) -> float:
@@ -107,7 +121,7 @@ def installation(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, folder: Path
 ) -> Iterator[Installation]:
     real_node.load(*map(program_image, IMAGES))
-    with an_installation(cluster, folder, values_of_one_node(TWO_PODS)) as release:
+    with an_installation(cluster, folder, values_of_one_node(TWO_PODS, ONE_POD)) as release:
         yield release
 
 
@@ -174,3 +188,15 @@ def test_a_deleted_session_leaves_nothing(installation: Installation, story: Sto
     installation.delete_session(session["metadata"]["name"])
 
     assert installation.sessions() == []
+
+
+def test_two_ranks_of_one_pod_divide_a_batch_and_learn_what_one_process_would(
+    expected: list[float], installation: Installation, story: Story
+) -> None:
+    training = a_run(installation.client(), TORCH_MODEL)
+
+    losses = [train_a_step(training) for _ in range(2)]
+
+    [trainer] = pods_of(installation, "trainer")
+    assert losses == pytest.approx(expected[:2], abs=1e-4)
+    assert at_ranks(installation, trainer, "echo rank").count("rank") == 2

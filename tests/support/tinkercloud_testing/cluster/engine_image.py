@@ -1,11 +1,16 @@
-"""An image whose `python3 -m sglang.launch_server` is the fake SGLang, with all it imports."""
+"""An image whose `python3 -m sglang.launch_server` is the fake SGLang, with all it imports.
+
+And a server of it that belongs to no session.
+"""
 
 import dataclasses
 import hashlib
 import tarfile
 from pathlib import Path
+from typing import Any
 
 from tinkercloud_testing.cluster.images import (
+    USER,
     Image,
     Layer,
     LayerCache,
@@ -17,6 +22,7 @@ from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import build_folder
 from tinkercloud_testing.sglang import sglang_sources
 
+_NAME = "tinkercloud.test/engine:test"
 _MODULES = "/opt/engine"
 _CACHE = "/opt/cache"
 _TESTING = Path(__file__).parents[1]
@@ -29,10 +35,78 @@ def engine_image() -> Image:
     environment = {**worker.environment, "PYTHONPATH": _MODULES, "XDG_CACHE_HOME": _CACHE}
     return dataclasses.replace(
         worker,
-        name="tinkercloud.test/engine:test",
+        name=_NAME,
         layers=[*worker.layers, _fake()],
         environment=environment,
     )
+
+
+def a_server_of_others(name: str, key: str, adapters_folder: str) -> list[dict[str, Any]]:
+    """Return a server that someone else operates: its pod, and the Service `name`.
+
+    Args:
+        name: of both.
+        key: that it wants.
+        adapters_folder: where it has the volume `adapters`.
+    """
+    labels, port = {"app": name}, 30000
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"selector": labels, "ports": [{"port": port}]},
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [_server(key, port, adapters_folder)],
+            "volumes": [
+                {"name": claim, "persistentVolumeClaim": {"claimName": claim}}
+                for claim in ("models", "adapters")
+            ],
+        },
+    }
+    return [service, pod]
+
+
+def _server(key: str, port: int, adapters_folder: str) -> dict[str, Any]:
+    options = {
+        "--model-path": "/models/tiny",
+        "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
+        "--port": port,
+        "--api-key": key,
+        "--admin-api-key": key,
+        "--dtype": "float32",
+        "--tp-size": 1,
+        "--context-length": 512,
+        "--max-lora-rank": 4,
+        "--lora-target-modules": "all",
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return {
+        "name": "server",
+        "image": _NAME,
+        "command": ["python3", "-m", "sglang.launch_server", *words],
+        "args": ["--enable-lora", "--enable-deterministic-inference"],
+        "env": [{"name": "SGLANG_RETURN_ORIGINAL_LOGPROB", "value": "1"}],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 1},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "models", "mountPath": "/models", "readOnly": True},
+            {"name": "adapters", "mountPath": adapters_folder, "readOnly": True},
+        ],
+    }
 
 
 def _fake() -> Layer:
