@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tinkercloud_api.cli import app
 from tinkercloud_testing.charts import CASES, CHART, CRD_CHART, ROOT, helm, pod_specs
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.models import save, tiny_llama
 
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 EXAMPLES = sorted((ROOT / "crds" / "examples").glob("*.yaml"))
@@ -95,6 +98,22 @@ def test_the_api_server_accepts_the_examples(cluster: Cluster, namespace: str, p
     where = f"--namespace={namespace}"
 
     cluster.kubectl("apply", "--server-side", "--dry-run=server", where, "-f", str(path))
+
+
+def test_the_api_server_accepts_what_was_planned(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    save(tiny_llama(), tmp_path / "tiny")
+    planned = CliRunner().invoke(app, ["plan", str(tmp_path / "tiny"), "--gpus=8xH100", "--json"])
+    where = f"--namespace={namespace}"
+
+    # Stored, and not only accepted: what the definitions do not know is left out of that.
+    cluster.kubectl("apply", "--server-side", where, "-f", "-", stdin=planned.output)
+
+    spec = cluster.get("basemodel", "tiny", namespace)["spec"]
+    assert spec["sampler"]["engines"] == {"adaptersClaimName": "adapters"}
+    assert spec["sampler"]["image"] == "sglang:0.5.23"
+    assert spec["head"]["resources"] == json.loads(planned.output)["spec"]["head"]["resources"]
 
 
 def test_the_first_key_survives_upgrades_and_data_survives_the_release(

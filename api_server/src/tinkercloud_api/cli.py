@@ -240,7 +240,7 @@ def plan_model(
     full: Annotated[bool, typer.Option("--full", help="Full fine-tunes instead of LoRA.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan how to train and sample a model on GPUs. JSON is part of a BaseModel's spec."""
+    """Plan how to train and sample a model on GPUs. JSON is a BaseModel that does so."""
     try:
         plan = planning.plan(
             model,
@@ -252,7 +252,7 @@ def plan_model(
     except planning.CannotPlan as error:
         _fail(str(error))
     if as_json:
-        typer.echo(json.dumps(plan.spec(), indent=2))
+        typer.echo(json.dumps(planning.base_model(plan, model), indent=2))
         return
     for part in planning.report(plan):
         Console().print(part, highlight=False)

@@ -1,7 +1,9 @@
 """What `tinkercloud plan` reads and shows; the planning itself is `tinkercloud_crds.planning`."""
 
 import json
+import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from rich.console import RenderableType
 from rich.table import Table
 
+from tinkercloud_crds import labels
 from tinkercloud_crds.planning import architecture, families, fleet
 from tinkercloud_crds.planning.memory import GpuMemory
 from tinkercloud_crds.planning.offer import Plan
@@ -18,6 +21,9 @@ from tinkercloud_crds.planning.refusal import DoesNotFit, gib
 
 _DEFAULT_SEQUENCE_LENGTH = 32768
 _CONFIG = "config.json"
+_HEAD_IMAGE = "tinkercloud-worker"
+_MODELS_CLAIM = "models"
+_PACKAGE = "tinkercloud-api"
 
 
 class CannotPlan(Exception):
@@ -84,6 +90,37 @@ def _from_hub(model: str) -> Path:
             f" hub does not give its {_CONFIG} ({type(error).__name__}). Name a folder that holds"
             " one; for a gated model set HF_TOKEN"
         ) from error
+
+
+def base_model(plan: Plan, model: str) -> dict[str, Any]:
+    """Return a BaseModel that runs as planned, as in YAML.
+
+    Args:
+        plan: of the model.
+        model: as it was given to `plan`. A folder is taken for one of the same name on a volume.
+    """
+    path = Path(model).expanduser()
+    name, source = model, dict[str, Any](hub=model)
+    if path.is_dir():
+        name = path.resolve().name
+        source = {"volume": {"claimName": _MODELS_CLAIM, "path": name}}
+    spec = plan.spec()
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": "BaseModel",
+        "metadata": {"name": _object_name(name)},
+        "spec": {
+            "modelName": name,
+            "source": source,
+            **spec,
+            "head": {"image": f"{_HEAD_IMAGE}:{version(_PACKAGE)}", **spec["head"]},
+        },
+    }
+
+
+def _object_name(model: str) -> str:
+    """Return the last part of a model's name as Kubernetes takes names."""
+    return re.sub(r"[^a-z0-9]+", "-", model.rpartition("/")[2].lower()).strip("-")[:63].rstrip("-")
 
 
 def report(plan: Plan) -> Iterator[RenderableType]:

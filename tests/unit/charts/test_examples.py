@@ -64,6 +64,13 @@ def test_a_session_of_an_example_asks_for_the_gpus_that_its_first_lines_say(
     assert shape.gpus == gpus
 
 
+@pytest.mark.parametrize("path", BASE_MODELS, ids=lambda path: path.stem)
+def test_sampler_pods_of_an_example_run_engines(path: Path) -> None:
+    sampler = BaseModelSpec.model_validate(read(path)["spec"]).sampler
+
+    assert (sampler.replicas > 0) == (sampler.engines is not None)
+
+
 @pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
 def test_a_session_asks_for_a_model_that_an_example_offers(path: Path) -> None:
     offered = {read(each)["spec"]["modelName"] for each in BASE_MODELS}

@@ -35,7 +35,6 @@ COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64)
 REST_OF_THE_SPEC = {
     "modelName": "acme/model",
     "source": {"hub": "acme/model"},
-    "head": {"image": "worker:1"},
 }
 
 models = st.sampled_from(sorted(MODELS)).map(MODELS.__getitem__)
@@ -147,10 +146,12 @@ def test_a_base_model_accepts_what_was_planned(demand: Demand, fleet: Fleet) -> 
     made = a_plan(demand, fleet)
 
     spec = {**REST_OF_THE_SPEC, **json.loads(json.dumps(made.spec()))}
+    spec["head"]["image"] = "worker:1"
 
     accepted = BaseModelSpec.model_validate(spec)
     assert accepted.trainer == made.trainer
     assert accepted.sampler == made.sampler
+    assert accepted.head.resources == made.head
     assert broken_rules(spec) == []
 
 

@@ -15,7 +15,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
-from tinkercloud_crds.shapes import SamplerShape, TrainerShape
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_operator.children.engines import sampler_config
+from tinkercloud_testing.sessions import a_build, a_session
 
 CONFIGS: dict[str, Any] = {
     name: model["config"]
@@ -90,16 +92,49 @@ def test_the_plan_is_printed_with_its_reasons_and_its_memory(qwen3_8b: str) -> N
         assert part in result.output
 
 
-def test_json_is_part_of_a_base_models_spec(qwen3_8b: str) -> None:
-    result = run(qwen3_8b, "--gpus", "16xH100", "--sequence-length", "8192", "--json")
+def planned(*arguments: str) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(run(*arguments, "--json").output)
+    return manifest
 
-    spec = json.loads(result.output)
-    trainer = TrainerShape.model_validate(spec["trainer"])
-    sampler = SamplerShape.model_validate(spec["sampler"])
-    assert spec["maxContextLength"] == 8192
-    assert spec["limits"]["maxLoraRank"] == 32
+
+def test_json_is_a_base_model_whose_sessions_train_and_sample_as_planned(qwen3_8b: str) -> None:
+    manifest = planned(qwen3_8b, "--gpus", "16xH100", "--sequence-length", "8192")
+
+    spec = BaseModelSpec.model_validate(manifest["spec"])
+    trainer, sampler = spec.trainer, spec.sampler
+    assert (manifest["kind"], manifest["metadata"]["name"]) == ("BaseModel", "qwen3-8b")
+    assert (spec.max_context_length, spec.limits.max_lora_rank) == (8192, 32)
     assert (trainer.backend, trainer.replicas, trainer.gpus_per_replica) == ("megatron", 1, 8)
     assert (sampler.backend, sampler.replicas * sampler.gpus_per_replica) == ("sglang", 8)
+    build = a_build(spec, a_session(baseModel=spec.model_name))
+    assert len(sampler_config(build).inference.urls) == sampler.replicas
+    assert not build.shape.head_computes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "at_least", "at_most"), [("8xH100", 12, 20), ("1xB200", 12 + 3 * 15, 80)]
+)
+def test_a_head_has_memory_for_the_model_where_it_samples_by_itself_only(
+    gpus: str, at_least: int, at_most: int, qwen3_8b: str
+) -> None:
+    spec = planned(qwen3_8b, "--gpus", gpus, "--sequence-length", "8192")["spec"]
+
+    memory = int(spec["head"]["resources"]["memory"].removesuffix("Gi"))
+    assert at_least <= memory <= at_most
+    assert ("engines" in spec["sampler"]) == (gpus == "8xH100")
+
+
+def test_a_folder_is_offered_from_a_volume_and_a_hub_model_from_the_hub(
+    hub: str, qwen3_8b: str, tmp_path: Path
+) -> None:
+    fetched = run_with_hub(hub, tmp_path, "acme/tiny", "--gpus", "2xL4", "--json")
+
+    of_hub = json.loads(fetched.stdout)
+    of_folder = planned(qwen3_8b, "--gpus", "8xH100")
+    assert of_hub["metadata"]["name"] == "tiny"
+    assert of_hub["spec"]["modelName"] == "acme/tiny"
+    assert of_hub["spec"]["source"] == {"hub": "acme/tiny"}
+    assert of_folder["spec"]["source"] == {"volume": {"claimName": "models", "path": "qwen3-8b"}}
 
 
 def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:

@@ -16,6 +16,8 @@ from tinkercloud_crds.planning.fleet import Gpu
 _WEIGHT_BYTES = 2
 _TRAINED_BYTES = 16
 """Value, gradient and two moments of a trained parameter, in float32."""
+_STATE_BYTES = 12
+"""The same without the gradient."""
 _LOW_RANK_BYTES = 4
 _LOGIT_BYTES = 4
 _LOGITS_BYTES = 256 << 20
@@ -125,6 +127,22 @@ def training(
     return max(
         (stage.with_tokens(tokens, reserve) for stage in stages), key=lambda memory: memory.total
     )
+
+
+def weight_bytes(architecture: Architecture) -> int:
+    """Return the size of all weights together, as they are kept."""
+    return _WEIGHT_BYTES * architecture.parameters
+
+
+def state_bytes(architecture: Architecture, lora_rank: int | None) -> int:
+    """Return the size of what is trained, values and moments, without the gradient.
+
+    Args:
+        architecture: the model.
+        lora_rank: of the adapter; None for a full fine-tune.
+    """
+    on_one = training(architecture, Layout(), tokens=0, lora_rank=lora_rank)
+    return on_one.trained // _TRAINED_BYTES * _STATE_BYTES
 
 
 def largest_micro_batch(

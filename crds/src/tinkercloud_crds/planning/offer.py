@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinkercloud_crds.base_model import Limits
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.fleet import GIB, Fleet
 from tinkercloud_crds.planning.layouts import divisors
-from tinkercloud_crds.planning.memory import Layout, training
+from tinkercloud_crds.planning.memory import Layout, state_bytes, training, weight_bytes
 from tinkercloud_crds.planning.planner import (
     FEW_SEQUENCES,
+    MANY_ENGINES,
     MICRO_BATCH_CAP,
     Demand,
     Division,
@@ -19,12 +19,32 @@ from tinkercloud_crds.planning.planner import (
     micro_batch_tokens,
 )
 from tinkercloud_crds.planning.refusal import DoesNotFit, gib, refusal, trainer_refusal
-from tinkercloud_crds.shapes import Parallelism, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.shapes import (
+    EnginesShape,
+    Parallelism,
+    Resources,
+    SamplerShape,
+    TrainerShape,
+)
+from tinkercloud_crds.structural import Part
 
 _CORES_PER_GPU = 4
 _SHARED_MEMORY_GIB_PER_GPU = 2
 _POD_MEMORY_GIB = 16
 """Of a pod besides twice the weights that it puts on its GPUs."""
+_SCRATCH_GIB = 16
+"""Of a pod besides the model, which it may have to download."""
+_HEAD_CORES = 4
+_HEAD_MEMORY_GIB = 12
+"""Of a head besides models: requests that wait, results, adapters that are sampled from."""
+_COPIES_OF_STATE = 2
+"""A model's values and moments, as they come from the trainers and as they are written."""
+_COPIES_OF_WEIGHTS = 3
+"""Of a head that computes on a CPU: as they are, and packed."""
+ENGINE_IMAGE = "sglang:0.5.23"
+"""An image of SGLang's, of the release whose definitions the head is held to."""
+ADAPTERS_CLAIM = "adapters"
+"""The volume for adapters, unless it is named otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +73,7 @@ class Plan:
             backend="megatron",
             replicas=layout.gpus // trainer.gpus_per_pod,
             gpus_per_replica=trainer.gpus_per_pod,
-            resources=_resources(trainer.gpus_per_pod, trainer.memory.weights),
+            resources=self._resources(trainer.gpus_per_pod, trainer.memory.weights),
             parallelism=_parallelism(layout),
             max_batch_tokens=trainer.tokens,
         )
@@ -61,25 +81,50 @@ class Plan:
     @property
     def sampler(self) -> SamplerShape:
         """The sampler pods."""
-        sampler = self.division.sampler
+        sampler, runs = self.division.sampler, runs_engines(self.division)
         return SamplerShape(
             backend="sglang",
+            image=ENGINE_IMAGE if runs else None,
             replicas=sampler.engines,
             gpus_per_replica=sampler.tensor,
-            resources=_resources(sampler.tensor, sampler.memory.weights),
+            resources=self._resources(sampler.tensor, sampler.memory.weights),
             colocated=self.division.colocated,
+            engines=EnginesShape(adapters_claim_name=ADAPTERS_CLAIM) if runs else None,
+        )
+
+    @property
+    def head(self) -> Resources:
+        """What the head's container needs."""
+        memory = _head_memory_gib(self.demand, self.division)
+        scratch = _SCRATCH_GIB + (0 if runs_engines(self.division) else self._model_gib)
+        return Resources(cpu=str(_HEAD_CORES), memory=f"{memory}Gi", scratch=f"{scratch}Gi")
+
+    @property
+    def _model_gib(self) -> int:
+        return -(-weight_bytes(self.demand.architecture) // GIB)
+
+    def _resources(self, gpus: int, weights: int) -> Resources:
+        """Return what a pod needs besides GPUs; weights pass through its memory on their way."""
+        return Resources(
+            cpu=str(_CORES_PER_GPU * gpus),
+            memory=f"{_POD_MEMORY_GIB + -(-2 * gpus * weights // GIB)}Gi",
+            shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus}Gi",
+            scratch=f"{_SCRATCH_GIB + self._model_gib}Gi",
         )
 
     def spec(self) -> dict[str, Any]:
-        """Return the part of a BaseModel's spec that was planned, as in YAML."""
+        """Return the part of a BaseModel's spec that was planned, as in YAML.
+
+        What it lacks are the model's name, its source and the head's image.
+        """
         spec: dict[str, Any] = {
             "maxContextLength": self.demand.sequence_length,
-            "trainer": self.trainer.model_dump(mode="json", by_alias=True, exclude_none=True),
-            "sampler": self.sampler.model_dump(mode="json", by_alias=True, exclude_none=True),
+            "head": {"resources": _written(self.head)},
+            "trainer": _written(self.trainer),
+            "sampler": _written(self.sampler),
         }
         if self.demand.lora_rank is not None:
-            limits = Limits(max_lora_rank=self.demand.lora_rank)
-            spec["limits"] = limits.model_dump(mode="json", by_alias=True, exclude_none=True)
+            spec["limits"] = {"maxLoraRank": self.demand.lora_rank}
         return spec
 
 
@@ -148,14 +193,19 @@ def _parallelism(layout: Layout) -> Parallelism:
     )
 
 
-def _resources(gpus: int, weights: int) -> Resources:
-    """Return what a pod needs besides GPUs; weights pass through its memory on their way."""
-    memory = _POD_MEMORY_GIB + -(-2 * gpus * weights // GIB)
-    return Resources(
-        cpu=str(_CORES_PER_GPU * gpus),
-        memory=f"{memory}Gi",
-        shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus}Gi",
-    )
+def _written(part: Part) -> dict[str, Any]:
+    return part.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def runs_engines(division: Division) -> bool:
+    """Whether sampler pods run engines; where they don't, the head samples by itself."""
+    return not division.colocated and division.sampler.engines <= MANY_ENGINES
+
+
+def _head_memory_gib(demand: Demand, division: Division) -> int:
+    state = _COPIES_OF_STATE * state_bytes(demand.architecture, demand.lora_rank)
+    model = 0 if runs_engines(division) else _COPIES_OF_WEIGHTS * weight_bytes(demand.architecture)
+    return _HEAD_MEMORY_GIB + -(-(state + model) // GIB)
 
 
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
@@ -164,6 +214,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
         _why_engines(demand, division),
+        _why_head(demand, division),
     ]
 
 
@@ -236,3 +287,12 @@ def _why_engines(demand: Demand, division: Division) -> Reason:
         return Reason("sampler", value, holds)
     few = f"fewer GPUs would hold less than {FEW_SEQUENCES}"
     return Reason("sampler", value, f"{holds}; {few}")
+
+
+def _why_head(demand: Demand, division: Division) -> Reason:
+    value = f"{_head_memory_gib(demand, division)} GiB of memory"
+    if runs_engines(division):
+        return Reason("head", value, "for what passes through it; the model is elsewhere")
+    if division.colocated:
+        return Reason("head", value, "it samples by itself: pods do not run colocated engines")
+    return Reason("head", value, f"it samples by itself: pods run {MANY_ENGINES} engines at most")

@@ -27,6 +27,8 @@ SMALL_MICRO_BATCH = 4096
 """Tokens below which a GPU waits for memory more than it computes."""
 FEW_SEQUENCES = 8
 """Sequences of full length below which an engine decodes too few tokens at a time."""
+MANY_ENGINES = 64
+"""Engines that a session has at most."""
 _MICRO_BATCH_ROUNDING = 256
 
 
@@ -181,7 +183,11 @@ def best_sampler(
         for tensor in sizes
         if (sampler := _sampler(demand, fleet, gpus // tensor, tensor, sharing_with)).sequences
     ]
-    return min(samplers, key=lambda s: (s.sequences < FEW_SEQUENCES, s.tensor), default=None)
+    return min(
+        samplers,
+        key=lambda s: (s.engines > MANY_ENGINES, s.sequences < FEW_SEQUENCES, s.tensor),
+        default=None,
+    )
 
 
 def _sampler(
