@@ -365,7 +365,7 @@ def test_a_head_samples_from_an_engine_in_a_pod_of_its_own(
         assert {"/load_lora_adapter_from_tensors", "/generate"} <= set(asked.split())
 
 
-def test_a_head_samples_from_a_server_that_is_not_its_sessions(
+def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_share(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     real_node.load(engine_image())
@@ -379,7 +379,8 @@ def test_a_head_samples_from_a_server_that_is_not_its_sessions(
     key = secrets.token_hex()
     sampler = {"backend": "external", "external": servers}
     with starting_session(cluster, volumes, image, sampler=sampler) as session:
-        others = a_server_of_others("server", key, servers["adaptersFolder"])
+        by_request = "/load_lora_adapter_from_tensors"
+        others = a_server_of_others("server", key, servers["adaptersFolder"], [by_request])
         owned = [a_secret("servers-key", session.namespace, {"key": key}), *others]
         place = {"namespace": session.namespace}
         cluster.apply(*(each | {"metadata": each["metadata"] | place} for each in owned))
@@ -394,3 +395,4 @@ def test_a_head_samples_from_a_server_that_is_not_its_sessions(
         assert lengths(drawn) == [4, 4]
         asked = cluster.kubectl("logs", "server", f"--namespace={session.namespace}")
         assert {"/load_lora_adapter", "/generate"} <= set(asked.split())
+        assert by_request in asked.split()

@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.sglang import FakeSglang
 
+REFUSES = "FAKE_SGLANG_REFUSES"
+"""Variable with the paths that are refused."""
+
 
 async def serve(options: argparse.Namespace, fake: FakeSglang) -> None:
     """Serve until the process ends; print the path of each request."""
@@ -50,5 +53,10 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=options.dtype)
     tempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") != "1"
     with an_engine(model, Path(tempfile.mkdtemp())) as engine:
-        fake = FakeSglang(engine, Path(options.model_path), gives_tempered_logprobs=tempered)
+        fake = FakeSglang(
+            engine,
+            Path(options.model_path),
+            gives_tempered_logprobs=tempered,
+            refuses=frozenset(os.environ.get(REFUSES, "").split()),
+        )
         asyncio.run(serve(options, fake))

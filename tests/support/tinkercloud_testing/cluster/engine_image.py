@@ -6,6 +6,7 @@ And a server of it that belongs to no session.
 import dataclasses
 import hashlib
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tinkercloud_testing.cluster.images import (
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import build_folder
 from tinkercloud_testing.sglang import sglang_sources
+from tinkercloud_testing.sglang_program import REFUSES
 
 _NAME = "tinkercloud.test/engine:test"
 _MODULES = "/opt/engine"
@@ -41,13 +43,16 @@ def engine_image() -> Image:
     )
 
 
-def a_server_of_others(name: str, key: str, adapters_folder: str) -> list[dict[str, Any]]:
+def a_server_of_others(
+    name: str, key: str, adapters_folder: str, refuses: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return a server that someone else operates: its pod, and the Service `name`.
 
     Args:
         name: of both.
         key: that it wants.
         adapters_folder: where it has the volume `adapters`.
+        refuses: paths of requests.
     """
     labels, port = {"app": name}, 30000
     service = {
@@ -67,7 +72,7 @@ def a_server_of_others(name: str, key: str, adapters_folder: str) -> list[dict[s
                 "runAsUser": USER,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [_server(key, port, adapters_folder)],
+            "containers": [_server(key, port, adapters_folder, refuses)],
             "volumes": [
                 {"name": claim, "persistentVolumeClaim": {"claimName": claim}}
                 for claim in ("models", "adapters")
@@ -77,7 +82,7 @@ def a_server_of_others(name: str, key: str, adapters_folder: str) -> list[dict[s
     return [service, pod]
 
 
-def _server(key: str, port: int, adapters_folder: str) -> dict[str, Any]:
+def _server(key: str, port: int, adapters_folder: str, refuses: Sequence[str]) -> dict[str, Any]:
     options = {
         "--model-path": "/models/tiny",
         "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
@@ -96,7 +101,10 @@ def _server(key: str, port: int, adapters_folder: str) -> dict[str, Any]:
         "image": _NAME,
         "command": ["python3", "-m", "sglang.launch_server", *words],
         "args": ["--enable-lora", "--enable-deterministic-inference"],
-        "env": [{"name": "SGLANG_RETURN_ORIGINAL_LOGPROB", "value": "1"}],
+        "env": [
+            {"name": "SGLANG_RETURN_ORIGINAL_LOGPROB", "value": "1"},
+            {"name": REFUSES, "value": " ".join(refuses)},
+        ],
         "readinessProbe": {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 1},
         "securityContext": {
             "allowPrivilegeEscalation": False,
