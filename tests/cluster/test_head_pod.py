@@ -208,9 +208,8 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parent.chmod(0o755)
     model = save(tiny_llama(), folder / "models" / "tiny")
     (model / "model.safetensors").chmod(0o644)
-    for name in ("checkpoints", "adapters"):
-        (folder / name).mkdir()
-        (folder / name).chmod(0o777)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints").chmod(0o777)
     return folder
 
 
@@ -223,7 +222,6 @@ def starting_session(
         cluster.apply(
             *a_volume("models", namespace, volumes / "models"),
             *a_volume("checkpoints", namespace, volumes / "checkpoints"),
-            *a_volume("adapters", namespace, volumes / "adapters"),
             *children(image, token, namespace, {"trainer": {"dtype": "float32"}} | shapes),
         )
         yield Session(cluster, namespace, token, volumes / "checkpoints")
@@ -337,7 +335,7 @@ def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
         wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
 
 
-def test_a_head_samples_from_an_engine_in_a_pod_of_its_own(
+def test_a_head_samples_from_an_engine_in_a_pod_of_its_own_with_no_volume_between_them(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     engine = engine_image()
@@ -347,7 +345,7 @@ def test_a_head_samples_from_an_engine_in_a_pod_of_its_own(
         "replicas": 1,
         "image": engine.name,
         "resources": {"cpu": "100m", "memory": "2Gi"},
-        "engines": {"adaptersClaimName": "adapters"},
+        "engines": {},
     }
     with starting_session(cluster, volumes, image, sampler=sampler) as session:
         session.wait_until_ready()

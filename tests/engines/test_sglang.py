@@ -345,7 +345,7 @@ async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, ranks
 ) -> None:
     fakes[0].tp_size = ranks
-    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there="/nowhere")
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
 
@@ -392,11 +392,18 @@ async def test_an_engine_that_ends_over_tensors_again_is_given_files(
 
 
 @pytest.mark.usefixtures("_all_is_large")
-@pytest.mark.parametrize(("there", "ways"), [(None, [FILES]), ("/nowhere", [FILES, TENSORS])])
+@pytest.mark.parametrize(
+    ("place", "ways"),
+    [
+        ({}, [FILES]),
+        ({"adapters_dir_there": "/nowhere"}, [FILES, TENSORS]),
+        ({"adapters_seen": False}, [TENSORS]),
+    ],
+)
 async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_seen(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, there, ways
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, place, ways
 ) -> None:
-    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there=there)
+    sampler = a_sampler(fakes[:1], tmp_path, **place)
 
     await sampler.publish("one", an_adapter(engine, 1))
 
@@ -443,7 +450,7 @@ async def test_a_whole_model_reaches_an_engine_that_sees_none_of_our_files_in_pa
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", weights.size_bytes // 4)
     # Whoever was before us has left in the middle of it.
     fakes[0].is_updating = True
-    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there="/nowhere")
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
     await publish(engine, sampler, "sharp", weights)
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
 
@@ -473,7 +480,7 @@ async def test_weights_that_came_in_part_are_never_drawn_from(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     fakes[0].refuses = frozenset({"/end_weight_update"})
-    sampler = a_sampler(fakes[:1], tmp_path, adapters_dir_there="/nowhere")
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
     await publish(engine, sampler, "base", None)
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
     await sampler.sample("base", request)

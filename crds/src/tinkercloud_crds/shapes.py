@@ -156,9 +156,10 @@ class TrainerShape(Part):
 class EnginesShape(Part):
     """What engines that run in the sampler pods need to know."""
 
-    adapters_claim_name: ObjectName
+    adapters_claim_name: ObjectName | None = None
     """PersistentVolumeClaim that the head writes adapters to (whole models too, where those are
-    trained), and the engines read; ReadWriteMany, unless all pods are on one node."""
+    trained), and the engines read; ReadWriteMany, unless all pods are on one node. Absent means
+    that they are written to the head's own scratch space and reach engines in requests alone."""
     gpu_memory_percent: Annotated[int, Field(ge=10, le=95)] | None = None
     """Part of each GPU for weights and cached prompts; absent means what SGLang chooses."""
 

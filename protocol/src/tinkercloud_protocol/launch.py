@@ -125,6 +125,8 @@ class InferenceConfig(_Config):
     in scratch_dir, which suits servers on the same machine."""
     adapters_dir_there: str | None = None
     """The same folder as the servers see it; absent means under the same path."""
+    adapters_seen: bool = True
+    """Whether the servers see that folder. If not, SGLang is sent everything, whatever its size."""
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 256
     """Requests that a server has at the same time; more wait in the head."""
     recovery_seconds: Annotated[float, Field(gt=0)] = 300.0
@@ -163,6 +165,8 @@ class SamplerConfig(_Config):
             raise ValueError(f"inference.urls: backend {self.backend} needs one or more of them")
         if self.backend == "sglang" and inference.kind != "sglang":
             raise ValueError("inference.kind: vllm is for backend external")
+        if inference.kind == "vllm" and not inference.adapters_seen:
+            raise ValueError("inference.adapters_seen: vllm reads adapters from files alone")
         if inference.colocated and self.backend != "sglang":
             raise ValueError("inference.colocated: only engines of this head can be; see backend")
         return self

@@ -155,6 +155,18 @@ def test_engines_read_adapters_from_the_volume_that_the_head_writes_to() -> None
     assert written == [{"name": "adapters", "mountPath": "/adapters"}]
     assert read == [{"name": "adapters", "mountPath": "/adapters", "readOnly": True}]
     assert sampling(build).inference.adapters_dir == "/adapters/one"
+    assert sampling(build).inference.adapters_seen
+
+
+def test_without_a_volume_adapters_stay_with_the_head_and_reach_engines_in_requests() -> None:
+    build = a_build_with({**ENGINES, "engines": {}})
+
+    pods = [pod_of(build), head_pod(build)]
+
+    assert "adapters" not in {volume["name"] for pod in pods for volume in pod["volumes"]}
+    assert "/adapters" not in {mount["mountPath"] for mount in engine_of(build)["volumeMounts"]}
+    assert sampling(build).inference.adapters_dir is None
+    assert not sampling(build).inference.adapters_seen
 
 
 def test_an_engine_has_its_own_image_and_gpus_and_ray_has_none_of_them() -> None:

@@ -82,9 +82,10 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
     """
     inference = config.sampler.inference
     owner = f"{config.head}-{config.generation}"
+    here = Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters")
     folder = AdapterFolder(
-        Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters"),
-        there=Path(inference.adapters_dir_there) if inference.adapters_dir_there else None,
+        here,
+        there=Path(inference.adapters_dir_there or here) if inference.adapters_seen else None,
         owner=owner,
         base_path=Path(config.model.path),
     )

@@ -59,7 +59,8 @@ def sampler_config(build: Build) -> SamplerConfig:
     inference = InferenceConfig(
         urls=tuple(f"http://{name}:{ENGINE_PORT}" for name in names),
         key_file=f"{TOKEN_FOLDER}/{labels.TOKEN_KEY}",
-        adapters_dir=_adapters_folder(build),
+        adapters_dir=_adapters_folder(build) if volumes(build) else None,
+        adapters_seen=bool(volumes(build)),
         recovery_seconds=_STARTUP_SECONDS,
     )
     return SamplerConfig(backend="sglang", inference=inference)
@@ -74,7 +75,7 @@ def volumes(build: Build) -> list[Json]:
     """Return the volumes that the head has for servers' sake, and engines too."""
     sampler = build.shape.sampler
     shape = sampler.external or sampler.engines
-    if shape is None:
+    if shape is None or shape.adapters_claim_name is None:
         return []
     claim = {"claimName": shape.adapters_claim_name}
     found: list[Json] = [{"name": "adapters", "persistentVolumeClaim": claim}]
@@ -100,14 +101,17 @@ def engine(build: Build) -> Json:
     image = shape.sampler.image or shape.base_model.head.image
     body = container(build, "engine", image, shape.sampler.resources, shape.gpus_per_sampler)
     mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _OF_ENGINES]
-    adapters = {"name": "adapters", "mountPath": ADAPTERS_FOLDER, "readOnly": True}
+    adapters = [
+        {"name": volume["name"], "mountPath": ADAPTERS_FOLDER, "readOnly": True}
+        for volume in volumes(build)
+    ]
     up, draws = _get("/health"), _get("/health_generate")
     return body | {
         "command": ["/bin/bash", "-c", _START, "engine"],
         "args": _arguments(build),
         "env": [{"name": name, "value": value} for name, value in _ENVIRONMENT.items()],
         "envFrom": [],
-        "volumeMounts": [*mounts, adapters],
+        "volumeMounts": [*mounts, *adapters],
         "ports": [{"name": "engine", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "startupProbe": probe(up, period=10, failures=_STARTUP_SECONDS // 10),
         "readinessProbe": probe(up, period=10, failures=3),

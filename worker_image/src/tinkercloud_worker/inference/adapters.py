@@ -28,8 +28,8 @@ class Written:
     name: str
     here: Path
     """Their folder."""
-    there: Path
-    """The same folder as servers see it, if they do."""
+    there: Path | None
+    """The same folder as servers see it; None if they don't."""
 
     def size_of(self, file: str) -> int:
         """Return the bytes of one of its files.
@@ -51,12 +51,12 @@ class AdapterFolder:
 
         Args:
             folder: where to write.
-            there: the same folder as servers see it; None means under the same path.
+            there: the same folder as servers see it; None if they don't.
             owner: differs between any two processes that ever write there.
             base_path: Hugging Face folder of the base model.
         """
         self._folder = folder
-        self._there = there or folder
+        self._there = there
         self._owner = owner
         self._base_path = base_path
         self._numbers = itertools.count(1)
@@ -79,7 +79,8 @@ class AdapterFolder:
 
     def find(self, name: str) -> Written:
         """Return where lies what was written under a name."""
-        return Written(name, self._folder / name, self._there / name)
+        there = self._there / name if self._there is not None else None
+        return Written(name, self._folder / name, there)
 
     def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
         """Read weights back.

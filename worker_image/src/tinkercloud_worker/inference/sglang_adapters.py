@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from functools import partial
+from pathlib import Path
 
 from safetensors.torch import load_file
 
@@ -37,7 +39,7 @@ class SglangAdapters:
         await self._delivery.deliver(
             adapter.size_of(ADAPTER_WEIGHTS),
             send=lambda ranks: self._send(adapter, ranks),
-            read=lambda: self._read(adapter),
+            read=partial(self._read, adapter.name, adapter.there) if adapter.there else None,
         )
 
     async def unload(self, name: str) -> None:
@@ -54,8 +56,8 @@ class SglangAdapters:
                 body = await asyncio.to_thread(_load_request, adapter, ranks)
                 await self._load("/load_lora_adapter_from_tensors", body)
 
-    async def _read(self, adapter: Written) -> None:
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
+    async def _read(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
         with metrics.loading(self._client.url, "adapter", "file"):
             await self._load("/load_lora_adapter", body)
 

@@ -9,6 +9,8 @@ that one from other weights is never taken for right, and an engine that has beg
 having none of ours.
 """
 
+from pathlib import Path
+
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
@@ -105,7 +107,7 @@ class SglangControl:
         self._held = None
         version = self._mark(kind)
         if kind == BASE:
-            await self._weights.load_folder(self._base_path, version=version)
+            await self._weights.load_folder(Path(self._base_path), version=version)
         else:
             model = self._folder.find(kind)
             await self._weights.load(model, version=version, unfinished=self._mark(_UNFINISHED))

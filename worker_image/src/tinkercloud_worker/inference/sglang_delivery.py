@@ -45,25 +45,31 @@ class Delivery:
         self._lost = 0
         self._takes_tensors = True
 
-    async def deliver(self, size: int, send: Send, read: Read) -> None:
+    async def deliver(self, size: int, send: Send, read: Read | None) -> None:
         """Bring weights to the engine.
 
         Args:
             size: in bytes.
             send: brings them in requests.
-            read: lets the engine read them.
+            read: lets the engine read them; None where it sees no files.
 
         Raises:
             InvalidRequest: the engine does not take such weights.
             ServerError: the engine failed, or is not there.
         """
+        if read is None:
+            await self._sent(send, await self._ranks())
+            return
         if not self._takes_tensors:
             await read()
             return
-        ranks = await self._ranks()
-        if ranks is None:
+        try:
+            ranks = await self._ranks()
+        except NotThere as error:
+            self._stop(error.message)
             await read()
-        elif ranks * size > self._most_sent_bytes:
+            return
+        if ranks * size > self._most_sent_bytes:
             await self._read_else_send(lambda: self._sent(send, ranks), read)
         else:
             await self._send_else_read(lambda: self._sent(send, ranks), read)
@@ -85,17 +91,13 @@ class Delivery:
         except (InvalidRequest, ServerError) as refusal:
             await _second(send, refusal)
 
-    async def _ranks(self) -> int | None:
+    async def _ranks(self) -> int:
         """Return how many copies of tensors the engine wants; with too few it would end."""
-        try:
-            info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
-        except NotThere:
-            info = {}
+        info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
         ranks = info.get("tp_size")
-        if isinstance(ranks, int):
-            return ranks
-        self._stop(f"/server_info does not say how many ranks it has: tp_size is {ranks!r}")
-        return None
+        if not isinstance(ranks, int):
+            raise NotThere(f"{self._client.url}/server_info names no tp_size, but {ranks!r}")
+        return ranks
 
     async def _sent(self, send: Send, ranks: int) -> None:
         try:

@@ -5,6 +5,8 @@ has no weights that anything may be drawn from, and is marked so until the last 
 """
 
 import asyncio
+from functools import partial
+from pathlib import Path
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
@@ -43,17 +45,17 @@ class SglangWeights:
         await self._delivery.deliver(
             model.size_of(FULL_WEIGHTS),
             send=lambda ranks: self._send(model, ranks, version=version, unfinished=unfinished),
-            read=lambda: self.load_folder(str(model.there), version=version),
+            read=partial(self.load_folder, model.there, version=version) if model.there else None,
         )
 
-    async def load_folder(self, folder: str, *, version: str) -> None:
+    async def load_folder(self, folder: Path, *, version: str) -> None:
         """Replace the engine's weights by those of a folder, as the engine sees it.
 
         Raises:
             ServerError: the engine failed, or is not there.
         """
         # Keys and values of a prompt belong to the weights they were computed with.
-        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
         with metrics.loading(self._client.url, "model", "file"):
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
