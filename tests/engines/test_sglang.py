@@ -356,11 +356,18 @@ async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
     await sampler.close()
 
 
-@pytest.mark.parametrize("shortcoming", ["lacks", "refuses"])
-async def test_an_engine_that_takes_no_tensors_is_offered_them_once_and_given_files(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, shortcoming
+@pytest.mark.parametrize(
+    ("state", "offers"),
+    [
+        ({"lacks": frozenset({TENSORS})}, 1),
+        ({"refuses": frozenset({TENSORS})}, 1),
+        ({"tp_size": None}, 0),
+    ],
+)
+async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_given_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state, offers
 ) -> None:
-    setattr(fakes[0], shortcoming, frozenset({TENSORS}))
+    vars(fakes[0]).update(state)
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     await publish(engine, sampler, "two", an_adapter(engine, 2))
@@ -370,7 +377,7 @@ async def test_an_engine_that_takes_no_tensors_is_offered_them_once_and_given_fi
 
     assert_same(theirs[0], await engine.sampler.sample("one", request))
     assert_same(theirs[1], await engine.sampler.sample("two", request))
-    assert len(fakes[0].called(TENSORS)) == 1
+    assert len(fakes[0].called(TENSORS)) == offers
     assert len(fakes[0].called(FILES)) == 2
     await sampler.close()
 

@@ -128,6 +128,13 @@ async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses) -> None:
             },
             "inference.colocated",
         ),
+        (
+            {
+                "backend": "external",
+                "inference": InferenceConfig(kind="vllm", urls=("http://a",), adapters_seen=False),
+            },
+            "inference.adapters_seen",
+        ),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(settings, words) -> None:
