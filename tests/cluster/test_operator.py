@@ -139,6 +139,27 @@ def test_a_deleted_session_leaves_nothing_behind(sessions: Sessions) -> None:
     sessions.wait_until_nothing_is_left("gone")
 
 
+def test_a_session_made_again_under_its_name_waits_for_what_the_first_left(
+    sessions: Sessions,
+) -> None:
+    sessions.make_ready("one")
+    first = sessions.status("one")["incarnation"]
+
+    sessions.cluster.kubectl("delete", "tsess", "one", "-n", sessions.namespace, "--wait=true")
+    sessions.make_ready("one")
+
+    uid = sessions.cluster.get("tsess", "one", sessions.namespace)["metadata"]["uid"]
+    assert sessions.status("one")["incarnation"] != first
+    assert "ApplyFailed" not in news_of(sessions, uid)
+
+
+def news_of(sessions: Sessions, uid: str) -> list[str]:
+    """Return the reasons of the Events about an object."""
+    options = ("-n", sessions.namespace, "--field-selector", f"involvedObject.uid={uid}")
+    path = "jsonpath={.items[*].reason}"
+    return sessions.cluster.kubectl("get", "events", *options, "-o", path).split()
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -84,7 +84,8 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
         queue = cluster["metadata"].get("labels", {}).get(labels.QUEUE_LABEL)
     if observed.is_held_back:
         before = "was evicted by Kueue and " if observed.pods else ""
-        message = f"{before}waits for Kueue to admit it through LocalQueue {queue!r}"
+        through = "through no LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
+        message = f"{before}waits for Kueue to admit it {through}"
         return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
     if queue is None:
         return Finding(is_reached=True, reason=Reason.NO_QUEUE)
@@ -101,6 +102,9 @@ def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
     )
     if problem is not None:
         return problem
+    if observed.has_predecessors:
+        message = "what an earlier session of this name had is still going"
+        return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
     wanted = _wanted_pods(observed, shape)
     live = [pod for pod in observed.pods if not pod.is_terminating]
     running = sum(pod.is_scheduled for pod in live)

@@ -89,6 +89,8 @@ class Observed:
     """Live sessions of its owner and BaseModel that are older than this one."""
     children: Mapping[ChildKey, Manifest]
     """Live children but the Secret, which can only be read by name."""
+    has_predecessors: bool
+    """Whether children of an earlier session of its name are still going."""
     has_secret: bool
     """By its witness, which is one of the children."""
     pods: tuple[Pod, ...]

@@ -85,7 +85,7 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
     build = Build(Names(observed.name), shape, settings)
     if observed.spec.role == "Trainer" and not observed.has_finalizer:
         yield HoldFinalizer(held=True)
-    if not observed.has_kuberay:
+    if not observed.has_kuberay or observed.has_predecessors:
         return
     if not observed.has_secret:
         secret = _owned(surroundings.token_secret(build), observed)

@@ -104,7 +104,12 @@ class Watched:
             status = seen.session_status(manifest)
         except ValidationError:
             return None
-        children = self._children.get(name, {})
+        everything = self._children.get(name, {})
+        children = {
+            key: item
+            for key, item in everything.items()
+            if _session_uid(item) in {metadata["uid"], None}
+        }
         offering = self.offering(spec.base_model)
         base_model = seen.base_model(offering) if offering is not None else None
         return Observed(
@@ -122,6 +127,7 @@ class Watched:
             sessions_of_owner=self._older_siblings(manifest, base_model),
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
+            has_predecessors=len(children) < len(everything),
             has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
             nodes=surroundings.nodes,
@@ -256,6 +262,12 @@ def _session_of(kind: str, metadata: Metadata) -> str:
         if owner["kind"] == "TrainingSession":
             return str(owner["name"])
     return str(metadata.get("labels", {}).get(labels.SESSION_LABEL, ""))
+
+
+def _session_uid(child: Manifest) -> str | None:
+    """Return the uid of the session that owns a child; None for pods, whose RayCluster it owns."""
+    owners = child["metadata"].get("ownerReferences", [])
+    return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)
 
 
 def _counts(session: Manifest | None) -> bool:

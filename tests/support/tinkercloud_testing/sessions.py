@@ -94,6 +94,7 @@ def observed(**fields: Any) -> Observed:
         "base_model": a_base_model(),
         "sessions_of_owner": 0,
         "children": {},
+        "has_predecessors": False,
         "has_secret": False,
         "pods": (),
         "nodes": None,

@@ -149,3 +149,11 @@ def test_the_same_news_is_announced_once() -> None:
     again = reconcile(replace(refused, status=told.status or a_status()), SETTINGS)
 
     assert again == Plan()
+
+
+def test_nothing_is_made_beside_what_an_earlier_session_of_the_name_had() -> None:
+    plan = reconcile(observed(has_predecessors=True), SETTINGS)
+
+    assert plan.actions == (HoldFinalizer(held=True),)
+    assert plan.status is not None
+    assert "earlier session" in (plan.status.message or "")

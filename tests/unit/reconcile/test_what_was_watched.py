@@ -253,6 +253,24 @@ def test_a_pod_whose_raycluster_is_gone_or_going_is_going_too(
     assert [pod.is_terminating for pod in found.pods] == [is_going]
 
 
+@pytest.mark.parametrize(
+    ("owner", "is_its_own"), [("uid-of-one", True), ("uid-of-an-earlier-one", False)]
+)
+def test_children_of_an_earlier_session_of_the_same_name_are_not_its_own(
+    watched: Watched, owner: str, is_its_own: bool
+) -> None:
+    owned = service()
+    owners = [{"kind": "TrainingSession", "name": "one", "uid": owner}]
+    owned["metadata"]["ownerReferences"] = owners
+
+    watched.note("Service", owned)
+
+    found = look(watched)
+    assert found is not None
+    assert (SERVICE in found.children) is is_its_own
+    assert found.has_predecessors is not is_its_own
+
+
 def test_managed_fields_are_not_kept(watched: Watched) -> None:
     watched.note("TrainingSession", session(version=2, managedFields=[{"manager": "x"}]))
 
@@ -296,7 +314,7 @@ def test_of_a_pod_only_its_state_is_kept(watched: Watched) -> None:
 def test_a_secret_is_there_as_long_as_its_witness_names_it(
     watched: Watched, owners: list[str], is_there: bool
 ) -> None:
-    named = [{"kind": kind, "name": "one", "uid": "u"} for kind in owners]
+    named = [{"kind": kind, "name": "one", "uid": "uid-of-one"} for kind in owners]
     metadata = {"name": "one-token", "ownerReferences": named}
 
     concerned = watched.note("ConfigMap", stored({"metadata": metadata}))
