@@ -31,8 +31,6 @@ from tinkercloud_testing.cluster.training_sessions import (
 from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 ONE_SESSION = 3
 """GPUs of a session: two trainers and a sampler."""
 URGENT = {

@@ -191,7 +191,7 @@ def _service(port: int) -> tuple[Manifest, Manifest]:
 
 def _mount(cluster: Cluster, folder: Path) -> None:
     """Do what a kubelet does with Kueue's certificate once Kueue has made it."""
-    wait_until(lambda: bool(_certificate(cluster)), "Kueue's certificate", 120)
+    wait_until(lambda: bool(_certificate(cluster)), "Kueue's certificate")
     for name, content in _certificate(cluster).items():
         (folder / name).write_bytes(base64.b64decode(content))
 
