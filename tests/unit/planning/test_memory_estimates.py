@@ -223,6 +223,19 @@ def test_ranks_together_hold_the_model_once_and_what_is_not_divided_often(name: 
     assert whole / divided < split < whole / 4
 
 
+def test_ranks_that_divide_sequences_each_hold_all_keys_and_values_of_a_layer() -> None:
+    config = PUBLIC_MODELS["Qwen/Qwen3-8B"]["config"]
+
+    whole, quarter = (
+        training(read(config), Layout(context=ranks), tokens=4096, lora_rank=RANK).activations
+        for ranks in (1, 4)
+    )
+
+    values = 2 * config["num_key_value_heads"] * config["head_dim"] * 4096
+    in_bfloat16_with_gradients = 4 * values
+    assert quarter == pytest.approx(whole / 4 + in_bfloat16_with_gradients, abs=1)
+
+
 def test_an_engine_gives_all_that_is_left_to_keys_and_values() -> None:
     model, kind = read(PUBLIC_MODELS["Qwen/Qwen3-8B"]["config"]), gpu("H100")
 

@@ -4,7 +4,8 @@ What is assumed of the engines, and which of the figures have been measured, is 
 docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
 two moments in float32, on every data-parallel rank; only the inputs of layers are kept for the
 backward pass and the rest is computed again, one layer at a time; with tensor parallelism sequences
-are split between layers too; logits exist a few rows at a time.
+are split between layers too; ranks that divide sequences gather a layer's keys and values; logits
+exist a few rows at a time.
 """
 
 from collections.abc import Iterator
@@ -261,7 +262,10 @@ def _activations_per_token(
     working = 2 * max(layer_values(architecture, layer, layout, lora_rank) for layer, _ in runs)
     # Hidden state and its gradient, and the final norm in float32.
     final = 4 * hidden if unembeds else 0
-    return (kept + working + final) / layout.context
+    # Keys and values of whole sequences, and their gradients, are at every rank of those.
+    cached = kv_bytes_per_token(architecture, layout.tensor) / architecture.layers
+    gathered = 2 * cached if layout.context > 1 else 0
+    return (kept + working + final) / layout.context + gathered
 
 
 def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_rank: int) -> float:
