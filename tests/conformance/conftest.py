@@ -20,17 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--trainer", action="append", choices=list(TRAINERS), help="of the heads")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "trainers(*names): with which of the trainers it runs")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with every trainer that was asked for and that its `trainers` mark names."""
+    """Run a test with every trainer that was asked for."""
     if "trainer" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("trainer") or ["torch"]
-        mark = metafunc.definition.get_closest_marker("trainers")
-        fit = [_on_one_worker(name) for name in wanted if mark is None or name in mark.args]
-        metafunc.parametrize("trainer", fit, scope="session")
+        metafunc.parametrize("trainer", [_on_one_worker(name) for name in wanted], scope="session")
 
 
 def _on_one_worker(trainer: str) -> object:

@@ -200,7 +200,6 @@ def test_two_models_in_one_head_do_not_touch_each_other(
     assert histories["one"] == histories["alone"]
 
 
-@pytest.mark.trainers("torch", "torch-2")
 def test_a_full_fine_tuning_run_trains_all_weights(server: Server) -> None:
     session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
     created = server.post(

@@ -93,6 +93,13 @@ def test_adapters_of_experts_are_refused_by_name(alone, tmp_path) -> None:
         megatron.add_model("m", LoraConfig(rank=4))
 
 
+def test_full_fine_tuning_of_a_mixture_is_refused_by_name(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_qwen3_moe(), tmp_path)), 1, 1)
+
+    with pytest.raises(InvalidRequest, match=r"of a mixture of experts .* adapters only"):
+        megatron.add_model("m", None)
+
+
 def test_layers_without_experts_among_those_with_them_are_refused(alone, tmp_path) -> None:
     model = tiny_qwen3_moe()
     model.config.mlp_only_layers = [0]

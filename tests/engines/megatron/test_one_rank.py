@@ -165,11 +165,43 @@ def test_adapters_of_one_base_stay_apart_bit_for_bit(alone, tmp_path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_full_fine_tuning_is_refused(alone, tmp_path) -> None:
-    megatron, _ = pair(tiny_llama, tmp_path)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gradients(
+    alone, tmp_path, name
+) -> None:
+    megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
+    torch_trainer = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32)
+    for trainer in (megatron, torch_trainer):
+        trainer.add_model("m", None)
+        run(trainer, random_data(LENGTHS))
 
-    with pytest.raises(InvalidRequest, match="adapters only"):
-        megatron.add_model("full", None)
+    assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=0)
+    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+
+
+def test_a_whole_model_leaves_the_base_and_its_adapters_alone(alone, tmp_path) -> None:
+    megatron, _ = pair(tiny_llama, tmp_path)
+    data = random_data(LENGTHS)
+    megatron.add_model("m", None)
+    megatron.add_model("other", LORA)
+    batch = prepare(a_request(data), megatron.limits)
+    before = megatron.forward("other", batch, lambda: None)
+
+    run(megatron, data)
+    megatron.optim_step("m", ADAM)
+
+    after = megatron.forward("other", batch, lambda: None)
+    trained = megatron.forward("m", batch, lambda: None)
+    assert np.array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
+    assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
+
+
+def test_an_adapters_state_is_refused_for_a_whole_model(alone, tmp_path) -> None:
+    megatron, torch_trainer = pair(tiny_llama, tmp_path)
+    megatron.add_model("full", None)
+
+    with pytest.raises(InvalidRequest, match="checkpoint does not fit this model"):
+        megatron.import_state("full", torch_trainer.export_state("m"))
 
 
 def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:

@@ -27,6 +27,7 @@ pytestmark = [
 LENGTHS = [5, 17, 3, 11, 8]
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
+CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
 SHAPES = {
     "tp2": ("llama", 2, 1, 1, 2),
@@ -131,6 +132,60 @@ def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers) -> None
 
     assert norms[0] == pytest.approx(norms[1])
     assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
+
+
+def test_every_weight_of_a_whole_model_has_the_torch_trainers_gradient(trainers) -> None:
+    for trainer in trainers:
+        trainer.add_model("m", None)
+
+    got, expected = (run(trainer, random_data(LENGTHS)) for trainer in trainers)
+
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+    gradients = [trainer.export_gradient("m") for trainer in trainers]
+    assert_close(*gradients, rtol=1e-4)
+    ranked, _ = trainers
+    ranked.import_gradient("m", gradients[1])
+    assert_close(ranked.export_gradient("m"), gradients[1], rtol=0)
+
+
+def test_ten_clipped_steps_of_a_whole_model_go_as_the_torch_trainers(trainers) -> None:
+    steps = []
+    for trainer in trainers:
+        trainer.add_model("m", None)
+        steps.append([])
+        for seed in range(10):
+            output = run(trainer, random_data([*LENGTHS, 1 + seed], seed=seed))
+            norm = trainer.optim_step("m", CLIPPED)["grad_norm"]
+            steps[-1].append((output.metrics["loss:sum"], norm))
+
+    np.testing.assert_allclose(steps[0], steps[1], rtol=1e-4)
+    states = [trainer.export_state("m") for trainer in trainers]
+    assert states[0].step == states[1].step == 10
+    assert_close(states[0].weights.tensors, states[1].weights.tensors, rtol=1e-3)
+
+
+def test_a_whole_model_goes_on_at_the_torch_trainer_and_comes_back_bit_for_bit(trainers) -> None:
+    ranked, single = trainers
+    for trainer in trainers:
+        trainer.add_model("m", None)
+    run(ranked, random_data(LENGTHS))
+    ranked.optim_step("m", CLIPPED)
+    state = ranked.export_state("m")
+
+    single.import_state("m", state)
+    ranked.import_state("m", single.export_state("m"))
+
+    returned = ranked.export_state("m")
+    assert_close(returned.weights.tensors, state.weights.tensors, rtol=0)
+    assert_close(returned.moments, state.moments, rtol=0)
+    steps = []
+    for trainer in trainers:
+        run(trainer, random_data(LENGTHS, seed=1))
+        steps.append(trainer.optim_step("m", CLIPPED))
+    assert steps[0] == pytest.approx(steps[1], rel=1e-5)
+    assert steps[0]["step"] == 2
 
 
 def test_one_example_leaves_other_replicas_without_work(trainers) -> None:

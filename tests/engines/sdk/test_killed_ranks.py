@@ -100,18 +100,6 @@ def test_a_run_whose_ranks_are_all_killed_is_lost_and_says_from_where_to_go_on(
     assert step(resumed) == expected
 
 
-def test_full_fine_tuning_is_refused_by_name(server: Server) -> None:
-    session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
-
-    created = server.post(
-        "create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
-    ).json()
-
-    failure = server.result(str(created["request_id"])).json()
-    assert "the megatron trainer trains adapters only" in str(failure["error"])
-    assert failure["category"] == "user"
-
-
 def test_no_process_outlives_a_killed_head(server: Server) -> None:
     step(a_training_client(server))
     processes = below_the_head(server)

@@ -1,1 +1,4 @@
-"""Trains adapters with megatron-core. No other part of the worker imports megatron or mbridge."""
+"""Trains adapters, or whole models, with megatron-core.
+
+No other part of the worker imports megatron or mbridge.
+"""

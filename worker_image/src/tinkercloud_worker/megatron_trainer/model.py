@@ -3,7 +3,7 @@
 mbridge knows the families; what it takes for granted and is not always so is checked here first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
 from tinkercloud_worker.architecture import UnsupportedModelError, find_targets
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer import mixtures
 from tinkercloud_worker.megatron_trainer.adapters import (
@@ -42,9 +43,13 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronModel:
-    """A rank's part of the frozen base, and what can be adapted in the whole."""
+    """A rank's part of the frozen base, and what can be trained of the whole."""
 
     module: GPTModel
+    sources: Mapping[str, Sequence[str]]
+    """Of each weight of the module, the Hugging Face weights it is made of."""
+    layout: Layout
+    """Of the Hugging Face model's weights."""
     linears: AdaptedLinears
     targets: Sequence[Target]
     hf_config: PretrainedConfig
@@ -92,9 +97,12 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
             bridge.load_weights([module], path)
         module.requires_grad_(requires_grad=False).eval()
     with torch.device("meta"):
-        targets = find_targets(AutoModelForCausalLM.from_config(config), "model", "lm_head")
+        whole = AutoModelForCausalLM.from_config(config)
+    targets = find_targets(whole, "model", "lm_head")
     return MegatronModel(
         module,
+        _sources(bridge, module),
+        Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
         _adapt(bridge, module, targets),
         targets,
         config,
@@ -159,6 +167,14 @@ def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge h
         "rotary_base": config.rope_parameters["rope_theta"],
     }
     return bridge
+
+
+def _sources(bridge: Any, module: GPTModel) -> dict[str, Sequence[str]]:  # noqa: ANN401 - as above
+    names = bridge._weight_name_mapping_mcore_local_to_global(module)
+    return {
+        name: bridge._weight_name_mapping_mcore_to_hf(names[name])
+        for name, _ in module.named_parameters()
+    }
 
 
 def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedLinears:  # noqa: ANN401 - as above

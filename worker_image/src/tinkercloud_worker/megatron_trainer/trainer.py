@@ -1,8 +1,8 @@
-"""A rank's part of the megatron trainer: LoRA adapters over a base divided over ranks.
+"""A rank's part of the megatron trainer: adapters over a base divided over ranks, or whole models.
 
 Passes are megatron-core's own schedules over padded micro-batches. Every rank holds the adapters
 whole and the gradient of its part (`adapters`), so that steps, states and names are those of any
-replicated model.
+replicated model. Of models trained as a whole it holds what it does of the base (`whole`).
 
 Where ranks divide sequences, each computes the logprobs of the positions it holds, and all of them
 the loss of the whole.
@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
@@ -38,6 +39,7 @@ from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
 from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
+from tinkercloud_worker.megatron_trainer.whole import DividedModel
 from tinkercloud_worker.replicas import ReplicatedTrainer
 
 
@@ -79,16 +81,23 @@ class MegatronTrainer(ReplicatedTrainer):
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         output = self._pass(model_id, batch, "forward_backward")
-        self._base.linears.count_once(self._models[model_id].trainable.tensors)
+        model = self._models[model_id]
+        if isinstance(model.parts, DividedModel):
+            model.parts.count_once()
+        else:
+            self._base.linears.count_once(model.trainable.tensors)
         between()
         return output
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
-        if lora_config is None:
+        if lora_config is None and self._base.has_experts:
             raise InvalidRequest(
-                "lora_config: the megatron trainer trains adapters only; give a rank, or use a base"
-                " model that is served by the torch trainer"
+                "lora_config: of a mixture of experts the megatron trainer trains adapters only;"
+                " give a rank, or use a base model that is served by the torch trainer"
             )
+        if lora_config is None:
+            parts = DividedModel(self._base.module, self._base.sources, self._base.layout)
+            return TrainedModel(None, parts.trainable, parts)
         if lora_config.train_mlp and self._base.has_experts:
             raise InvalidRequest(
                 "train_mlp: the megatron trainer does not adapt the experts of a mixture; set"
@@ -108,20 +117,27 @@ class MegatronTrainer(ReplicatedTrainer):
         if micro_batches:
             self._base.linears.active = _active(model)
             try:
-                self._schedule(micro_batches, losses.find(batch.loss_fn), output, kind)
+                self._schedule(model, micro_batches, losses.find(batch.loss_fn), output, kind)
             finally:
                 self._base.linears.active = None
         return output.finish(batch)
 
     def _schedule(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, output: PassOutput, kind: str
+        self,
+        model: TrainedModel,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss,
+        output: PassOutput,
+        kind: str,
     ) -> None:
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
             ids_BT = micro_batch.ids_BT
             positions_BT = torch.arange(ids_BT.shape[1], device=self._device).expand_as(ids_BT)
             held = self._division.part
-            result = module(held(ids_BT), held(positions_BT), None)
+            result = functional_call(
+                module, self._replaced_weights(model), (held(ids_BT), held(positions_BT), None)
+            )
             return result, partial(_loss, micro_batch, self._division, loss, output)
 
         with self._base.device.computing():
@@ -135,6 +151,12 @@ class MegatronTrainer(ReplicatedTrainer):
                 micro_batch_size=micro_batches[0].ids_BT.shape[0],
                 forward_only=kind == "forward",
             )
+
+    def _replaced_weights(self, model: TrainedModel) -> dict[str, Tensor]:
+        """Return what takes the place of the base's weights: under an adapter, nothing."""
+        if not isinstance(model.parts, DividedModel):
+            return {}
+        return model.parts.weights(self._base.module.config.params_dtype)
 
 
 def padded(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
@@ -178,6 +200,7 @@ def _loss(
     return (lp_MK * derivative_RK[held_R]).sum(), number, {}
 
 
-def _active(model: TrainedModel) -> Active:
-    assert model.lora is not None  # noqa: S101 - `_new_model` makes no others
+def _active(model: TrainedModel) -> Active | None:
+    if model.lora is None:
+        return None
     return Active(model.trainable.tensors, lora.scale(model.lora.rank))
