@@ -11,8 +11,11 @@ from prometheus_client.metrics import MetricWrapperBase
 import tinkercloud_api.metrics
 import tinkercloud_operator.metrics
 import tinkercloud_worker.metrics
+from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_testing.charts import CHART, NAMESPACE, ROOT, of_kind, one
+from tinkercloud_testing.sessions import a_base_model, a_build
 
+PROGRAMS = (tinkercloud_api, tinkercloud_operator, tinkercloud_worker)
 WATCHED = ("--values", str(CHART / "ci" / "production.yaml"))
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
 FROM_PROMETHEUS = {"namespace", "pod", "container"}
@@ -36,10 +39,10 @@ def metrics_of(program: ModuleType) -> list[MetricWrapperBase]:
 
 
 def exported() -> dict[str, set[str]]:
-    """Labels of every series of API server and operator, by name."""
+    """Labels of every series of our programs, by name."""
     return {
         f"{family.name}{suffix}": {*metric._labelnames, "le"}
-        for program in (tinkercloud_api, tinkercloud_operator)
+        for program in PROGRAMS
         for metric in metrics_of(program)
         for family in metric.describe()
         for suffix in SUFFIXES[family.type]
@@ -77,7 +80,7 @@ def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
     assert unseen == []
 
 
-@pytest.mark.parametrize("program", [tinkercloud_api, tinkercloud_operator, tinkercloud_worker])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_every_series_is_explained_to_those_who_run_it(program: ModuleType) -> None:
     families = [family for metric in metrics_of(program) for family in metric.describe()]
     names = [each.name + ("_total" if each.type == "counter" else "") for each in families]
@@ -150,6 +153,23 @@ def test_prometheus_finds_every_replica(component: str) -> None:
     assert [each["spec"]["clusterIP"] for each in services] == ["None"]
     target = services[0]["spec"]["ports"][0]["targetPort"]
     assert target in [port["name"] for port in container["ports"]]
+
+
+def test_prometheus_finds_the_head_of_every_session_and_is_let_in() -> None:
+    monitor = one("PodMonitor", "tinker-tinkercloud-session", *WATCHED)["spec"]
+    policy = one("NetworkPolicy", "tinker-tinkercloud-session-metrics", *WATCHED)["spec"]
+    head = ray_cluster(a_build(a_base_model()))["spec"]["headGroupSpec"]["template"]
+    [container] = head["spec"]["containers"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    (rule,) = policy["ingress"]
+    (port,) = [each for each in container["ports"] if each["name"] == endpoint["port"]]
+
+    assert monitor["selector"] == policy["podSelector"]
+    assert monitor["selector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+    assert [each["port"] for each in rule["ports"]] == [port["containerPort"]]
+    assert rule["from"] == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    ]
 
 
 def test_no_ingress_leads_to_the_metrics() -> None:
