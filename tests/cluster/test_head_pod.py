@@ -208,8 +208,9 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parent.chmod(0o755)
     model = save(tiny_llama(), folder / "models" / "tiny")
     (model / "model.safetensors").chmod(0o644)
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints").chmod(0o777)
+    for name in ("checkpoints", "adapters"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o777)
     return folder
 
 
@@ -222,6 +223,7 @@ def starting_session(
         cluster.apply(
             *a_volume("models", namespace, volumes / "models"),
             *a_volume("checkpoints", namespace, volumes / "checkpoints"),
+            *a_volume("adapters", namespace, volumes / "adapters"),
             *children(image, token, namespace, {"trainer": {"dtype": "float32"}} | shapes),
         )
         yield Session(cluster, namespace, token, volumes / "checkpoints")
