@@ -1,7 +1,7 @@
 """The Kubernetes API as the operator needs it: JSON in, JSON out, errors by what to do about them.
 
 ClusterError
-  Unreachable        no answer, or one that says try again (429, 5xx)
+  Unreachable        no answer, or one that says try again (401, 429, 5xx)
   NotLeading         nothing was asked: another replica may hold the Lease
   Conflict           409: it changed meanwhile, look again
   NotThere           404
@@ -153,13 +153,23 @@ class Cluster:
         """
         return await self._call("POST", self._path(manifest["kind"]), body=manifest)
 
-    async def delete(self, ref: ObjectRef) -> None:
+    async def delete(self, ref: ObjectRef, uid: str) -> None:
         """Delete an object and, in the background, what it owns. A missing one is fine.
 
+        Args:
+            ref: the object.
+            uid: its uid. A request may arrive late: one made again since is not meant.
+
         Raises:
+            Conflict: there is another one of its name.
             ClusterError: see the module.
         """
-        body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        body = {
+            "kind": "DeleteOptions",
+            "apiVersion": "v1",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": uid},
+        }
         try:
             await self._call("DELETE", self._path(ref.kind, ref.name), body=body)
         except NotThere:
@@ -222,7 +232,8 @@ class Cluster:
 
 def _error(status: int, what: str, content: bytes) -> ClusterError:
     message = f"{what}: {status} {_message(content)}"
-    if status == 429 or status >= 500:
+    # 401: the token has just been renewed, or the API server has just begun.
+    if status in {401, 429} or status >= 500:
         return Unreachable(message)
     return {404: NotThere, 409: Conflict}.get(status, Refused)(message)
 

@@ -127,13 +127,15 @@ class Executor:
             case WitnessSecret():
                 await self._witness_secret(observed, action)
             case Delete(key):
-                await self._cluster.delete(ObjectRef(key.kind, key.name))
+                uid = observed.children[key]["metadata"]["uid"]
+                await self._cluster.delete(ObjectRef(key.kind, key.name), uid)
             case AskHead():
                 return await self._ask(observed, action)
             case HoldFinalizer(held):
                 await (self._hold_finalizer(observed) if held else self._let_go(observed))
             case DeleteSession():
-                await self._cluster.delete(ObjectRef("TrainingSession", observed.name))
+                ref = ObjectRef("TrainingSession", observed.name)
+                await self._cluster.delete(ref, observed.uid)
         return False
 
     async def _create_secret(self, observed: Observed, action: CreateSecret) -> None:

@@ -11,6 +11,7 @@ from tinkercloud_operator.cluster import Conflict, Refused, Unreachable
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import ChildKey, Manifest
+from tinkercloud_operator.plan import Delete, DeleteSession, Plan
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret
@@ -129,8 +130,9 @@ async def test_a_refusal_that_is_over_is_not_said_any_longer(operator: Operator)
     assert RAY_CLUSTER in operator.api.objects
 
 
-async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator) -> None:
-    operator.api.refused["one-config"] = 503
+@pytest.mark.parametrize("status", [401, 429, 503])
+async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator, status: int) -> None:
+    operator.api.refused["one-config"] = status
 
     with pytest.raises(Unreachable):
         await operator.look()
@@ -193,6 +195,26 @@ async def test_a_deleted_session_that_is_gone_already_is_let_go(operator: Operat
 
     assert not again
     assert operator.api.writes == [f"PATCH {SESSION}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "plan"),
+    [
+        (RAY_CLUSTER, Plan((Delete(ChildKey("RayCluster", "one")),))),
+        (SESSION, Plan((DeleteSession(),))),
+    ],
+    ids=["RayCluster", "TrainingSession"],
+)
+async def test_what_was_made_again_is_not_deleted_in_the_place_of_what_was_seen(
+    operator: Operator, path: str, plan: Plan
+) -> None:
+    seen = {ChildKey("RayCluster", "one"): {"metadata": {"name": "one", "uid": "uid-seen"}}}
+    operator.api.put(path, {}, uid="uid-of-another")
+
+    with pytest.raises(Conflict):
+        await operator.executor.execute(observed(children=seen), plan)
+
+    assert path in operator.api.objects
 
 
 async def test_no_pods_are_made_of_a_session_that_is_gone(operator: Operator) -> None:

@@ -98,7 +98,7 @@ async def test_whoever_does_not_lead_asks_the_api_server_nothing(
     cluster = Cluster(connection.client, NAMESPACE, leadership.may_act)
 
     with pytest.raises(NotLeading, match="the Lease is not held"):
-        await cluster.delete(ObjectRef("RayCluster", "one"))
+        await cluster.delete(ObjectRef("RayCluster", "one"), "uid-of-one")
 
     assert connection.api.requests == []
 

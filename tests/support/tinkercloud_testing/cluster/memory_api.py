@@ -72,7 +72,7 @@ class MemoryApi:
                 body = await request.json()
                 return self._create(f"{path}/{body['metadata']['name']}", body)
             case "DELETE":
-                return web.json_response(self.objects.pop(path, {}))
+                return self._delete(path, await request.json())
             case _:
                 return web.json_response(
                     self.put(path.removesuffix("/status"), json.loads(await request.read()))
@@ -82,6 +82,13 @@ class MemoryApi:
         if path in self.objects:
             return _status(409, "already exists", "AlreadyExists")
         return web.json_response(self.put(path, manifest), status=201)
+
+    def _delete(self, path: str, options: Json) -> web.Response:
+        found = self.objects.get(path, {"metadata": {}})
+        wanted = options.get("preconditions", {})
+        if any(found["metadata"].get(key) != value for key, value in wanted.items()):
+            return _status(409, "the precondition does not hold")
+        return web.json_response(self.objects.pop(path, {}))
 
     def _get(self, path: str) -> web.Response:
         if path in self.objects:
