@@ -89,13 +89,17 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
 
 def node(manifest: Manifest) -> Node:
     """Return what is to be known of a node."""
-    allocatable = manifest.get("status", {}).get("allocatable", {})
+    status = manifest.get("status", {})
+    allocatable, capacity = status.get("allocatable", {}), status.get("capacity", {})
     return Node(
         labels=manifest["metadata"].get("labels", {}),
         taints=tuple(manifest.get("spec", {}).get("taints", [])),
         cpu=parse_quantity(allocatable.get("cpu", 0)),
         memory=parse_quantity(allocatable.get("memory", 0)),
-        gpus=int(parse_quantity(allocatable.get(GPU_RESOURCE, 0))),
+        # Only healthy GPUs are allocatable, and those are none while a driver is renewed.
+        gpus=max(
+            int(parse_quantity(amounts.get(GPU_RESOURCE, 0))) for amounts in (allocatable, capacity)
+        ),
     )
 
 

@@ -183,6 +183,13 @@ def test_a_node_is_seen_by_what_it_can_hold() -> None:
     assert seen.node(manifest) == Node({"pool": "gpu"}, (TAINT,), 7.91, 16 * 2.0**30, 4)
 
 
+def test_a_node_whose_gpus_are_away_for_now_still_has_them() -> None:
+    # As while the device plugin, or the driver, is upgraded.
+    status = {"capacity": {"nvidia.com/gpu": "4"}, "allocatable": {"nvidia.com/gpu": "0"}}
+
+    assert seen.node({"metadata": {}, "status": status}).gpus == 4
+
+
 def why_never(node: Node, **placement: Any) -> str | None:
     shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).shape
     return never_fits(shape, [node])
