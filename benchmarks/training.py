@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import peft
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.bare_loop import BareLoop
 from benchmarks.measuring import Measurement, medians, peak_rss_bytes
 from tinkercloud_protocol.payloads import Datum, ForwardBackwardRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
@@ -19,7 +19,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.torch_trainer.unembed import Unembedding, logprobs_and_gradient
 
 RANK = 16
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = LoraConfig(rank=RANK, seed=1, train_unembed=False)
 
 
@@ -41,34 +40,10 @@ def random_data(lengths: Sequence[int], vocab_size: int) -> list[Datum]:
     ]
 
 
-class BareLoop:
-    """What one would write without a service: pad to the longest, whole logits, PEFT."""
-
-    def __init__(self, folder: str) -> None:
-        base = AutoModelForCausalLM.from_pretrained(folder)
-        config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules=TARGETS)
-        self.model = peft.get_peft_model(base, config)
-
-    def step(self, data: Sequence[Datum]) -> None:
-        longest = max(len(datum.tokens) for datum in data)
-        ids = torch.zeros(len(data), longest, dtype=torch.int64)
-        targets = torch.full_like(ids, -100)
-        for row, datum in enumerate(data):
-            ids[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens.astype(np.int64))
-            targets[row, : len(datum.tokens)] = torch.from_numpy(datum.inputs["target_tokens"])
-        mask = (targets != -100).long()
-        logits = self.model(input_ids=ids, attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-        )
-        torch.autograd.backward(loss)
-        self.model.zero_grad()
-
-
 def measure(folder: str) -> Iterator[Measurement]:
     trainer = TorchTrainer(BaseModel.load(folder, torch.float32), max_batch_tokens=2048)
     trainer.add_model("m", LORA)
-    bare = BareLoop(folder)
+    bare = BareLoop(AutoModelForCausalLM.from_pretrained(folder), RANK)
     vocab_size = trainer.limits.vocab_size
 
     def step(batch: Batch) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from benchmarks.bare_loop import BareLoop
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, fill, random_data, step
 from benchmarks.gpu.workloads import Batch, Shape
@@ -67,38 +68,10 @@ def _step_seconds(
     return seconds, elements
 
 
-class BareLoop:
-    """What one would write without a service: pad to the longest, whole logits, PEFT."""
-
-    def __init__(self, bench: Bench, shape: Shape) -> None:
-        import peft  # noqa: PLC0415 - the rest needs none
-
-        model = shape.build(bench.device, bench.dtype)
-        config = peft.LoraConfig(r=bench.work.rank, lora_alpha=32, target_modules="all-linear")
-        self.model = peft.get_peft_model(model, config)
-
-    def step(self, data: Sequence[Datum]) -> None:
-        """Compute a batch's gradient, and forget it."""
-        longest = max(len(datum.tokens) for datum in data)
-        ids = torch.zeros(len(data), longest, dtype=torch.int64)
-        targets = torch.full_like(ids, -100)
-        for row, datum in enumerate(data):
-            ids[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens.astype(np.int64))
-            targets[row, : len(datum.tokens)] = torch.from_numpy(datum.inputs["target_tokens"])
-        device = self.model.device
-        mask = (targets != -100).long().to(device)
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten().to(device), reduction="sum"
-        )
-        torch.autograd.backward(loss)
-        self.model.zero_grad()
-
-
 def bare(bench: Bench) -> Iterator[Measurement]:
     """G4, G5: the trainer beside a plain loop, with real lengths and with equal ones."""
     work = bench.work
-    loop = BareLoop(bench, work.small)
+    loop = BareLoop(work.small.build(bench.device, bench.dtype), work.rank)
     base = base_of(bench, work.small)
     rng = np.random.default_rng(1)
     most = work.longest_ragged

@@ -9,21 +9,11 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-)
-ADAM = types.AdamParams(learning_rate=0.01)
-
-
-def step(training: tinker.TrainingClient) -> float:
-    result = training.forward_backward([DATUM], "cross_entropy")
-    training.optim_step(ADAM).result()
-    return result.result().metrics["loss:sum"]
 
 
 def a_training_client(server: Server) -> tinker.TrainingClient:

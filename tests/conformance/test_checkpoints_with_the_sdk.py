@@ -4,24 +4,14 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server
 
 MODEL = "tiny/llama"
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-)
-ADAM = types.AdamParams(learning_rate=0.01)
 
 
 def a_training_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
     return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
-
-
-def step(training: tinker.TrainingClient) -> float:
-    result = training.forward_backward([DATUM], "cross_entropy")
-    training.optim_step(ADAM).result()
-    return result.result().metrics["loss:sum"]
 
 
 def losses(training: tinker.TrainingClient, count: int) -> list[float]:

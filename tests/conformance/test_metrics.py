@@ -3,17 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import tinker
-from tinker import types
 
+from tinkercloud_testing.sdk_steps import a_datum
 from tinkercloud_testing.servers import Server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
 REQUESTS = "tinkercloud_http_requests_total"
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-)
 
 
 def test_a_training_step_is_counted_where_it_passes(
@@ -25,7 +21,7 @@ def test_a_training_step_is_counted_where_it_passes(
     sent = server.metric("tinkercloud_proxy_bytes_total", direction="to_head")
     returned = server.metric("tinkercloud_proxy_bytes_total", direction="from_head")
 
-    training.forward_backward([DATUM], "cross_entropy").result()
+    training.forward_backward([a_datum()], "cross_entropy").result()
 
     assert server.metric(REQUESTS, **step) == requests + 1
     assert server.metric("tinkercloud_http_request_seconds_count", route=step["route"]) >= 1

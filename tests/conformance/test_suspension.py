@@ -11,10 +11,10 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
 from tinkercloud_testing.servers import TRAINERS, Server, a_server
 
 MODEL = "tiny/llama"
-ADAM = types.AdamParams(learning_rate=0.01)
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 
@@ -26,19 +26,6 @@ def own_server(
     state_dir = tmp_path_factory.mktemp("state")
     with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
         yield running
-
-
-def a_datum(first: int) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints([first, 6, 7, 8]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-    )
-
-
-def step(training: tinker.TrainingClient, first: int = 5) -> float:
-    result = training.forward_backward([a_datum(first)], "cross_entropy")
-    training.optim_step(ADAM).result()
-    return result.result().metrics["loss:sum"]
 
 
 def a_training_client(server: Server) -> tinker.TrainingClient:

@@ -11,6 +11,14 @@ depends_on = None
 
 def upgrade() -> None:
     """Apply."""
+    _create_api_keys()
+    _create_checkpoints()
+    _create_sessions()
+    _create_sampling_sessions()
+    _create_training_runs()
+
+
+def _create_api_keys() -> None:
     op.create_table(
         "api_keys",
         sa.Column("id", sa.Integer(), nullable=False),
@@ -26,6 +34,8 @@ def upgrade() -> None:
     with op.batch_alter_table("api_keys", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_api_keys_owner"), ["owner"], unique=False)
 
+
+def _create_checkpoints() -> None:
     op.create_table(
         "checkpoints",
         sa.Column("run_id", sa.String(), nullable=False),
@@ -44,6 +54,8 @@ def upgrade() -> None:
     with op.batch_alter_table("checkpoints", schema=None) as batch_op:
         batch_op.create_index("checkpoints_by_owner", ["owner", "created_at"], unique=False)
 
+
+def _create_sessions() -> None:
     op.create_table(
         "sessions",
         sa.Column("id", sa.String(), nullable=False),
@@ -63,6 +75,8 @@ def upgrade() -> None:
     with op.batch_alter_table("sessions", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_sessions_owner"), ["owner"], unique=False)
 
+
+def _create_sampling_sessions() -> None:
     op.create_table(
         "sampling_sessions",
         sa.Column("id", sa.String(), nullable=False),
@@ -83,6 +97,8 @@ def upgrade() -> None:
             batch_op.f("ix_sampling_sessions_session_id"), ["session_id"], unique=False
         )
 
+
+def _create_training_runs() -> None:
     op.create_table(
         "training_runs",
         sa.Column("id", sa.String(), nullable=False),

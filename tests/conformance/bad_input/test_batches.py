@@ -1,0 +1,199 @@
+"""A batch that can't be trained on fails alone, with a reason."""
+
+import numpy as np
+import pytest
+import zstandard
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkercloud_testing.raw_run import CONTEXT, VOCAB_SIZE, Run, a_tensor, floats
+
+BAD_BATCHES = {
+    "unknown loss": ({"loss_fn": "rmsprop"}, "loss_fn 'rmsprop' is not available"),
+    "undefined loss": ({"loss_fn": "stable_reinforce"}, "no public definition"),
+    "custom loss": ({"loss_fn": "custom"}, "custom losses on the client"),
+    "unknown setting": ({"config": {"beta": 1.0}}, "not a setting of 'cross_entropy'"),
+    "setting of text": (
+        {"loss_fn": "ppo", "config": {"clip_low_threshold": "low"}},
+        "must be a finite number",
+    ),
+    "missing setting": (
+        {"loss_fn": "dro", "logprobs": floats(1, 1, 1), "advantages": floats(1, 1, 1)},
+        "loss_fn_config['beta'] is required",
+    ),
+    "missing input": ({"loss_fn": "importance_sampling"}, "'logprobs'] is required"),
+    "unused input": ({"advantages": floats(1, 1, 1)}, "is not used by loss_fn 'cross_entropy'"),
+    "lengths that disagree": ({"weights": floats(1, 1)}, "they must be equal"),
+    "targets that disagree": ({"target_tokens": np.asarray([1, 2], "<i8")}, "must be equal"),
+    "targets of floats": ({"target_tokens": floats(1, 2, 3)}, "must be int64"),
+    "NaN weights": ({"weights": floats(1, np.nan, 1)}, "holds a NaN or an infinity"),
+    "infinite weights": ({"weights": floats(1, np.inf, 1)}, "holds a NaN or an infinity"),
+    "no tokens": ({"tokens": []}, "has 0 tokens"),
+    "too many tokens": ({"tokens": [1] * (CONTEXT + 1)}, f"takes 1 to {CONTEXT}"),
+    "a token outside the vocabulary": ({"tokens": [1, VOCAB_SIZE]}, f"0..{VOCAB_SIZE - 1}"),
+    "a negative token": ({"tokens": [1, -1]}, "token id -1"),
+    "two-dimensional policy targets": (
+        {
+            "loss_fn": "ppo",
+            "target_tokens": np.ones((3, 2), "<i8"),
+            "logprobs": np.ones((3, 2), np.float32),
+            "advantages": np.ones((3, 2), np.float32),
+        },
+        "takes [N]",
+    ),
+    "a threshold given twice": (
+        {
+            "loss_fn": "ppo",
+            "config": {"clip_low_threshold": 0.5},
+            "clip_low_threshold": floats(1, 1, 1),
+            "logprobs": floats(1, 1, 1),
+            "advantages": floats(1, 1, 1),
+        },
+        "given twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_bad_batch_fails_with_a_reason_and_spoils_nothing(run: Run, name: str) -> None:
+    arguments, reason = BAD_BATCHES[name]
+
+    outcome = run.outcome(run.train(run.batch(**arguments).SerializeToString()))
+
+    assert reason in str(outcome["error"])
+    assert outcome["category"] == "user"
+
+
+def broken_tensor(run: Run, **fields: object) -> bytes:
+    message = run.batch()
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.CopyFrom(pb.Tensor(dtype=pb.DTYPE_FLOAT32, **fields))
+    return message.SerializeToString()
+
+
+def a_csr(rows: list[int], columns: list[int], values: int, shape: list[int]) -> dict[str, object]:
+    csr = pb.SparseCsr(
+        values=np.ones(values, np.float32).tobytes(),
+        crow_indices=np.asarray(rows, "<i8").tobytes(),
+        col_indices=np.asarray(columns, "<i8").tobytes(),
+    )
+    return {"sparse_csr": csr, "shape": shape}
+
+
+BROKEN_TENSORS = {
+    "half a value": ({"dense": b"\0\0\0"}, "not a whole number"),
+    "another shape": ({"dense": bytes(12), "shape": [4]}, "needs 4 values, got 3"),
+    "a negative size": ({"dense": bytes(12), "shape": [-3]}, "sizes >= 0"),
+    "three dimensions": ({"dense": bytes(12), "shape": [1, 3, 1]}, "one or two sizes"),
+    "a huge claim": (a_csr([0], [], 0, [1 << 40, 1 << 20]), "more than"),
+    "a row too few": (a_csr([0, 0], [], 0, [3, 2]), "CSR indices do not describe"),
+    "a column outside": (a_csr([0, 1, 1, 1], [5], 1, [3, 2]), "CSR indices do not describe"),
+    "falling rows": (a_csr([0, 2, 1, 1], [0], 1, [3, 2]), "CSR indices do not describe"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_TENSORS)
+def test_a_broken_tensor_fails_with_a_reason(run: Run, name: str) -> None:
+    fields, reason = BROKEN_TENSORS[name]
+
+    outcome = run.outcome(run.train(broken_tensor(run, **fields)))
+
+    assert reason in str(outcome["error"])
+
+
+def test_images_are_refused_by_name(run: Run) -> None:
+    message = run.batch()
+    message.data[0].model_input.add().image.data = b"png"
+
+    outcome = run.outcome(run.train(message.SerializeToString()))
+
+    assert "chunk type 'image' is not served" in str(outcome["error"])
+
+
+def test_bytes_that_are_no_batch_are_refused_at_once(run: Run) -> None:
+    bodies = [b"", b"\xff" * 100, b'{"model_id": "x"}', b"\x0a\xff\xff\xff\xff\x7f"]
+
+    for body in bodies:
+        answer = run.train(body)
+
+        assert answer.status == 400
+        assert "protobuf" in answer.detail
+        assert int(answer.headers["content-length"]) == len(answer.body)
+
+
+def test_a_batch_cut_short_fails_with_a_reason(run: Run) -> None:
+    outcome = run.outcome(run.train(run.batch().SerializeToString()[:-5]))
+
+    assert "not valid protobuf" in str(outcome["error"])
+
+
+def test_a_place_that_is_none_is_refused(run: Run) -> None:
+    message = run.batch()
+    run.next_seq_id -= 1
+    message.seq_id = 0
+
+    answer = run.train(message.SerializeToString())
+
+    assert answer.status == 400
+    assert "seq_id: must be 1 or more" in answer.detail
+
+
+def test_a_number_used_again_with_other_content_is_refused(run: Run) -> None:
+    message = run.batch()
+    first = run.train(message.SerializeToString())
+    same = run.train(message.SerializeToString())
+    message.data[0].loss_fn_inputs["weights"].CopyFrom(a_tensor(floats(2, 2, 2)))
+    other = run.train(message.SerializeToString())
+
+    assert first.json() == same.json()
+    assert other.status == 400
+    assert "used before by a request with other content" in other.detail
+
+
+def test_a_body_over_the_limit_is_refused_and_leaves_no_gap(run: Run) -> None:
+    message = run.batch(loss_fn="x" * (70 << 20))
+
+    answer = run.train(message.SerializeToString())
+
+    assert answer.status == 413
+    assert "larger than" in answer.detail
+
+
+def test_a_small_body_that_expands_over_the_limit_is_refused(run: Run) -> None:
+    message = run.batch(loss_fn="x" * (70 << 20))
+    compressed = zstandard.compress(message.SerializeToString())
+    assert len(compressed) < 1 << 20
+
+    answer = run.train(compressed, **{"Content-Encoding": "zstd"})
+
+    assert answer.status == 413
+
+
+def test_a_compressed_batch_is_read(run: Run) -> None:
+    compressed = zstandard.compress(run.batch().SerializeToString())
+
+    answer = run.train(compressed, **{"Content-Encoding": "zstd"})
+
+    output = run.server.result(str(answer.json()["request_id"])).body
+    assert "loss:sum" in pb.ForwardBackwardOutput.FromString(output).metrics
+
+
+def test_a_gradient_that_is_not_finite_is_dropped(run: Run) -> None:
+    huge = np.full(3, 3e38, np.float32)
+
+    run.train(run.batch(weights=huge).SerializeToString())
+    applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 0.1}))
+
+    assert "NaN or an infinity" in str(applied["error"])
+
+
+def test_a_step_that_failed_in_part_is_not_applied(run: Run) -> None:
+    before = run.step()
+    sound = run.batch()
+    broken = run.batch(loss_fn="rmsprop")
+    run.train(sound.SerializeToString())
+    failed = run.train(broken.SerializeToString())
+    applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 10.0}))
+
+    assert "not applied" in str(applied["error"])
+    assert "rmsprop" in str(run.outcome(failed)["error"])
+    assert run.step() <= before

@@ -1,0 +1,128 @@
+"""Steps, saves, loads and creations that make no sense are told so."""
+
+import pytest
+
+from tinkercloud_testing.raw_run import Run
+
+BAD_ORDERED_REQUESTS = {
+    "negative rate": ("optim_step", {"adam_params": {"learning_rate": -1.0}}, "learning_rate"),
+    "rate of text": ("optim_step", {"adam_params": {"learning_rate": "fast"}}, "learning_rate"),
+    "beta of one": ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1"),
+    "no parameters": ("optim_step", {}, "send adam_params"),
+    "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not available"),
+    "a name with a slash": ("save_weights", {"path": "a/b"}, "not allowed"),
+    "a name that climbs": ("save_weights", {"path": ".."}, "not allowed"),
+    "an empty name": ("save_weights", {"path": ""}, "path"),
+    "a short life": ("save_weights", {"path": "x", "ttl_seconds": 5}, "ttl_seconds"),
+    "metadata of numbers": ("save_weights", {"path": "x", "user_metadata": {"a": 1}}, "user_meta"),
+    "no target": ("save_weights_for_sampler", {}, "give either path"),
+    "two targets": (
+        "save_weights_for_sampler",
+        {"path": "x", "sampling_session_seq_id": 1},
+        "give either path",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ORDERED_REQUESTS)
+def test_a_bad_request_in_order_fails_with_a_reason(run: Run, name: str) -> None:
+    path, fields, reason = BAD_ORDERED_REQUESTS[name]
+
+    outcome = run.outcome(run.send(path, **fields))
+
+    assert reason in str(outcome["error"])
+    assert outcome["category"] == "user"
+
+
+BAD_CREATIONS = {
+    "unknown model": ({"base_model": "gpt-17"}, 400, "served are: 'tiny/llama'"),
+    "rank of zero": ({"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
+    "nothing to train": (
+        {
+            "lora_config": {
+                "rank": 4,
+                "train_mlp": False,
+                "train_attn": False,
+                "train_unembed": False,
+            }
+        },
+        400,
+        "at least one of",
+    ),
+    "unknown session": ({"session_id": "nobody"}, 404, "session 'nobody' does not exist"),
+    "index of text": ({"model_seq_id": "one"}, 400, "model_seq_id"),
+    "no model": ({"base_model": None}, 400, "base_model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CREATIONS)
+def test_a_bad_creation_is_refused_at_once(run: Run, name: str) -> None:
+    changes, status, reason = BAD_CREATIONS[name]
+
+    answer = run.server.post("create_model", run.create(5, **changes))
+
+    assert answer.status == status
+    assert reason in answer.detail
+
+
+def test_creations_that_only_the_engine_can_judge_fail_with_a_reason(run: Run) -> None:
+    requests = {
+        "rank": run.create(10, lora_config={"rank": 1000}),
+        "dimuon": run.create(11, optimizer_config={"type": "dimuon", "version": 1}),
+    }
+
+    for reason, request in requests.items():
+        outcome = run.outcome(run.server.post("create_model", request))
+
+        assert reason in str(outcome["error"])
+
+
+def test_a_model_index_used_again_for_another_model_is_refused(run: Run) -> None:
+    same = run.server.post("create_model", run.create(0))
+    other = run.server.post("create_model", run.create(0, lora_config={"rank": 8}))
+
+    assert same.status == 200
+    assert other.status == 400
+    assert "used before" in other.detail
+
+
+BAD_PATHS = [
+    "tinker://x",
+    "http://example.com/a/b",
+    "tinker://../weights/x",
+    "tinker://{run}/weights/../x",
+    "tinker://{run}/weights/..%2f..",
+    "tinker://{run}/secrets/x",
+    "tinker://{run}/weights/x/y",
+    "tinker:///weights/x",
+]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_a_path_outside_the_grammar_is_refused_everywhere(run: Run, path: str) -> None:
+    uri = path.format(run=run.model_id)
+    create = {"session_id": run.session, "model_seq_id": 20, "path": uri, "optimizer": False}
+    sampler = {"session_id": run.session, "sampling_session_seq_id": 20, "model_path": uri}
+
+    answers = [
+        run.server.post("weights_info", {"tinker_path": uri}),
+        run.server.post("load_weights", create),
+        run.server.post("create_sampling_session", sampler),
+    ]
+
+    assert [answer.status for answer in answers] == [400, 400, 400]
+
+
+def test_a_checkpoint_that_does_not_exist_is_not_found(run: Run) -> None:
+    uri = f"tinker://{run.model_id}/weights/never-saved"
+
+    assert run.server.post("weights_info", {"tinker_path": uri}).status == 404
+
+
+def test_a_load_in_both_forms_or_in_none_is_refused(run: Run) -> None:
+    path = f"tinker://{run.model_id}/weights/x"
+
+    answer = run.server.post("load_weights", {"path": path, "optimizer": False})
+
+    assert answer.status == 400
+    assert "give either model_id and seq_id" in answer.detail

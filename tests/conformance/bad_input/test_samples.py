@@ -1,0 +1,79 @@
+"""A sample that can't be drawn is refused at once."""
+
+import pytest
+
+from tinkercloud_testing.raw_run import CONTEXT, MODEL, VOCAB_SIZE, Run
+
+
+@pytest.fixture(scope="module")
+def sampler(run: Run) -> str:
+    body = {"session_id": run.session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    return str(run.server.post("create_sampling_session", body).json()["sampling_session_id"])
+
+
+def a_sample(sampler: str, seq_id: int, **changes: object) -> dict[str, object]:
+    request = {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    return {**request, **changes}
+
+
+def chunks(*chunk: dict[str, object]) -> dict[str, object]:
+    return {"prompt": {"chunks": list(chunk)}}
+
+
+BAD_SAMPLES = {
+    "no prompt": (chunks(), "prompt has 0 tokens"),
+    "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not served"),
+    "a token of text": (chunks({"type": "encoded_text", "tokens": ["a"]}), "tokens"),
+    "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "32-bit"),
+    "an unknown token": (chunks({"type": "encoded_text", "tokens": [VOCAB_SIZE]}), "vocabulary"),
+    "a negative token": (chunks({"type": "encoded_text", "tokens": [-1]}), "vocabulary"),
+    "too long": ({"sampling_params": {"max_tokens": CONTEXT}}, "at most 509"),
+    "no samples": ({"num_samples": 0}, "num_samples"),
+    "cold": ({"sampling_params": {"temperature": -1.0}}, "temperature"),
+    "top_p of zero": ({"sampling_params": {"top_p": 0.0}}, "top_p"),
+    "an empty stop": ({"sampling_params": {"stop": [""]}}, "empty string"),
+    "targets of floats": (
+        {"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}},
+        "int64 tensor of shape [2, K]",
+    ),
+    "targets of another length": (
+        {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
+        "int64 tensor of shape [2, K]",
+    ),
+    "stability": ({"record_stability_info": True}, "no public definition"),
+    "too many last": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "last_n"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLES)
+def test_a_bad_sample_is_refused_at_once(run: Run, sampler: str, name: str) -> None:
+    changes, reason = BAD_SAMPLES[name]
+
+    answer = run.server.post("asample", a_sample(sampler, 1000, **changes))
+
+    assert answer.status == 400
+    assert reason in answer.detail
+
+
+def test_a_sample_number_used_again_with_other_content_is_refused(run: Run, sampler: str) -> None:
+    first = run.server.post("asample", a_sample(sampler, 1))
+    same = run.server.post("asample", a_sample(sampler, 1))
+    other = run.server.post("asample", a_sample(sampler, 1, num_samples=2))
+
+    assert first.json() == same.json()
+    assert other.status == 400
+
+
+def test_a_body_about_two_sessions_is_refused(run: Run, sampler: str) -> None:
+    """The proxy must not check one session's owner and the head sample from another."""
+    hidden = {"x": {"sampling_session_id": sampler}}
+
+    answer = run.server.post("asample", {**hidden, **a_sample("victim:sample:0", 2)})
+
+    assert answer.status == 400
+    assert "send each id once" in answer.detail

@@ -1,0 +1,226 @@
+"""What an API server on Kubernetes finds around it: a namespace, a base model, heads, a catalog.
+
+Tests play the operator's part here: they write a session's status and Secret, as its contract says.
+"""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import tinker
+
+from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Listen
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.servers import Server, free_port
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+
+MODEL = "tiny/llama"
+OWNER = "bootstrap"
+ACCOUNT = "tinkercloud-api"
+RULES = [
+    {
+        "apiGroups": ["tinkercloud.dev"],
+        "resources": ["trainingsessions"],
+        "verbs": ["get", "list", "watch", "create", "patch", "delete"],
+    },
+    {
+        "apiGroups": ["tinkercloud.dev"],
+        "resources": ["basemodels"],
+        "verbs": ["list", "watch"],
+    },
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]},
+]
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass
+class Head:
+    """A head process, as a pod would run it: restarted under the same name, on the same port."""
+
+    folder: Path
+    model: Path
+    store: Path
+    port: int = field(default_factory=free_port)
+    token: str = field(default_factory=secrets.token_hex)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "token").write_text(self.token)
+        config = HeadConfig(
+            head="head",
+            model=BaseModelSource(name=MODEL, path=str(self.model)),
+            token_file=str(self.folder / "token"),
+            checkpoint_root=self.store.as_uri(),
+            scratch_dir=str(self.folder / "scratch"),
+            listen=Listen(port=self.port),
+        )
+        (self.folder / "head.json").write_text(config.model_dump_json(exclude_defaults=True))
+        with (self.folder / "head.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tinkercloud_worker", str(self.folder / "head.json")],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            )
+        wait_until(self.is_ready, "head")
+
+    def is_ready(self) -> bool:
+        headers = {routes.HEAD_TOKEN_HEADER: self.token}
+        request = urllib.request.Request(self.url + routes.HEAD_READY, headers=headers)
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer,
+        ):
+            return bool(answer.status == 200)
+        return False
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(60)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class World:
+    """A namespace with a base model, and API servers in it that share a catalog: PostgreSQL."""
+
+    cluster: Cluster
+    namespace: str
+    folder: Path
+    model: Path
+    kubeconfig: Path
+    database_url: str
+    heads: list[Head] = field(default_factory=list)
+
+    def server(self, name: str) -> Server:
+        settings = {
+            "KUBECONFIG": str(self.kubeconfig),
+            "TINKERCLOUD_PROVIDER": "kubernetes",
+            "TINKERCLOUD_NAMESPACE": self.namespace,
+            "TINKERCLOUD_DATABASE_URL": self.database_url,
+            "TINKERCLOUD_CHECKPOINT_ROOT": (self.folder / "store").as_uri(),
+            "TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS": "2",
+        }
+        return Server({}, self.folder / name, settings)
+
+    def a_head(self) -> Head:
+        folder = self.folder / f"head-{len(self.heads)}"
+        head = Head(folder, self.model, self.folder / "store")
+        self.heads.append(head)
+        head.start()
+        return head
+
+    def session(self, name: str) -> dict[str, Any]:
+        return self.cluster.get("trainingsession", name, self.namespace)
+
+    def sessions(self) -> list[str]:
+        found = self.cluster.objects("trainingsessions", self.namespace)
+        return [item["metadata"]["name"] for item in found]
+
+    def new_session(self, known: list[str]) -> str:
+        """Wait for a session that was not there before, and return its name."""
+        wait_until(lambda: bool(set(self.sessions()) - set(known)), "a TrainingSession")
+        [name] = set(self.sessions()) - set(known)
+        return name
+
+    def say(
+        self, name: str, *conditions: tuple[ConditionType, str, Reason, str], **status: Any
+    ) -> None:
+        """Write a session's status, of its specification as it is now."""
+        generation = self.session(name)["metadata"]["generation"]
+        written = [
+            {
+                "type": kind,
+                "status": value,
+                "reason": reason,
+                "message": message,
+                "observedGeneration": generation,
+                "lastTransitionTime": now(),
+            }
+            for kind, value, reason, message in conditions
+        ]
+        status |= {"conditions": written, "observedGeneration": generation}
+        self.cluster.patch_status("trainingsession", name, status, self.namespace)
+
+    def make_ready(self, name: str, head: Head, incarnation: str = "pod-a.0") -> None:
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": f"{name}-token", "namespace": self.namespace},
+            "stringData": {"token": head.token},
+        }
+        self.cluster.apply(secret)
+        ready = (ConditionType.READY, "True", Reason.READY, "")
+        self.say(name, ready, endpoint=head.url, incarnation=incarnation)
+
+    def a_training_client(self, server: Server, **options: Any) -> tinker.TrainingClient:
+        """Return a client of a run whose session gets a head of its own."""
+        known = self.sessions()
+        client = server.client()
+        waiting = client.create_lora_training_client(MODEL, rank=4, seed=1, **options)
+        self.make_ready(self.new_session(known), self.a_head())
+        return waiting.result()
+
+
+def access(namespace: str) -> list[dict[str, Any]]:
+    metadata = {"name": ACCOUNT, "namespace": namespace}
+    rbac = "rbac.authorization.k8s.io"
+    subject = {"kind": "ServiceAccount", **metadata}
+    role = {"kind": "Role", "name": ACCOUNT, "apiGroup": rbac}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": metadata, "rules": RULES},
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": "RoleBinding",
+            "metadata": metadata,
+            "subjects": [subject],
+            "roleRef": role,
+        },
+    ]
+
+
+def a_base_model(name: str, namespace: str, model_name: str = MODEL) -> dict[str, Any]:
+    return {
+        "apiVersion": "tinkercloud.dev/v1alpha1",
+        "kind": "BaseModel",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "modelName": model_name,
+            "source": {"volume": {"claimName": "models", "path": "llama"}},
+            "maxContextLength": 512,
+            "head": {"image": "head"},
+            "sessions": {"queueNames": ["research"], "maxIdleTimeoutSeconds": 7200},
+        },
+    }
+
+
+def a_declared_session(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "tinkercloud.dev/v1alpha1",
+        "kind": "TrainingSession",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"baseModel": MODEL, "owner": OWNER, "lora": {"rank": 4}, **spec},
+    }
