@@ -16,8 +16,9 @@ TRAINER_TESTS := $(addprefix tests/conformance/test_,training_with_the_sdk.py ch
   sampling_with_the_sdk.py suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # Most tests wait for programs they have started, so even two cores have time for two at once.
-WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# A cluster that is not ours is shared by all tests.
+WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -46,7 +47,7 @@ test: .venv/.installed ## run all tests that need no cluster and one rank
 
 test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
 	@$(PYTEST) tests/engines
-	@$(PYTEST) $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
+	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
 	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)

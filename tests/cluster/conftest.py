@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,22 @@ from tinkercloud_testing.cluster.node import RealNode, a_real_node
 from tinkercloud_testing.cluster.programs import state_folder
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of what there is but one of to one worker: the node, an existing cluster."""
-    here = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
-    is_shared = existing_cluster() is not None
-    alone = {item.path for item in here if is_shared or "real_node" in item.fixturenames}
-    for item in here:
-        if item.path in alone:
-            item.add_marker(pytest.mark.xdist_group("the only node"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file's tests to one worker, and all files that need the node to the same one.
+
+    A machine has but one node at a time, and who runs it keeps it to the end of its tests.
+    """
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - there when this is asked for
+
+    class OneNode(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            text = Path(config.rootpath, file).read_text()
+            needs_node = "real_node" in text or "own_node" in text
+            return "the node" if needs_node else file
+
+    return OneNode(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -24,13 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test with every trainer that was asked for."""
     if "trainer" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("trainer") or ["torch"]
-        metafunc.parametrize("trainer", [_on_one_worker(name) for name in wanted], scope="session")
-
-
-def _on_one_worker(trainer: str) -> object:
-    """Start the ranks of a trainer but once, however many workers run tests."""
-    marks = () if trainer == "torch" else (pytest.mark.xdist_group(trainer),)
-    return pytest.param(trainer, marks=marks)
+        metafunc.parametrize("trainer", wanted, scope="session")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
 from tinkercloud_testing.servers import API_KEY, Server
 from tinkercloud_testing.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kubernetes provider")]
+pytestmark = pytest.mark.slow
 
 
 def test_requests_of_a_minute_are_one_write_at_most(world: World, server: Server) -> None:

@@ -9,7 +9,7 @@ from tinkercloud_testing.cluster.provider_world import MODEL, World
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kubernetes provider")]
+pytestmark = pytest.mark.slow
 
 
 def test_another_replica_answers_for_a_run_it_never_saw(

@@ -17,7 +17,7 @@ from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server
 from tinkercloud_testing.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kubernetes provider")]
+pytestmark = pytest.mark.slow
 
 
 def test_a_created_model_is_a_training_session_that_trains_and_goes_with_its_client(
