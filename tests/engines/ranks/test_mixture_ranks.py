@@ -28,18 +28,17 @@ LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
 ADAM = AdamParams(learning_rate=1e-2)
 SHAPES = {
     "ep2": (1, 1, 2, 2),
-    "tp2": (2, 1, 1, 2),
+    "cp2 ep2": (1, 2, 2, 2),
     "tp2 ep2": (2, 1, 2, 4),
-    "pp2 ep2": (1, 2, 2, 4),
 }
-"""Tensor, pipeline and expert parallelism, ranks."""
+"""Tensor, context and expert parallelism, ranks."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
-    tensor, pipeline, expert, ranks = SHAPES[request.param]
+    tensor, context, expert, ranks = SHAPES[request.param]
     folder = save(tiny_qwen3_moe(), tmp_path_factory.mktemp("model"))
-    factory = megatron_factory(str(folder), tensor, pipeline, expert=expert)
+    factory = megatron_factory(str(folder), tensor, 1, context, expert)
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
     yield ranked, TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=BATCH_TOKENS)
     ranked.close()
