@@ -31,7 +31,6 @@ CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
 SHAPES = {
     "tp2": ("llama", 2, 1, 1, 2),
-    "tp2 qwen3": ("qwen3", 2, 1, 1, 2),
     "pp2": ("llama", 1, 2, 1, 2),
     "pp2 qwen3": ("qwen3", 1, 2, 1, 2),
     "cp2": ("llama", 1, 1, 2, 2),

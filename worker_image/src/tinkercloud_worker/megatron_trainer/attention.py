@@ -77,10 +77,11 @@ class CausalAttention(nn.Module):
 def _causal(query_BHLD: Tensor, seen: int) -> Tensor:
     """Return the mask of the last so many positions of those that are seen.
 
-    GPUs have kernels for it that need no such tensor, which long sequences have no room for.
+    Kernels need no such tensor, which long sequences have no room for: on GPUs none, on the CPU
+    those for the first positions.
     """
     length = query_BHLD.shape[2]
-    if query_BHLD.is_cuda:
+    if query_BHLD.is_cuda or length == seen:
         return causal_lower_right(length, seen)
     ones = torch.ones(length, seen, dtype=torch.bool, device=query_BHLD.device)
     return ones.tril(seen - length)
