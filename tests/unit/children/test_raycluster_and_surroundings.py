@@ -118,6 +118,23 @@ def test_the_head_is_started_beside_ray_in_the_container_that_kuberay_makes() ->
     assert "exec python -m tinkercloud_worker /etc/tinkercloud/head.json" in command[-1]
 
 
+def test_ray_waits_in_every_pod_for_what_comes_up_late() -> None:
+    spec = ray_cluster(a_build(WORKERS))["spec"]
+    pods = [
+        group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])
+    ]
+
+    environments = [
+        {item["name"]: item["value"] for item in pod["containers"][0]["env"]} for pod in pods
+    ]
+
+    patience = {
+        "RAY_worker_register_timeout_seconds": "600",
+        "RAY_gcs_server_port_wait_time_s": "120",
+    }
+    assert [patience.items() <= each.items() for each in environments] == [True, True, True]
+
+
 def ray_params(build: Build) -> dict[str, Json]:
     """Return what each group's `ray start` is told."""
     spec = ray_cluster(build)["spec"]

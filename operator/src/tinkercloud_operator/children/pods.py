@@ -137,6 +137,10 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+            # On busy cores a rank's process may take longer to come up than Ray would wait, which
+            # then waits for it in vain; what keeps Ray's state may be late too.
+            {"name": "RAY_worker_register_timeout_seconds", "value": "600"},
+            {"name": "RAY_gcs_server_port_wait_time_s", "value": "120"},
         ],
         "envFrom": _store_environment(build),
         # The last lines of its log say in the pod's status why it ended.

@@ -40,6 +40,14 @@ _STARTS = 3
 """Ray gives a node of its own half a minute to come up, which a busy machine may need more than."""
 
 
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A rank that takes a minute to come up is given up, and then waited for in vain; Ray gives its
+    # own store of the cluster's state up after half of one.
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_server_port_wait_time_s": "120",
+}
+"""Of a Ray cluster that is started here, unless the environment says otherwise."""
 _ECHO_SECONDS = 2.0
 """A rank that waits for one that dies may fail before that death is known: so long is it waited
 for, to tell the cause from the echo."""
@@ -95,7 +103,8 @@ def connect(shape: GroupShape) -> None:
     if address:
         ray.init(address, log_to_driver=False, configure_logging=False)
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
     for attempt in range(1, _STARTS + 1):
         try:
             _start_cluster(shape)
