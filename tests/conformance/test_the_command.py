@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import tinker
 from tinker import types
 
-from tinkercloud_testing.servers import Server, a_server, free_port
+from tinkercloud_testing.servers import API_KEY, Server, a_server, free_port
+from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
 
@@ -20,7 +20,7 @@ def tinkercloud(
     server: Server, *arguments: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user of the server would, and return what became of it."""
-    user = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.new_key("cli")}
+    user = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
     return subprocess.run(
         [sys.executable, "-m", "tinkercloud_api", *arguments],
         env={**server.environment(), **user, **variables},
@@ -158,12 +158,9 @@ def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -
             stderr=subprocess.PIPE,
             text=True,
         )
-        deadline = time.monotonic() + 60
-        while not server.is_healthy():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(server.is_healthy, "the server")
         process.terminate()
-        _, printed = process.communicate(timeout=60)
+        _, printed = process.communicate()
         return printed
 
     first, second = start_and_stop(), start_and_stop()
@@ -193,10 +190,7 @@ def test_a_hangup_starts_the_server_over_and_runs_resume(
         assert server.process is not None
 
         os.kill(server.process.pid, signal.SIGHUP)
-        deadline = time.monotonic() + 60
-        while not server.is_healthy() or server.head_pids() == heads:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.05)
+        wait_until(lambda: server.is_healthy() and server.head_pids() != heads, "another head")
 
         resumed = server.client().create_training_client_from_state(path).result()
         assert loss(resumed) == before
