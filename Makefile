@@ -46,7 +46,7 @@ test: .venv/.installed ## run all tests that need no cluster and one rank
 	@$(PYTEST) tests/chaos tests/conformance
 
 test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
-	@$(PYTEST) tests/engines
+	@$(BIN)/pytest tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
