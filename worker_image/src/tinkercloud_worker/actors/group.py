@@ -48,6 +48,10 @@ _SETTINGS = {
     "RAY_gcs_server_port_wait_time_s": "120",
 }
 """Of a Ray cluster that is started here, unless the environment says otherwise."""
+_SETTINGS_WITHOUT_GPUS = {
+    # Nothing is compiled for CPUs, and yet megatron-core loads the compiler, for seconds.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 _ECHO_SECONDS = 2.0
 """A rank that waits for one that dies may fail before that death is known: so long is it waited
 for, to tell the cause from the echo."""
@@ -103,7 +107,8 @@ def connect(shape: GroupShape) -> None:
     if address:
         ray.init(address, log_to_driver=False, configure_logging=False)
         return
-    for name, value in _SETTINGS.items():
+    settings = _SETTINGS if shape.gpus_per_rank else _SETTINGS | _SETTINGS_WITHOUT_GPUS
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
     for attempt in range(1, _STARTS + 1):
         try:
