@@ -112,13 +112,6 @@ def applied_fields(sessions: Sessions, name: str) -> str:
     return json.dumps(entries)
 
 
-def writes(operator: RunningOperator) -> int:
-    """Return how many writes the operator has made."""
-    lines = operator.get("/metrics").splitlines()
-    counted = [line for line in lines if line.startswith("tinkercloud_api_requests_total{")]
-    return sum(int(float(line.split()[-1])) for line in counted if 'verb="GET"' not in line)
-
-
 def test_a_session_waits_until_another_gives_its_quota_back(sessions: Sessions) -> None:
     sessions.make_ready("first")
 
@@ -157,7 +150,7 @@ def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kue
     sessions.wait_for_reason("second", "Queued")
     sessions.make("seen-before", baseModel="Unknown/Model")
     sessions.wait_for_reason("seen-before", "BaseModelNotFound")
-    before, written = ray_cluster(sessions, "second"), writes(operator)
+    before, written = ray_cluster(sessions, "second"), operator.rest()
 
     sessions.cluster.kubectl(
         "label", "rayclusters,tsess", "--all", "touched=yes", "-n", sessions.namespace
@@ -166,7 +159,7 @@ def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kue
     sessions.wait_for_reason("seen-after", "BaseModelNotFound")
 
     after = ray_cluster(sessions, "second")
-    assert writes(operator) - written <= WRITES_OF_A_REFUSAL
+    assert operator.rest() - written <= WRITES_OF_A_REFUSAL
     assert after["spec"] == before["spec"]
     assert after["spec"]["suspend"] is True
     applied = applied_fields(sessions, "second")
@@ -194,7 +187,7 @@ def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
     sessions.make_ready("first")
-    running, written = pods(sessions, "first"), writes(operator)
+    running, written = pods(sessions, "first"), operator.rest()
 
     sessions.cluster.kubectl("label", "pods", "--all", "touched=yes", "-n", sessions.namespace)
     sessions.make("seen", baseModel="Unknown/Model")
@@ -202,7 +195,7 @@ def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
 
     head = ray_cluster(sessions, "first")["spec"]["headGroupSpec"]["template"]["spec"]
     assert FLAVOR["tolerations"][0] in head["tolerations"]
-    assert writes(operator) - written <= WRITES_OF_A_REFUSAL
+    assert operator.rest() - written <= WRITES_OF_A_REFUSAL
     assert pods(sessions, "first") == running
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from tinkercloud_testing.charts import CHART, helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT, Program
 from tinkercloud_testing.servers import free_port
+
+_REST_SECONDS = 3.0
+"""Longer than changes of pods are gathered."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,25 @@ class RunningOperator:
         """Return what its probe server says."""
         with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
             return str(response.read().decode())
+
+    def counted(self, name: str) -> dict[str, int]:
+        """Return what its counters of a name say, by the labels of each."""
+        lines = self.get("/metrics").splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{"))
+        return {labels.removeprefix(name): int(float(count)) for labels, count in pairs}
+
+    def writes(self) -> int:
+        """Return how many writes it has made, besides the renewals of its Lease."""
+        requests = self.counted("tinkercloud_api_requests_total")
+        return sum(count for labels, count in requests.items() if 'verb="GET"' not in labels)
+
+    def rest(self) -> int:
+        """Wait until it makes no more writes; return how many it has made."""
+        before = -1
+        while (made := self.writes()) != before:
+            before = made
+            time.sleep(_REST_SECONDS)
+        return made
 
 
 def install_definitions(cluster: Cluster) -> None:

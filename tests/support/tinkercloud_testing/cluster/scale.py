@@ -300,15 +300,9 @@ def _steady_writes(operator: RunningOperator, seconds: float) -> int:
     """Return how many writes the operator makes while nothing happens."""
     # What follows the last Ready: sums of the BaseModel, Events.
     time.sleep(10)
-    before = _writes(operator)
+    before = operator.writes()
     time.sleep(seconds)
-    return _writes(operator) - before
-
-
-def _writes(operator: RunningOperator) -> int:
-    lines = operator.get("/metrics").splitlines()
-    counted = [line for line in lines if line.startswith("tinkercloud_api_requests_total{")]
-    return sum(int(float(line.split()[-1])) for line in counted if 'verb="GET"' not in line)
+    return operator.writes() - before
 
 
 def _most_memory(operator: RunningOperator) -> int:
