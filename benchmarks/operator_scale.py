@@ -24,7 +24,7 @@ from tinkercloud_testing.cluster.operators import (
     operator_account,
 )
 from tinkercloud_testing.cluster.programs import state_folder
-from tinkercloud_testing.cluster.scale import Load, Result, measure, prepared
+from tinkercloud_testing.cluster.scale import Load, Result, measure, prepare
 
 SESSIONS = 1000
 RATE = 5.0
@@ -47,12 +47,10 @@ def run(load: Load, folder: Path) -> Result:
     ):
         install_definitions(plane.cluster)
         with plane.cluster.a_namespace("scale") as namespace:
+            prepare(plane.cluster, kwok, namespace, load.sessions)
             kubeconfig = operator_account(plane.cluster, namespace, folder)
-            with (
-                prepared(plane.cluster, kwok, namespace, load.sessions),
-                # Played pods have no head that would answer for a last checkpoint.
-                an_operator(kubeconfig, namespace, folder, last_checkpoint_seconds=1) as operator,
-            ):
+            # Played pods have no head that would answer for a last checkpoint.
+            with an_operator(kubeconfig, namespace, folder, last_checkpoint_seconds=1) as operator:
                 return measure(plane.cluster, operator, load)
 
 

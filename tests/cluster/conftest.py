@@ -67,10 +67,18 @@ def kuberay(cluster: Cluster, cluster_folder: Path) -> Iterator[KubeRay]:
 
 
 @pytest.fixture(scope="session")
-def kwok(cluster: Cluster, cluster_folder: Path) -> Iterator[KwokNodes]:
-    """What plays nodes; `kwok.add("gpu-0", gpus=8)` adds one."""
+def running_kwok(cluster: Cluster, cluster_folder: Path) -> Iterator[KwokNodes]:
+    """What plays nodes, of any file."""
     with a_kwok_controller(cluster, cluster_folder) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def kwok(running_kwok: KwokNodes) -> Iterator[KwokNodes]:
+    """What plays nodes; `kwok.add("gpu-0", gpus=8)` adds one, which goes with its file's tests."""
+    yield running_kwok
+    # Where there is room left over from others, nothing would wait for any.
+    running_kwok.clear()
 
 
 @pytest.fixture(scope="session")

@@ -72,8 +72,6 @@ def worlds(
             world.operator.program.start()
             where = ("-n", world.sessions.namespace)
             cluster.kubectl("delete", "tsess", "--all", *where, "--wait=false")
-    # With so many GPUs, what others want would always fit.
-    kwok.remove("crashes-0")
 
 
 def make_idle_sessions(world: World) -> None:

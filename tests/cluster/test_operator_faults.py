@@ -46,12 +46,10 @@ FAULT_SECONDS = 8
 
 
 @pytest.fixture(scope="module")
-def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Iterator[Cluster]:
+def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
     install_definitions(cluster)
     kwok.add("faults-0", gpus=400)
-    yield cluster
-    # With so many GPUs, what others want would always fit.
-    kwok.remove("faults-0")
+    return cluster
 
 
 @pytest.fixture(scope="module")

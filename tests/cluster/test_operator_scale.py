@@ -15,7 +15,7 @@ from tinkercloud_testing.cluster.operators import (
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.scale import Load, measure, prepared
+from tinkercloud_testing.cluster.scale import Load, measure, prepare
 
 LOAD = Load(sessions=200, creates_per_second=5, steady_seconds=30, patience_seconds=600)
 MOST_WRITES_PER_SECOND = 0.2
@@ -28,12 +28,10 @@ def operator(
 ) -> Iterator[RunningOperator]:
     install_definitions(cluster)
     with cluster.a_namespace("scale") as namespace:
+        prepare(cluster, kwok, namespace, LOAD.sessions)
         kubeconfig = operator_account(cluster, namespace, cluster_folder)
         patience = {"last_checkpoint_seconds": 1}
-        with (
-            prepared(cluster, kwok, namespace, LOAD.sessions),
-            an_operator(kubeconfig, namespace, cluster_folder, **patience) as running,
-        ):
+        with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
             yield running
             sys.stdout.write(running.program.last_words(10))
 

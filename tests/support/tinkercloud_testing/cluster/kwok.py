@@ -6,7 +6,7 @@ a program does inside its pod is a matter for the real node.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class KwokNodes:
 
     cluster: Cluster
     controller: Program
+    names: set[str] = field(default_factory=set)
+    """Of the nodes."""
 
     def add(self, name: str, *, gpus: int = 8, labels: Mapping[str, str] | None = None) -> None:
         """Add a node with this many GPUs, or change one, and wait until it is ready."""
@@ -43,6 +45,7 @@ class KwokNodes:
             },
             "spec": {"taints": [{"key": _KEY, "value": "fake", "effect": "NoSchedule"}]},
         }
+        self.names.add(name)
         self.cluster.apply(node)
         self._set_capacity(name, capacity)
         self.cluster.wait_for(f"node/{name}", "condition=Ready")
@@ -50,6 +53,12 @@ class KwokNodes:
     def remove(self, name: str) -> None:
         """Remove a node; its pods go with it after the cluster has noticed."""
         self.cluster.delete("node", name)
+        self.names.discard(name)
+
+    def clear(self) -> None:
+        """Remove all nodes."""
+        for name in list(self.names):
+            self.remove(name)
 
     def _set_capacity(self, name: str, capacity: Mapping[str, str]) -> None:
         status = {"capacity": capacity, "allocatable": capacity}

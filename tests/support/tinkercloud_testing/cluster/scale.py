@@ -163,20 +163,14 @@ def _is_ready(manifest: Mapping[str, Any]) -> bool:
     return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
 
 
-@contextlib.contextmanager
-def prepared(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) -> Iterator[None]:
+def prepare(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) -> None:
     """Make nodes for this many sessions, and the BaseModel that they are of."""
-    nodes = [f"scale-{number}" for number in range(-(-sessions // _SESSIONS_PER_NODE))]
-    for node in nodes:
-        kwok.add(node, gpus=_SESSIONS_PER_NODE * _GPUS_PER_SESSION)
+    for number in range(-(-sessions // _SESSIONS_PER_NODE)):
+        kwok.add(f"scale-{number}", gpus=_SESSIONS_PER_NODE * _GPUS_PER_SESSION)
     sampler = {"backend": "sglang", "replicas": 2, "gpusPerReplica": 1}
     cluster.apply(a_base_model(namespace, sampler=sampler), *a_volume(namespace))
     # An API server that has just learned of a kind does not list it at once.
     wait_until(lambda: _can_list(cluster, namespace), "sessions can be listed")
-    yield
-    # With so many GPUs, what others want would always fit.
-    for node in nodes:
-        kwok.remove(node)
 
 
 def _can_list(cluster: Cluster, namespace: str) -> bool:
