@@ -128,7 +128,7 @@ class Seen:
     writes: list[float] = field(default_factory=list)
     """Seconds that each session's creation took."""
     is_complete: asyncio.Event = field(default_factory=asyncio.Event)
-    """Whether all sessions have been Ready."""
+    """Whether all sessions and pods have been Ready."""
 
     def note(self, kind: str, manifest: Mapping[str, Any], moment: float) -> None:
         """Take note of an object as a watch delivered it."""
@@ -138,13 +138,17 @@ class Seen:
             self.session.setdefault(name, moment)
             if _is_ready(manifest):
                 self.ready.setdefault(name, moment)
-            if len(self.ready) == self.sessions:
-                self.is_complete.set()
         elif kind == "rayclusters":
             self.cluster.setdefault(name, moment)
         elif _is_ready(manifest):
             session = metadata["labels"]["tinkercloud.dev/session"]
             self.pods.setdefault(session, {}).setdefault(name, moment)
+        # Of pods, another watch may tell later than of the session that they have made Ready.
+        if len(self.ready) == self.sessions and self._has_all_pods():
+            self.is_complete.set()
+
+    def _has_all_pods(self) -> bool:
+        return sum(map(len, self.pods.values())) >= self.sessions * PODS_PER_SESSION
 
     def to_cluster(self) -> dict[str, float]:
         """Return the seconds from each session to its RayCluster."""
