@@ -31,6 +31,7 @@ MODELS: dict[str, Architecture] = {
         (Path(__file__).parent / "public_models.json").read_text()
     ).items()
 }
+UNEVEN = {"tensor": 3, "pipeline": 1, "context": 1, "expert": 1}
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64)
 REST_OF_THE_SPEC = {
     "modelName": "acme/model",
@@ -242,7 +243,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
     ("part", "field", "value", "message"),
     [
         ("trainer", "replicas", 0, "replicas: 0"),
-        ("trainer", "parallelism", {"tensor": 3, "pipeline": 1, "context": 1}, "must divide"),
+        ("trainer", "parallelism", UNEVEN, "must divide"),
         ("sampler", "replicas", 0, "sglang needs 1 or more"),
     ],
 )
