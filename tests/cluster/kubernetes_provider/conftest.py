@@ -35,7 +35,7 @@ def server(world: World) -> Iterator[Server]:
     one = world.server("one")
     one.start()
     yield one
-    one.close_clients()
+    one.clients.close()
     one.stop()
 
 
@@ -45,5 +45,5 @@ def other(world: World) -> Iterator[Server]:
     two = world.server("two")
     two.start()
     yield two
-    two.close_clients()
+    two.clients.close()
     two.stop()

@@ -16,6 +16,7 @@ from pathlib import Path
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
+from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 API_KEY = "tml-the-first-owner"
@@ -74,7 +75,7 @@ class Server:
     port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
-    clients: list[tinker.ServiceClient] = field(default_factory=list)
+    clients: SdkClients = field(default_factory=SdkClients)
 
     @property
     def url(self) -> str:
@@ -166,16 +167,7 @@ class Server:
 
     def client(self, key: str = API_KEY) -> tinker.ServiceClient:
         """Return an SDK client of this server."""
-        client = tinker.ServiceClient(base_url=self.url, api_key=key)
-        self.clients.append(client)
-        return client
-
-    def close_clients(self) -> None:
-        """End the heartbeats of its SDK clients, which would complain of its end for ever."""
-        for client in self.clients:
-            # The public property makes a session for a client that has none, or is closed.
-            if client._session_holder is not None:
-                client._session_holder.close()
+        return self.clients.make(self.url, key)
 
     def rest(self, key: str = API_KEY) -> tinker.RestClient:
         """Return an SDK client of the REST calls."""
@@ -228,6 +220,6 @@ def a_server(
         server.start()
         yield server
     finally:
-        server.close_clients()
+        server.clients.close()
         server.stop()
         server.kill_heads()

@@ -5,7 +5,7 @@ import os
 import subprocess
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import binary
 from tinkercloud_testing.cluster.volumes import a_volume
+from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.waiting import wait_until
 
 RELEASE = "tinkercloud"
@@ -37,6 +38,7 @@ class Installation:
     cluster: Cluster
     namespace: str
     values: Path
+    clients: SdkClients = field(default_factory=SdkClients)
 
     def helm(self, *arguments: str) -> str:
         """Run Helm on the release's namespace and return what it printed; fail with that."""
@@ -66,7 +68,7 @@ class Installation:
 
     def client(self) -> tinker.ServiceClient:
         """Return an SDK client of it."""
-        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+        return self.clients.make(self.url, self.key)
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return its TrainingSessions."""
@@ -146,12 +148,16 @@ def an_installation(
         values: of the chart.
         secrets: entries of the Secrets that the values name.
     """
-    with cluster.a_namespace("tinkercloud", **_RESTRICTED) as namespace:
+    with (
+        cluster.a_namespace("tinkercloud", **_RESTRICTED) as namespace,
+        contextlib.ExitStack() as stack,
+    ):
         volumes = [part for name in _VOLUMES for part in a_volume(name, namespace, folder / name)]
         cluster.apply(*volumes, *[a_secret(name, namespace, secrets[name]) for name in secrets])
         path = folder / "values.yaml"
         path.write_text(yaml.safe_dump(dict(values)))
         release = Installation(cluster, namespace, path)
+        stack.callback(release.clients.close)
         # Other tests of the run may have applied the definitions before.
         taken = ("--take-ownership", "--force-conflicts")
         release.helm("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART), *taken)
