@@ -63,11 +63,11 @@ class TrainerConfig(_Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
-    """Padded tokens of one micro-batch; a single longer datum is a micro-batch of its own."""
+    """Tokens of one micro-batch (megatron: padded); a single longer datum is one of its own."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Padded tokens of a micro-batch whose activations are all kept for the backward pass. Larger
+    """Tokens of a micro-batch whose activations are all kept for the backward pass. Larger
     ones are computed again there, layer by layer, which takes a third more time and a small part
-    of the memory. None: any. torch only."""
+    of the memory. None: any."""
     packed_weights: bool = True
     """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory. Not
     what is sharded."""
@@ -89,10 +89,10 @@ class TrainerConfig(_Config):
             raise ValueError("ranks: backend megatron trains at ranks; set it to 1 or more")
         if self.sharded and (self.backend != "torch" or self.ranks == 0):
             raise ValueError("sharded: only for ranks of backend torch; leave it out, or set ranks")
-        if self.sharded and self.max_kept_tokens:
+        if self.max_kept_tokens and (self.sharded or self.expert_parallel > 1):
             raise ValueError(
-                f"max_kept_tokens: {self.max_kept_tokens}, but with sharded all ranks must do the"
-                " same; set it to 0, or leave it out"
+                f"max_kept_tokens: {self.max_kept_tokens}, but with sharded or expert_parallel all"
+                " ranks must do the same; set it to 0, or leave it out"
             )
         if self.ranks % divided:
             raise ValueError(

@@ -43,6 +43,15 @@ def test_the_count_is_that_of_the_model_that_transformers_builds(name: str) -> N
     assert read(config(name)).parameters == sum(p.numel() for p in model.parameters())
 
 
+@every_model
+def test_what_transformers_writes_of_a_model_is_read_alike(name: str) -> None:
+    settings = config(name)
+
+    written = AutoConfig.for_model(settings.pop("model_type"), **settings).to_dict()
+
+    assert read(written) == read(config(name))
+
+
 def test_the_public_models_cover_every_model_type_and_0_5_to_671_billion_parameters() -> None:
     counts = sorted(read(config(name)).parameters for name in PUBLIC_MODELS)
 

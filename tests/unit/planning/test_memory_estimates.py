@@ -30,7 +30,8 @@ from tinkercloud_crds.planning.memory import (
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.models import smollm2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.adam import new_adapter
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
+from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
@@ -103,16 +104,16 @@ def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
     """Return what a forward pass of the trainer keeps for the backward pass."""
     base = BaseModel(built(config).eval(), packed=False)
     adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
-    route = route_all(ActiveWeights(adapter.tensors, lora_scale=1.0))
+    route = Route(slice(0, TOKENS), ActiveWeights(adapter.tensors, lora_scale=1.0))
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    ids = torch.arange(TOKENS)[None] % 200
+    sequence = Packed(torch.arange(TOKENS) % 200, (TOKENS,))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        base.hidden(ids, route, recompute=recompute)
+        base.hidden_of(sequence, [route], recompute=recompute)
     weights = {w.untyped_storage().data_ptr() for w in base.named_weights().values()}
     return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
 

@@ -153,7 +153,8 @@ def _qwen3_moe(fields: Fields) -> Architecture:
     mlp = mixture(
         fields.size("hidden_size"),
         fields.size("moe_intermediate_size"),
-        experts=fields.size("num_experts"),
+        # transformers writes it by either name.
+        experts=fields.size("num_experts", fields.count("num_local_experts") or None),
         chosen=fields.size("num_experts_per_tok"),
     )
     return _assembled(fields, _qwen3_attention(fields), mlp)

@@ -20,7 +20,7 @@ _MEMORY = re.compile(r"([0-9]{1,4})GiB")
 _CONTEXT_BYTES = 3 << 29
 """CUDA context, NCCL's and cuBLAS's buffers of one process."""
 _FRAGMENTATION = 0.08
-"""Share of a GPU's memory that the allocator can't give out."""
+"""Share of a GPU's memory that an engine's allocator can't give out."""
 
 
 class UnknownGpus(ValueError):
@@ -35,9 +35,13 @@ class Gpu:
     memory: int
     """Bytes."""
 
+    def contexts(self, processes: int) -> int:
+        """Return the bytes that no allocator can have when so many processes share it."""
+        return processes * _CONTEXT_BYTES
+
     def reserve(self, processes: int) -> int:
-        """Return the bytes that are kept free of tensors when so many processes share it."""
-        return int(self.memory * _FRAGMENTATION) + processes * _CONTEXT_BYTES
+        """Return the bytes that an engine keeps free of tensors when so many processes share it."""
+        return int(self.memory * _FRAGMENTATION) + self.contexts(processes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ docs/planning.md. In short: frozen weights are bfloat16; what is trained has a v
 two moments in float32, on every data-parallel rank; only the inputs of layers are kept for the
 backward pass and the rest is computed again, one layer at a time; with tensor parallelism sequences
 are split between layers too; ranks that divide sequences gather a layer's keys and values; logits
-exist a few rows at a time.
+exist a few rows at a time, and are gone when the first layer is computed again.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,13 @@ _STATE_BYTES = 12
 """The same without the gradient."""
 _LOW_RANK_BYTES = 4
 _LOGIT_BYTES = 4
-_LOGITS_BYTES = 256 << 20
-"""Logits that training holds at a time; their gradient takes as much again."""
+_LOGITS_BYTES = 640 << 20
+"""What training holds at a time for logits of some rows: 256 MiB of them in float32, what they were
+rounded from, their gradient, and what that is rounded to."""
+_MLP_GRADIENTS = 3 / 4
+"""Of an MLP's numbers, those that have a gradient at the same time: product, gate and up."""
+_FRAGMENTED = 0.3
+"""Of activations, what the allocator holds between them and can't give out."""
 _IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets, relative to the average."""
 _ADAPTER_SLOTS = 2
@@ -65,11 +70,14 @@ class GpuMemory:
     """Adapter, or whole model: values, gradient and moments in training, values in sampling."""
     activations: int
     logits: int
+    """In training, what they need beyond the activations, whose peak comes later."""
+    fragments: int
+    """Between activations, where the allocator has them and can't give them out."""
     kv_cache: int
     neighbour: int
     """What a trainer keeps while a sampler that shares its GPU runs."""
     reserve: int
-    """Not given out: contexts, communication buffers, fragmentation."""
+    """Not given out: contexts, communication buffers, in sampling fragments too."""
 
     @property
     def total(self) -> int:
@@ -87,24 +95,31 @@ class _Stage:
 
     weights: int
     trained: int
-    logits: int
     per_token: float
-    """Activations for each token of a micro-batch."""
-
-    @property
-    def fixed(self) -> int:
-        return self.weights + self.trained + self.logits
+    """Activations for each token of a micro-batch, when a layer's backward pass begins."""
+    logits: int
+    per_token_at_logits: float
+    """Activations for each token while there are logits, before any layer's backward pass."""
 
     def with_tokens(self, tokens: int, reserve: int) -> GpuMemory:
+        activations = int(self.per_token * tokens)
+        at_logits = int(self.per_token_at_logits * tokens) + self.logits
+        logits = max(0, at_logits - activations)
         return GpuMemory(
             weights=self.weights,
             trained=self.trained,
-            activations=int(self.per_token * tokens),
-            logits=self.logits,
+            activations=activations,
+            logits=logits,
+            fragments=int(_FRAGMENTED * (activations + logits)),
             kv_cache=0,
             neighbour=0,
             reserve=reserve,
         )
+
+    def most_tokens(self, available: int) -> int:
+        room = (available - self.weights - self.trained) / (1 + _FRAGMENTED)
+        at_logits = (room - self.logits) / self.per_token_at_logits
+        return int(min(room / self.per_token, at_logits))
 
 
 def training(
@@ -157,10 +172,7 @@ def largest_micro_batch(
         available: bytes of each GPU that may be used.
         lora_rank: of the adapter; None for a full fine-tune.
     """
-    return min(
-        int((available - stage.fixed) / stage.per_token)
-        for stage in _stages(architecture, layout, lora_rank)
-    )
+    return min(stage.most_tokens(available) for stage in _stages(architecture, layout, lora_rank))
 
 
 def sampling(
@@ -194,6 +206,7 @@ def sampling(
         trained=adapters,
         activations=activations,
         logits=logits,
+        fragments=0,
         kv_cache=max(0, gpu.memory - taken),
         neighbour=neighbour,
         reserve=reserve,
@@ -229,43 +242,43 @@ def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -
             held = sum(_held(matrix, layout) for matrix in layer.matrices)
             parameters += count * (held + layer.others)
             adapted += count * sum(_adapter(m, lora_rank or 0, layout) for m in layer.matrices)
+        # One forward, one backward: stage 0 has begun as many micro-batches as there are stages
+        # before the first of them comes back.
+        kept = _kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
+        kinds = [layer for layer, _ in runs]
         yield _Stage(
             weights=parameters * _WEIGHT_BYTES,
             trained=(parameters if lora_rank is None else adapted) * _TRAINED_BYTES,
-            logits=2 * _LOGITS_BYTES if is_last else 0,
-            per_token=_activations_per_token(
-                architecture,
-                layout,
-                runs,
-                # One forward, one backward: stage 0 has begun as many micro-batches as there are
-                # stages before the first of them comes back.
-                in_flight=layout.pipeline - number,
-                lora_rank=lora_rank or 0,
-                unembeds=is_last,
-            ),
+            per_token=kept + _working_per_token(architecture, layout, kinds, lora_rank or 0),
+            logits=_LOGITS_BYTES if is_last else 0,
+            per_token_at_logits=kept + _final_per_token(architecture, layout),
         )
 
 
-def _activations_per_token(
-    architecture: Architecture,
-    layout: Layout,
-    runs: list[tuple[Layer, int]],
-    *,
-    in_flight: int,
-    lora_rank: int,
-    unembeds: bool,
+def _kept_per_token(architecture: Architecture, layout: Layout, layers: int) -> float:
+    """Return the bytes per token of the inputs of so many layers."""
+    inputs = layers * architecture.hidden_size * _WEIGHT_BYTES
+    return inputs / layout.tensor / layout.context
+
+
+def _final_per_token(architecture: Architecture, layout: Layout) -> float:
+    """Return the bytes per token of hidden state, its gradient, and the final norm in float32."""
+    return 4 * architecture.hidden_size * _WEIGHT_BYTES / layout.context
+
+
+def _working_per_token(
+    architecture: Architecture, layout: Layout, layers: list[Layer], lora_rank: int
 ) -> float:
-    """Return the bytes of activations that a token of a micro-batch takes on one GPU."""
-    hidden = architecture.hidden_size * _WEIGHT_BYTES
-    kept = in_flight * sum(count for _, count in runs) * hidden / layout.tensor
-    # Every value of the layer that is computed again has a gradient at some time.
-    working = 2 * max(layer_values(architecture, layer, layout, lora_rank) for layer, _ in runs)
-    # Hidden state and its gradient, and the final norm in float32.
-    final = 4 * hidden if unembeds else 0
+    """Return the bytes per token of the largest of a stage's layers, when its backward begins."""
+    working = max(
+        layer_values(architecture, layer, layout, lora_rank)
+        + layer_gradients(architecture, layer, layout)
+        for layer in layers
+    )
     # Keys and values of whole sequences, and their gradients, are at every rank of those.
     cached = kv_bytes_per_token(architecture, layout.tensor) / architecture.layers
     gathered = 2 * cached if layout.context > 1 else 0
-    return (kept + working + final) / layout.context + gathered
+    return working / layout.context + gathered
 
 
 def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_rank: int) -> float:
@@ -284,6 +297,25 @@ def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_
     busiest = _IMBALANCE if layout.expert > 1 else 1.0
     width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
     return _WEIGHT_BYTES * width + _LOW_RANK_BYTES * lora_rank * len(layer.matrices)
+
+
+def layer_gradients(architecture: Architecture, layer: Layer, layout: Layout) -> float:
+    """Return the bytes per token of gradients that a layer's backward pass holds at its peak.
+
+    That is in the MLP, as long as all values are there; or in the attention, if the MLP's values,
+    which are gone then, were fewer than that has gradients.
+
+    Args:
+        architecture: the model.
+        layer: one of its layers.
+        layout: how it is split; the sequence is taken as whole.
+    """
+    hidden = architecture.hidden_size
+    busiest = _IMBALANCE if layout.expert > 1 else 1.0
+    mlp = busiest * layer.mlp_width / layout.tensor
+    in_mlp = _MLP_GRADIENTS * mlp + busiest * layer.copies * hidden
+    in_attention = layer.attention_width / layout.tensor - mlp
+    return _WEIGHT_BYTES * (hidden + max(in_mlp, in_attention))
 
 
 def _kinds(architecture: Architecture) -> list[Layer]:

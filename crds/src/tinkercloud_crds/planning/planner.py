@@ -126,7 +126,7 @@ def _trainers(demand: Demand, fleet: Fleet, gpus: int, *, processes: int) -> Ite
         gpus: how many of them train.
         processes: how many share each GPU.
     """
-    model, reserve = demand.architecture, fleet.gpu.reserve(processes)
+    model, reserve = demand.architecture, fleet.gpu.contexts(processes)
     pod = pod_size(gpus, fleet.per_node)
     fitting = [
         (layout, tokens)

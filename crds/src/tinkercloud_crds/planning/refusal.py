@@ -76,7 +76,7 @@ def _needs(demand: Demand, fleet: Fleet) -> str:
 
 
 def _training_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
-    model, reserve = demand.architecture, fleet.gpu.reserve(1)
+    model, reserve = demand.architecture, fleet.gpu.contexts(1)
     tokens, rank = demand.sequence_length, demand.lora_rank
     return [
         training(model, layout, tokens=tokens, lora_rank=rank, reserve=reserve)
