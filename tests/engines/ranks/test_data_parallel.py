@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer
+from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.actors.group import (
     GroupShape,
     GroupTimings,
@@ -43,21 +43,10 @@ def single() -> TorchTrainer:
     return TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
-def run(trainer: Trainer, model_id: str, data, loss_fn: str = "cross_entropy", config=None):
-    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
-    return trainer.forward_backward(model_id, batch, lambda: None)
-
-
 def step(trainer: Trainer, model_id: str, lengths, seed: int) -> tuple[float, float]:
-    output = run(trainer, model_id, random_data(lengths, seed=seed))
+    output = run(trainer, random_data(lengths, seed=seed), model_id=model_id)
     metrics = trainer.optim_step(model_id, ADAM)
     return output.metrics["loss:sum"], metrics["grad_norm"]
-
-
-def assert_equal(ours, theirs, atol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, atol=atol, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +60,14 @@ def test_logprobs_loss_and_gradient_equal_one_ranks_whatever_the_batch(
         trainer.add_model("m", LORA)
         step(trainer, "m", [4, 6], seed=9)
 
-    got, expected = run(ranked, "m", data), run(single, "m", data)
+    got, expected = run(ranked, data), run(single, data)
 
     assert [len(logprobs) for logprobs in got.logprobs] == lengths
     np.testing.assert_allclose(
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
-    assert_equal(ranked.export_gradient("m"), single.export_gradient("m"), atol=1e-5)
+    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-5)
 
 
 def test_equal_requests_give_equal_bits(ranked) -> None:
@@ -87,7 +76,7 @@ def test_equal_requests_give_equal_bits(ranked) -> None:
         ranked.add_model(name, LORA)
         step(ranked, name, [4, 6], seed=9)
 
-    one, other = run(ranked, "one", data), run(ranked, "other", data)
+    one, other = run(ranked, data, model_id="one"), run(ranked, data, model_id="other")
 
     assert np.array_equal(np.concatenate(one.logprobs), np.concatenate(other.logprobs))
     assert one.metrics == other.metrics
@@ -101,9 +90,9 @@ def test_a_loss_over_whole_sequences_equals_one_ranks(ranked, single) -> None:
     bounds = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
     for trainer in (ranked, single):
         trainer.add_model("m", LORA)
-        run(trainer, "m", data, "gspo", bounds)
+        run(trainer, data, "gspo", bounds)
 
-    assert_equal(ranked.export_gradient("m"), single.export_gradient("m"), atol=1e-5)
+    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "whole model"])
@@ -132,14 +121,14 @@ def test_gradients_add_up_over_requests_until_the_step_and_can_be_dropped(ranked
     parts = [random_data([6, 4, 8], seed=1), random_data([9], seed=2)]
     for trainer in (ranked, single):
         trainer.add_model("m", LORA)
-    run(ranked, "m", random_data([30, 2], seed=7))
+    run(ranked, random_data([30, 2], seed=7))
     ranked.discard_gradient("m")
 
     for part in parts:
-        run(ranked, "m", part)
-    run(single, "m", [*parts[0], *parts[1]])
+        run(ranked, part)
+    run(single, [*parts[0], *parts[1]])
 
-    assert_equal(ranked.export_gradient("m"), single.export_gradient("m"), atol=1e-5)
+    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-5)
     ranked.optim_step("m", ADAM)
     assert ranked.export_gradient("m") is None
 
@@ -147,7 +136,7 @@ def test_gradients_add_up_over_requests_until_the_step_and_can_be_dropped(ranked
 def test_a_state_of_many_ranks_goes_on_at_one_and_comes_back(ranked, single) -> None:
     ranked.add_model("m", LORA)
     step(ranked, "m", [5, 9, 3], seed=0)
-    run(ranked, "m", random_data([8, 3, 4], seed=1))
+    run(ranked, random_data([8, 3, 4], seed=1))
     single.add_model("m", LORA)
     single.import_state("m", ranked.export_state("m"))
     single.import_gradient("m", ranked.export_gradient("m"))
@@ -168,7 +157,7 @@ def test_a_state_of_many_ranks_goes_on_at_one_and_comes_back(ranked, single) -> 
 def test_a_gradient_that_is_not_finite_at_one_rank_is_refused_at_all(ranked) -> None:
     ranked.add_model("m", LORA)
     step(ranked, "m", [5, 3], seed=0)
-    run(ranked, "m", [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
+    run(ranked, [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
 
     with pytest.raises(InvalidRequest, match="NaN or an infinity"):
         ranked.optim_step("m", ADAM)
@@ -234,10 +223,10 @@ def test_another_models_gradient_is_missed_once_and_never_applied_in_part(mortal
     for name in ("undisturbed", "one", "other", "idle"):
         mortal.add_model(name, LORA)
     expected = step(mortal, "undisturbed", [5, 3], seed=0)
-    run(mortal, "other", random_data([5, 3]))
+    run(mortal, random_data([5, 3]), model_id="other")
     kill_in(mortal, "forward_backward", 1)
     with pytest.raises(GradientLost):
-        run(mortal, "one", random_data([5, 3]))
+        run(mortal, random_data([5, 3]), model_id="one")
 
     with pytest.raises(GradientLost, match="send the data of this step again"):
         mortal.export_gradient("other")
@@ -254,7 +243,7 @@ def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin
     kill_in(mortal, "forward_backward", 0, 1)
 
     with pytest.raises(StateLost, match=r"model m was lost .* from its last checkpoint"):
-        run(mortal, "m", random_data([4, 5]))
+        run(mortal, random_data([4, 5]))
     mortal.discard_gradient("m")
     mortal.add_model("restored", LORA)
     mortal.import_state("restored", saved)
@@ -277,7 +266,7 @@ def test_models_are_kept_until_a_group_can_be_started(cluster) -> None:
     before = trainer.snapshot("m").tensors
     kill_in(trainer, "forward_backward", 0)
     with pytest.raises(GradientLost):
-        run(trainer, "m", random_data([4, 5]))
+        run(trainer, random_data([4, 5]))
 
     with pytest.raises(RanksUnavailable, match="no room"):
         trainer.snapshot("m")

@@ -5,13 +5,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import tiny_llama, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer
+from tinkercloud_testing.trainers import assert_equal, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
@@ -33,20 +33,9 @@ def trainers(request, cluster) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
     sharded.close()
 
 
-def run(trainer, data):
-    batch = prepare(a_request(data), trainer.limits)
-    return trainer.forward_backward("m", batch, lambda: None)
-
-
 def step(trainer, lengths, seed: int) -> tuple[float, float]:
     output = run(trainer, random_data(lengths, seed=seed))
     return output.metrics["loss:sum"], trainer.optim_step("m", CLIPPED)["grad_norm"]
-
-
-def assert_equal(ours, theirs, atol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, atol=atol, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("lengths", [[5, 20, 3, 11, 8], [9], [30, 1, 28, 30]], ids=str)

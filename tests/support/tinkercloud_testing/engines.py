@@ -15,6 +15,7 @@ from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -41,9 +42,10 @@ def an_engine(
     config: SamplerConfig | None = None,
     *,
     max_sampler_bytes: int = 1 << 30,
+    recorder: Recorder | None = None,
 ) -> Iterator[Engine]:
     """Start an engine over `model`; end its thread afterwards."""
-    base = BaseModel(model)
+    base = BaseModel(model, packed=recorder is None)
     thread = EngineThread(on_crash=_end_the_process)
     sampler = TorchSampler(
         base,
@@ -51,6 +53,7 @@ def an_engine(
         config or SamplerConfig(),
         versions=Versions(scratch_dir, max_sampler_bytes, base.device),
         wake=thread.wake,
+        recorder=recorder,
     )
     thread.start(sampler)
     try:

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -110,6 +112,25 @@ def tiny_mixtral() -> PreTrainedModel:
             num_experts_per_tok=2,
             max_position_embeddings=128,
             initializer_range=0.15,
+        )
+    )
+
+
+def tiny_gemma2() -> PreTrainedModel:
+    """Return a random Gemma 2, whose attention is capped, which transformers does eagerly only."""
+    torch.manual_seed(6)
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.15,
+            final_logit_softcapping=None,
         )
     )
 

@@ -1,60 +1,90 @@
-"""The low-rank term over a base of lower precision."""
+"""The low-rank terms of adapters over a base of lower precision."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tinkercloud_worker.low_rank import add_low_rank
+from tinkercloud_worker.low_rank import LowRankTerms, Parts, Term, add_terms
 
 SCALE = 4.0
+ALL = slice(None)
 
 
-def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, y, A and B, each of which wants a gradient; A and B are float32 masters."""
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return x, weight, bias, A and B; A and B are float32 masters."""
     torch.manual_seed(0)
-    x, y = torch.randn(2, 5, 48), torch.randn(2, 5, 64)
+    x, weight, bias = torch.randn(2, 5, 48), torch.randn(64, 48) / 7, torch.randn(64)
     a, b = torch.randn(8, 48) / 7, torch.randn(64, 8) / 3
-    return (
-        x.to(torch.bfloat16).to(dtype).requires_grad_(),
-        y.to(torch.bfloat16).to(dtype).requires_grad_(),
-        a.requires_grad_(),
-        b.requires_grad_(),
+    x, weight, bias = (t.to(torch.bfloat16).to(dtype) for t in (x, weight, bias))
+    for tensor in (x, a, b):
+        tensor.requires_grad_().grad = torch.zeros_like(tensor)
+    return x, weight, bias, a, b
+
+
+def float32_sum(x: Tensor, weight: Tensor, bias: Tensor, parts: Parts) -> Tensor:
+    """Return the same in float32, the terms added beside the layer's product."""
+    return add_terms(x, nn.functional.linear(x, weight, bias), parts)
+
+
+def relative_errors(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
+    """Return by how much of its length each tensor is off."""
+    return [
+        float(
+            (one.detach().float() - other.detach().float()).norm() / other.detach().float().norm()
+        )
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+
+
+def gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Return the gradients of a sum of squares."""
+    output.float().square().sum().backward()
+    return [tensor.grad for tensor in inputs if tensor.grad is not None]
+
+
+def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
+    x, weight, bias, a, b = tensors(torch.bfloat16)
+    output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, b, SCALE))])
+    x32, weight32, bias32, a32, b32 = tensors(torch.float32)
+    exact = float32_sum(x32, weight32, bias32, [(ALL, Term(a32, b32, SCALE))])
+
+    errors = relative_errors(
+        [output, *gradients(output, x, a, b)], [exact, *gradients(exact, x32, a32, b32)]
     )
 
-
-def results(dtype: torch.dtype) -> list[Tensor]:
-    """Return the sum with the term, and the gradients of a sum of its squares, in float32."""
-    inputs = tensors(dtype)
-    output = add_low_rank(*inputs, scale=SCALE)
-    output.float().square().sum().backward()
-    gradients = [tensor.grad for tensor in inputs]
-    assert all(gradient is not None for gradient in gradients)
-    return [t.detach().float() for t in (output, *gradients) if t is not None]
+    assert max(errors) < 0.01
 
 
-def test_term_and_gradients_are_those_of_float32_but_for_rounding() -> None:
-    rounded, exact = results(torch.bfloat16), results(torch.float32)
-
-    errors = [
-        float((one - other).norm() / other.norm())
-        for one, other in zip(rounded, exact, strict=True)
+def test_each_part_of_the_positions_gets_its_own_term() -> None:
+    x, weight, bias, a, b = tensors(torch.bfloat16)
+    other = Term(2 * a.detach()[:5], b.detach()[:, :5], 1.0)
+    parts: Parts = [
+        (slice(0, 3), Term(a, b, SCALE)),
+        (slice(3, 6), None),
+        (slice(6, 10), other),
     ]
-    assert len(errors) == 5
+    output = LowRankTerms().linear(x, weight, bias, parts)
+    x32, weight32, bias32, a32, b32 = tensors(torch.float32)
+    parts32: Parts = [(slice(0, 3), Term(a32, b32, SCALE)), *parts[1:]]
+    exact = float32_sum(x32, weight32, bias32, parts32)
+
+    errors = relative_errors(
+        [output, *gradients(output, x, a, b)], [exact, *gradients(exact, x32, a32, b32)]
+    )
+
     assert max(errors) < 0.01
 
 
 def test_gradients_of_the_masters_are_float32() -> None:
-    _, _, a, b = inputs = tensors(torch.bfloat16)
+    x, weight, bias, a, b = tensors(torch.bfloat16)
 
-    add_low_rank(*inputs, scale=SCALE).sum().backward()
+    output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, b, SCALE))])
 
-    assert a.grad is not None
-    assert b.grad is not None
-    assert (a.grad.dtype, b.grad.dtype) == (torch.float32, torch.float32)
+    assert [g.dtype for g in gradients(output, a, b)] == [torch.float32, torch.float32]
 
 
 def test_a_fresh_adapter_changes_no_bit() -> None:
-    x, y, a, b = tensors(torch.bfloat16)
+    x, weight, bias, a, b = tensors(torch.bfloat16)
 
-    output = add_low_rank(x, y, a, torch.zeros_like(b), SCALE)
+    output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, torch.zeros_like(b), SCALE))])
 
-    assert torch.equal(output, y)
+    assert torch.equal(output, nn.functional.linear(x, weight, bias))

@@ -14,11 +14,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 17, 3, 11]
@@ -79,21 +79,9 @@ def perturb(trainer: TorchTrainer, model_id: str) -> None:
             tensor.detach().normal_(0, 0.05, generator=generator)
 
 
-def run(trainer: TorchTrainer, data, loss_fn="cross_entropy", config=None, model_id="m"):
-    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
-    return trainer.forward_backward(model_id, batch, lambda: None)
-
-
 def gradients(trainer: TorchTrainer, model_id: str = "m") -> dict[str, Tensor]:
     tensors = trainer._models[model_id].trainable.tensors
     return {name: tensor.grad for name, tensor in tensors.items()}
-
-
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], rtol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        error = (ours[name] - expected).norm() / expected.norm()
-        assert error <= rtol, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,6 +12,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import smollm2, tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.trainers import run
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
@@ -31,17 +32,12 @@ def a_trainer(*models: str, max_batch_tokens: int = 64) -> TorchTrainer:
     return trainer
 
 
-def run(trainer: TorchTrainer, model_id: str, data, loss_fn: str = "cross_entropy"):
-    batch = prepare(a_request(data, loss_fn), trainer.limits)
-    return trainer.forward_backward(model_id, batch, lambda: None)
-
-
 def gradient(trainer: TorchTrainer, model_id: str) -> torch.Tensor:
     return trainer._models[model_id].trainable.gradient.clone()
 
 
 def step(trainer: TorchTrainer, model_id: str, seed: int) -> float:
-    output = run(trainer, model_id, random_data([5, 9, 3], seed=seed))
+    output = run(trainer, random_data([5, 9, 3], seed=seed), model_id=model_id)
     trainer.optim_step(model_id, ADAM)
     return output.metrics["loss:sum"]
 
@@ -117,9 +113,9 @@ def test_a_batch_split_in_parts_has_the_gradient_of_the_whole(parts: int) -> Non
         step(trainer, name, seed=9)
     data = random_data([5, 20, 3, 11, 8, 2], seed=1)
 
-    run(trainer, "whole", data)
+    run(trainer, data, model_id="whole")
     for start in range(0, len(data), len(data) // parts):
-        run(trainer, "parts", data[start : start + len(data) // parts])
+        run(trainer, data[start : start + len(data) // parts], model_id="parts")
 
     whole, split = gradient(trainer, "whole"), gradient(trainer, "parts")
     assert (whole - split).norm() <= 1e-5 * whole.norm()
@@ -131,7 +127,7 @@ def test_padding_and_micro_batches_change_nothing() -> None:
     for budget in (1, 64, 10_000):
         trainer = a_trainer("m", max_batch_tokens=budget)
         step(trainer, "m", seed=9)
-        output = run(trainer, "m", data)
+        output = run(trainer, data)
         results.append((np.concatenate(output.logprobs), gradient(trainer, "m")))
 
     for logprobs, grad in results[1:]:
@@ -145,8 +141,8 @@ def test_gradients_add_up_over_requests_and_zero_weights_add_nothing() -> None:
     nothing = [a_datum([1, 2, 3], weights=np.zeros(3, np.float32))]
 
     for part in (first, second, nothing):
-        run(trainer, "sum", part)
-    run(trainer, "all", [*first, *second])
+        run(trainer, part, model_id="sum")
+    run(trainer, [*first, *second], model_id="all")
 
     expected = gradient(trainer, "all")
     assert (gradient(trainer, "sum") - expected).norm() <= 1e-5 * expected.norm()
@@ -165,7 +161,7 @@ def test_two_models_stepping_in_turn_stay_equal_bit_for_bit() -> None:
 
 def test_forward_changes_neither_gradient_nor_weights() -> None:
     trainer = a_trainer("m")
-    run(trainer, "m", random_data([5]))
+    run(trainer, random_data([5]))
     before = gradient(trainer, "m")
 
     trainer.forward("m", prepare(a_request(random_data([8])), trainer.limits), lambda: None)
@@ -205,7 +201,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_dropped() -> None:
     trainer = a_trainer("m")
     step(trainer, "m", seed=0)
     before = trainer.snapshot("m").tensors
-    run(trainer, "m", [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
+    run(trainer, [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
 
     with pytest.raises(InvalidRequest, match="NaN or an infinity"):
         trainer.optim_step("m", ADAM)
@@ -237,7 +233,7 @@ def test_full_fine_tuning_has_the_gradient_of_autograd(make) -> None:
     reference = make().eval()
     data = random_data([5, 9])
 
-    run(trainer, "m", data)
+    run(trainer, data)
     for datum in data:
         logits = reference(torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
         targets = torch.tensor(datum.inputs["target_tokens"])[:, None]
@@ -254,12 +250,12 @@ def test_full_fine_tuning_leaves_the_shared_base_alone() -> None:
     trainer = a_trainer("lora")
     trainer.add_model("full", None)
     data = random_data([5])
-    before = run(trainer, "lora", data).metrics["loss:sum"]
+    before = run(trainer, data, model_id="lora").metrics["loss:sum"]
 
     for seed in range(3):
         step(trainer, "full", seed)
 
-    assert run(trainer, "lora", data).metrics["loss:sum"] == before
+    assert run(trainer, data, model_id="lora").metrics["loss:sum"] == before
 
 
 def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,12 +269,12 @@ def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
     trainer = a_trainer("m", max_batch_tokens=10_000)
     data = random_data([100, 120, 90], seed=1)
-    whole = run(trainer, "m", data)
+    whole = run(trainer, data)
     expected = gradient(trainer, "m")
     trainer.discard_gradient("m")
     monkeypatch.setattr(unembed, "_LOGITS_BYTES", 16 * 4 * 264)
     monkeypatch.setattr(unembed.Unembedding, "logits", watched)
-    chunked = run(trainer, "m", data)
+    chunked = run(trainer, data)
 
     assert max(sizes) <= 16 * 4 * 264
     np.testing.assert_allclose(

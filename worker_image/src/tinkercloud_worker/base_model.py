@@ -1,17 +1,18 @@
 """A frozen Hugging Face causal LM that can run with many sets of weights.
 
-One copy of the base weights serves every model and every sampler. A pass is told which rows of its
-batch run with which weights (`Route`): rows of an adapter get its low-rank term added behind each
-adapted linear layer, by a forward hook; a fully fine-tuned model's weights take the place of the
-base's for the whole pass. The class knows nothing of losses, gradients, sampling or requests.
+One copy of the base weights serves every model and every sampler. A pass is told which of its
+positions run with which weights (`Route`): those of an adapter get its low-rank term added to each
+adapted linear layer; a fully fine-tuned model's weights take the place of the base's for the whole
+pass. The class knows nothing of losses, gradients, sampling or requests.
 
-Shape legend: B rows of a batch, T positions, D hidden size, R positions of all rows, V vocabulary.
+Shape legend: B rows of a batch, T positions, D hidden size, R positions one after another, V
+vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import torch
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_worker import kernels
 from tinkercloud_worker.architecture import (
     UnsupportedModelError,
     check_folder,
@@ -34,16 +36,22 @@ from tinkercloud_worker.architecture import (
 )
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.low_rank import add_low_rank
+from tinkercloud_worker.low_rank import LowRankTerms, Parts, Term, add_terms
+from tinkercloud_worker.packing import Packed, mask_kinds, use_packed_attention
 
 log = structlog.get_logger(__name__)
 
 _SELF_CHECK_TOKENS = 8
-_SELF_CHECK_TOLERANCE = 1e-3
-"""Relative to the largest logit; bfloat16 needs more than float32, but errors of form are large."""
+_SELF_CHECK_TOLERANCES = {True: (1e-3, 1e-3), False: (0.03, 0.2)}
+"""Of logits, and of hidden states beside others; in float32 and in less.
+
+Logits are taken from the same hidden states, so that only the output layer's rounding is between
+them. Another length may take other kernels in every layer, whose rounding a deep model multiplies;
+a model that is not causal is as far away as any two.
+"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ActiveWeights:
     """Trained tensors a pass runs with, by Hugging Face name.
 
@@ -51,19 +59,24 @@ class ActiveWeights:
     """
 
     tensors: Mapping[str, Tensor]
-    lora_scale: float | None
+    lora_scale: float | Tensor | None
+    """A tensor has the scale of each row and rank, where several adapters are side by side."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """Consecutive rows of a batch, and the weights they run with (None: the base as it is)."""
+    """Consecutive positions of a pass, and the weights they run with (None: the base as it is).
+
+    The routes of a pass have all of its positions between them, in order.
+    """
 
     rows: slice
+    """Of the positions [B, T], flattened."""
     weights: ActiveWeights | None
 
 
 def route_all(weights: ActiveWeights | None) -> list[Route]:
-    """Return the routing of a batch whose rows all run with the same weights."""
+    """Return the routing of a pass whose positions all run with the same weights."""
     return [Route(slice(None), weights)]
 
 
@@ -80,18 +93,17 @@ class BaseModel:
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
         """
+        kernels.fuse(model)
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._trunk, self._head = trunk_and_head(model)
         self._routes: Sequence[Route] = ()
+        self._terms = LowRankTerms()
         self._trunk_name = name_of(model, self._trunk)
         self._head_name = name_of(model, self._head)
         self.targets = find_targets(model, self._trunk_name, self._head_name)
         for target in self.targets:
             if target.group != "unembed":
-                module = model.get_submodule(target.name)
-                if packed and isinstance(module, nn.Linear):
-                    _freeze(module)
-                module.register_forward_hook(partial(self._add_adapters, target))
+                self._adapt(target, model.get_submodule(target.name), packed=packed)
         self._recomputes = False
         for name, layer in layers_of(self._trunk):
             self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
@@ -99,7 +111,11 @@ class BaseModel:
         bias = getattr(self._head, "bias", None)
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
         """The output embedding, as it is in the base."""
+        self._mask_kinds = mask_kinds(model.config)
+        self.takes_packs = use_packed_attention(model)
+        """Whether `hidden_of` may be given more than one sequence."""
         self._check()
+        self.takes_packs = self.takes_packs and self._keeps_sequences_apart()
 
     @classmethod
     def load(
@@ -193,7 +209,6 @@ class BaseModel:
         position_ids_BT: Tensor | None = None,
         attention_mask: object = None,
         cache: Cache | None = None,
-        recompute: bool = False,
     ) -> Tensor:
         """Return the final hidden states [B, T, D], after the last norm.
 
@@ -201,12 +216,10 @@ class BaseModel:
 
         Args:
             input_ids_BT: int64 token ids.
-            routes: which rows run with which weights. Whole-model weights must cover all rows.
+            routes: which positions run with which weights. Whole-model weights must cover all.
             position_ids_BT: absolute positions; None means 0, 1, ... T - 1.
             attention_mask: in a form the Hugging Face model takes; None means causal.
             cache: keys and values of earlier positions; the new ones are added.
-            recompute: whether layers keep only their inputs for the backward pass, in which they
-                are computed again.
         """
         arguments = {
             "input_ids": input_ids_BT,
@@ -215,7 +228,34 @@ class BaseModel:
             "past_key_values": cache,
             "use_cache": cache is not None,
         }
+        return self._run(arguments, routes, recompute=False)
+
+    def hidden_of(
+        self,
+        sequences: Packed,
+        routes: Sequence[Route],
+        *,
+        cache: Cache | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Return the final hidden states [R, D] of sequences that know nothing of each other.
+
+        Args:
+            sequences: one, or (`takes_packs`) any number.
+            routes: which positions run with which weights. Whole-model weights must cover all.
+            cache: takes keys and values of all positions; it has none before.
+            recompute: whether layers keep only their inputs for the backward pass, in which they
+                are computed again.
+        """
+        arguments = sequences.arguments(self._mask_kinds)
+        arguments |= {"past_key_values": cache, "use_cache": cache is not None}
+        return self._run(arguments, routes, recompute=recompute)[0]
+
+    def _run(
+        self, arguments: dict[str, Any], routes: Sequence[Route], *, recompute: bool
+    ) -> Tensor:
         replaced = self._trunk_weights(self._replaced_weights(routes) or {})
+        self._terms = LowRankTerms()
         self._routes, self._recomputes = routes, recompute
         try:
             output = (
@@ -231,7 +271,7 @@ class BaseModel:
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `routes` here divides the R positions."""
         with torch.no_grad():
-            logits_RV = self.head(self._replaced_weights(routes)).product(hidden_RD).float()
+            logits_RV = self.head(self._replaced_weights(routes)).float32_product(hidden_RD)
             for rows, a, b, scale in self.head_adapters(routes):
                 logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
         return logits_RV
@@ -255,7 +295,7 @@ class BaseModel:
             (route.rows, route.weights.tensors[a], route.weights.tensors[b], scale)
             for route in routes
             if route.weights is not None
-            and (scale := route.weights.lora_scale) is not None
+            and isinstance(scale := route.weights.lora_scale, float)
             and (a := self._head_target.a_name) in route.weights.tensors
             and (b := self._head_target.b_name)
         ]
@@ -282,21 +322,37 @@ class BaseModel:
             if name.startswith(prefix)
         }
 
-    def _add_adapters(
+    def _adapt(self, target: Target, module: nn.Module, *, packed: bool) -> None:
+        """Have a linear layer add the terms of the adapters that a pass runs with."""
+        if self.dtype == torch.float32:
+            if packed and isinstance(module, nn.Linear):
+                _freeze(module)
+            module.register_forward_hook(partial(self._add_terms, target))
+            return
+        plain = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            parts = self._parts(target)
+            if not any(term for _, term in parts):
+                result: Tensor = plain(x)
+                return result
+            weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
+            if not isinstance(module, nn.Linear):
+                weight = weight.T
+            return self._terms.linear(x, weight, bias, parts)
+
+        # Assigned to the instance, so that the module stays what it is, names and all.
+        module.forward = forward
+
+    def _add_terms(
         self, target: Target, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
-        """Add each route's low-rank term to a linear layer's output (a forward hook)."""
-        parts = []
-        for route in self._routes:
-            y = output[route.rows]
-            weights = route.weights
-            if weights and weights.lora_scale and target.a_name in weights.tensors:
-                a, b = weights.tensors[target.a_name], weights.tensors[target.b_name]
-                y = add_low_rank(inputs[0][route.rows], y, a, b, weights.lora_scale)
-            parts.append(y)
-        if not parts:
-            return output
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Add the terms to a layer's output (a forward hook)."""
+        parts = self._parts(target)
+        return add_terms(inputs[0], output, parts) if any(t for _, t in parts) else output
+
+    def _parts(self, target: Target) -> Parts:
+        return [(route.rows, _term(target, route.weights)) for route in self._routes]
 
     def _make_repeatable(self, prefix: str, layer: nn.Module) -> None:
         """Let a layer be computed again in the backward pass, with the weights it had before."""
@@ -329,32 +385,58 @@ class BaseModel:
         layer.forward = repeatable
 
     def _check(self) -> None:
-        """Compare our logits with the model's own, and a padded row with the same row alone.
+        """Compare our logits with the model's own, and the first of many positions with them alone.
 
         Raises:
             UnsupportedModelError: they differ: the model scales or caps its logits, or is not
                 causal, in a way this class does not know.
         """
+        ids_R = self._scattered_ids()
+        with torch.no_grad():
+            theirs_RV = self._model(input_ids=ids_R[None]).logits[0]
+            alone_RD = self._hidden_of_ids(ids_R)
+            begun_RD = self._hidden_of_ids(torch.cat([ids_R, ids_R]))[: len(ids_R)]
+            logits_error = _distance(self.logits(alone_RD, ()), theirs_RV)
+        causal_error = _distance(begun_RD, alone_RD)
+        tolerances = _SELF_CHECK_TOLERANCES[self.dtype == torch.float32]
+        if not (logits_error <= tolerances[0] and causal_error <= tolerances[1]):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} is computed in a way this engine does not reproduce"
+                f" (relative difference of logits {logits_error:.1e}, of positions that others"
+                f" follow {causal_error:.1e}); it can't be served"
+            )
+        log.debug("base model checked", logits_error=logits_error, causal_error=causal_error)
+
+    def _keeps_sequences_apart(self) -> bool:
+        """Compare sequences of a pack with the same sequences alone."""
+        ids_R = self._scattered_ids()
+        size = len(ids_R)
+        with torch.no_grad():
+            packed_RD = self.hidden_of(Packed(ids_R.repeat(2), (size, size)), ())
+            error = _distance(packed_RD[size:], self._hidden_of_ids(ids_R))
+        return error <= _SELF_CHECK_TOLERANCES[self.dtype == torch.float32][1]
+
+    def _scattered_ids(self) -> Tensor:
         # From all over the vocabulary: the first ones are often never trained, and what a model
         # makes of those in bfloat16 is noise.
         stride = self.vocab_size // (_SELF_CHECK_TOKENS + 1)
-        ids_BT = torch.arange(1, _SELF_CHECK_TOKENS + 1, device=self.device)[None] * stride
-        with torch.no_grad():
-            theirs_TV = self._model(input_ids=ids_BT).logits[0].float()
-            padded_BT = torch.cat([ids_BT, ids_BT], dim=1)
-            ours_TV = self.logits(self.hidden(padded_BT, ())[0, :_SELF_CHECK_TOKENS], ())
-        errors_T = (ours_TV - theirs_TV).abs().amax(1) / theirs_TV.abs().max().clamp(min=1e-6)
-        # In bfloat16 two ways to compute the same may part at a token or two of many; a model
-        # that is computed differently parts everywhere.
-        exact = self.dtype == torch.float32
-        error = float(errors_T.max() if exact else errors_T.median())
-        tolerance = _SELF_CHECK_TOLERANCE * (1 if exact else 30)
-        if not error <= tolerance:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} computes its logits in a way this engine does not"
-                f" reproduce (relative difference {error:.1e}); it can't be served"
-            )
-        log.debug("base model checked", relative_difference=error)
+        return torch.arange(1, _SELF_CHECK_TOKENS + 1, device=self.device) * stride
+
+    def _hidden_of_ids(self, ids_R: Tensor) -> Tensor:
+        return self.hidden_of(Packed(ids_R, (len(ids_R),)), ())
+
+
+def _term(target: Target, weights: ActiveWeights | None) -> Term | None:
+    if weights is None or weights.lora_scale is None or target.a_name not in weights.tensors:
+        return None
+    tensors = weights.tensors
+    return Term(tensors[target.a_name], tensors[target.b_name], weights.lora_scale)
+
+
+def _distance(ours_TN: Tensor, theirs_TN: Tensor) -> float:
+    """Return by how much of its length the vector of a token differs, in the median."""
+    difference_T = (ours_TN.float() - theirs_TN.float()).norm(dim=1)
+    return float((difference_T / theirs_TN.float().norm(dim=1).clamp(min=1e-6)).median())
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:

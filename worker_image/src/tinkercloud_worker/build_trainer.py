@@ -106,4 +106,5 @@ def megatron_rank(config: HeadConfig) -> RankTrainer:
         base,
         max_batch_tokens=trainer.max_batch_tokens,
         max_context_length=config.limits.max_context_length,
+        max_kept_tokens=trainer.max_kept_tokens,
     )

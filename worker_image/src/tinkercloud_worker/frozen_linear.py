@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from tinkercloud_worker.products import float32_product
+
 _PACKED_FOR_ROWS = 256
 """A hint to oneDNN; any number of rows can be multiplied."""
 
@@ -53,6 +55,13 @@ class FrozenLinear:
         if self._forward is None:
             return nn.functional.linear(x, self.weight, self.bias)
         return _multiply(x, self._forward, self.bias)
+
+    def float32_product(self, x_RD: Tensor) -> Tensor:
+        """Return the product [R, out] in float32, without a graph."""
+        if self._forward is not None:
+            return self.product(x_RD)
+        product = float32_product(x_RD, self.weight.T)
+        return product if self.bias is None else product.add_(self.bias)
 
     def gradient(self, dy: Tensor) -> Tensor:
         """Return the gradient with respect to x, given the one with respect to the product."""

@@ -1,61 +1,177 @@
-"""The low-rank term of an adapted linear layer.
+"""The low-rank terms that adapters add to a linear layer whose own weight is frozen.
 
 A and B are float32, whatever the base's type. Over a base of lower precision they are rounded to it
 and the products are the base's kind of products: what enters the layer is then kept for the
 backward pass as it is, and not a second time in float32, which would be most of what a layer keeps.
-Gradients are added up in float32.
+Gradients of A and B are added up in float32. There the layer and its terms are one function, so
+that terms are added into the layer's own product, forward and backward, instead of beside it.
 
-Shape legend: N rows of all sequences, r rank.
+Shape legend: N positions, r rank.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from tinkercloud_worker.products import float32_product
 
 
-def add_low_rank(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return y + scale * (x @ a^T) @ b^T.
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """An adapter's part of a layer: scale * (x @ a^T) @ b^T."""
+
+    a: Tensor
+    """float32 [r, in]."""
+    b: Tensor
+    """float32 [out, r]."""
+    scale: float | Tensor
+    """A tensor [N, r] says it of each position and rank; then nothing is differentiable."""
+
+
+_LARGEST_BESIDE_OTHERS = 1e4
+"""Far above what adapters that train hold, and far below what overflows."""
+
+
+def may_be_beside_others(weights: Iterable[Tensor]) -> bool:
+    """Whether adapters, whose elements these are, can be in one product with others'.
+
+    There each is multiplied with zero at the others' positions: zero times what is not finite, or
+    overflows, would be no number.
+    """
+    largest = torch.stack([tensor.detach().abs().amax() for tensor in weights])
+    return bool((largest <= _LARGEST_BESIDE_OTHERS).all())
+
+
+Parts = Sequence[tuple[slice, Term | None]]
+"""Consecutive positions, all of them between them, and the term that is theirs."""
+
+
+def add_terms(x: Tensor, y: Tensor, parts: Parts) -> Tensor:
+    """Return a float32 layer's product with the terms of its input.
 
     Args:
         x: [..., in], what enters the layer.
-        y: [..., out], what comes out of it, of the same type.
-        a: float32 [r, in].
-        b: float32 [out, r].
-        scale: of the term.
+        y: [..., out], what comes out of it.
+        parts: of the positions, flattened.
     """
-    if y.dtype == torch.float32:
-        x_in, y_out = x.flatten(0, -2), y.flatten(0, -2)
-        return torch.addmm(y_out, x_in @ a.T, b.T, alpha=scale).view_as(y)
-    result: Tensor = _Rounded.apply(x, y, a, b, scale)  # type: ignore[no-untyped-call]
-    return result
+    x_N, y_N = x.flatten(0, -2), y.flatten(0, -2)
+    if len(parts) == 1:
+        (_, term), *_ = parts
+        return _sum(x_N, y_N, term).view_as(y)
+    # Split rather than cut out one by one: that would cost as many whole gradients.
+    sizes = [rows.stop - rows.start for rows, _ in parts]
+    split = zip(torch.split(x_N, sizes), torch.split(y_N, sizes), parts, strict=True)
+    return torch.cat([_sum(own_x, own_y, term) for own_x, own_y, (_, term) in split]).view_as(y)
 
 
-class _Rounded(torch.autograd.Function):
+def _sum(x_N: Tensor, y_N: Tensor, term: Term | None) -> Tensor:
+    if term is None:
+        return y_N
+    if isinstance(term.scale, Tensor):
+        return torch.addmm(y_N, (x_N @ term.a.T) * term.scale, term.b.T)
+    return torch.addmm(y_N, x_N @ term.a.T, term.b.T, alpha=term.scale)
+
+
+class LowRankTerms:
+    """The terms of a pass over a base of lower precision, one layer's after another.
+
+    Terms of several adapters are computed as one whose rank is the sum of theirs: a factor for each
+    position and rank, which is 0 where the position is not of the adapter, keeps them apart. So a
+    forward pass has as many kernels with many adapters as with one, and takes such as
+    `may_be_beside_others`. Gradients are each summed over the adapter's own positions
+    alone, whatever the others' hold.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[tuple[tuple[int, int, int, float | Tensor], ...], Tensor] = {}
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
+        """Return the product [..., out] of a layer, with the terms of its input.
+
+        Differentiable with respect to x. Gradients of the terms' A and B are added to their
+        `.grad`, if they have one.
+
+        Args:
+            x: [..., in], of the weight's type.
+            weight: [out, in].
+            bias: [out], or None.
+            parts: of the positions, flattened.
+        """
+        x_N = x.flatten(0, -2)
+        terms = [(rows, term) for rows, term in parts if term]
+        factor = self._factor(x_N, terms)
+        masters = [term.a for _, term in terms] + [term.b for _, term in terms]
+        places = [rows for rows, _ in terms]
+        product: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
+            x_N, weight, bias, factor, places, *masters
+        )
+        return product.view(*x.shape[:-1], -1)
+
+    def _factor(self, x_N: Tensor, terms: Sequence[tuple[slice, Term]]) -> Tensor | float:
+        """Return what the middle [N, r] of the product is multiplied with."""
+        (rows, term), *others = terms
+        if not others and rows.indices(len(x_N)) == (0, len(x_N), 1):
+            return term.scale
+        key = tuple((*rows.indices(len(x_N))[:2], len(term.a), term.scale) for rows, term in terms)
+        if key not in self._factors:
+            blocks = []
+            for start, stop, rank, scale in key:
+                block_Nr = x_N.new_zeros(len(x_N), rank)
+                block_Nr[start:stop] = scale
+                blocks.append(block_Nr)
+            self._factors[key] = torch.cat(blocks, 1)
+        return self._factors[key]
+
+
+class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes no names
         ctx: Any,  # noqa: ANN401 - torch's
-        x: Tensor,
-        y: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scale: float,
+        x_N: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        factor: Tensor | float,
+        places: Sequence[slice],
+        *masters: Tensor,
     ) -> Tensor:
-        u_Nr = x.flatten(0, -2) @ a.to(x.dtype).T
-        ctx.save_for_backward(x, u_Nr, a, b)
-        ctx.scale = scale
-        return torch.addmm(y.flatten(0, -2), u_Nr, b.to(x.dtype).T, alpha=scale).view_as(y)
+        count = len(masters) // 2
+        a = _joined(masters[:count], 0).to(x_N.dtype)
+        b = _joined(masters[count:], 1).to(x_N.dtype)
+        u_Nr = _times(x_N @ a.T, factor)
+        ctx.save_for_backward(x_N, weight, a, b, u_Nr)
+        ctx.factor, ctx.places, ctx.masters = factor, places, masters
+        return nn.functional.linear(x_N, weight, bias).addmm_(u_Nr, b.T)
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401 - torch's
-        dy: Tensor,
-    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, None]:
-        x, u_Nr, a, b = ctx.saved_tensors
-        x_in, dy_out = x.flatten(0, -2), dy.flatten(0, -2)
-        du_Nr = dy_out @ b.to(x.dtype)
-        wants_dx = ctx.needs_input_grad[0]
-        dx = (du_Nr @ a.to(x.dtype)).mul_(ctx.scale).view_as(x) if wants_dx else None
-        da = (du_Nr.T @ x_in).float().mul_(ctx.scale)
-        db = (dy_out.T @ u_Nr).float().mul_(ctx.scale)
-        return dx, dy, da, db, None
+        dy_N: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        x_N, weight, a, b, u_Nr = ctx.saved_tensors
+        du_Nr = _times(dy_N @ b, ctx.factor)
+        ranks = [len(master) for master in ctx.masters[: len(ctx.places)]]
+        middles = list(
+            zip(ctx.places, torch.split(du_Nr, ranks, 1), torch.split(u_Nr, ranks, 1), strict=True)
+        )
+        parts = [float32_product(du_Nr[rows].T, x_N[rows]) for rows, du_Nr, _ in middles]
+        parts += [float32_product(dy_N[rows].T, u_Nr[rows]) for rows, _, u_Nr in middles]
+        trained = [
+            (m.grad, part) for m, part in zip(ctx.masters, parts, strict=True) if m.grad is not None
+        ]
+        if trained:
+            # At once, instead of by a node of the graph for each.
+            torch._foreach_add_([grad for grad, _ in trained], [part for _, part in trained])
+        dx_N = (dy_N @ weight).addmm_(du_Nr, a) if ctx.needs_input_grad[0] else None
+        return dx_N, None, None, None, None, *(None for _ in ctx.masters)
+
+
+def _joined(masters: Sequence[Tensor], dim: int) -> Tensor:
+    return masters[0] if len(masters) == 1 else torch.cat(list(masters), dim)
+
+
+def _times(values_Nr: Tensor, factor: Tensor | float) -> Tensor:
+    # Most adapters' scale is 1, and small models wait for each kernel to be launched.
+    return values_Nr if isinstance(factor, float) and factor == 1.0 else values_Nr.mul_(factor)

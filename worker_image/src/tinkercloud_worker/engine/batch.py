@@ -53,6 +53,11 @@ class Batch:
         """Positions of all examples."""
         return sum(len(example.tokens) for example in self.examples)
 
+    @property
+    def num_targets(self) -> int:
+        """The most targets that a position has."""
+        return max(int(example.targets.shape[1]) for example in self.examples)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
@@ -200,4 +205,30 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     while start < len(order):
         groups.append(order[start : ends[start]])
         start = ends[start]
+    return groups
+
+
+def packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Split examples into few groups whose tokens stay within a budget (first-fit decreasing).
+
+    It depends on the lengths alone, so equal requests give equal bits.
+
+    Args:
+        lengths: tokens of each example.
+        max_tokens: budget for the tokens of a group; an example that exceeds it alone is a group
+            of its own.
+
+    Returns:
+        Indices of each group's examples, longest first.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = (g for g, tokens in enumerate(room) if lengths[index] <= tokens)
+        if (group := next(fitting, None)) is None:
+            group = len(groups)
+            groups.append([])
+            room.append(max_tokens)
+        groups[group].append(index)
+        room[group] -= lengths[index]
     return groups

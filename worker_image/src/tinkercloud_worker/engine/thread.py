@@ -1,6 +1,7 @@
 """The one thread that computes.
 
-Training jobs run one at a time, in the order they were given. Between them, and at the points a
+Training jobs run one at a time, in the order they were given; those that wait and may share a pass
+(`Group`) run as one, at the turn of the first. Between them, and at the points a
 long job offers, the thread takes turns at a background task: the decoding steps of a sampler that
 shares the trainer's weights. So neither training nor sampling can starve the other, and nothing
 ever runs two passes of the base model at once.
@@ -10,14 +11,51 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT")
+ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
+T_co = TypeVar("T_co", covariant=True)
 Between = Callable[[], None]
 
 _TURNS = 8
 """Background steps between two jobs, or at each pause of one."""
+
+
+@runtime_checkable
+class Group(Protocol[ItemT_contra, T_co]):
+    """Computes several items as one job, if they may be together."""
+
+    def joins(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
+        """Return whether an item may run with others that are together already."""
+
+    def run_together(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
+        """Return a result for each item. What it raises is raised for all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alone:
+    """A group of one."""
+
+    job: Callable[[Between], Any]
+
+    def joins(self, _items: Sequence[None], _item: None) -> bool:
+        return False
+
+    def run_together(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
+        return [self.job(between)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """An item that waits for its turn."""
+
+    group: Group[Any, Any]
+    item: Any
+    resolve: Callable[[Any, BaseException | None], None]
 
 
 class Background(Protocol):
@@ -58,7 +96,7 @@ class EngineThread:
         self._now = now
         self._heard: float | None = None
         self._background: Background = NoBackground()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[_Job] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -99,6 +137,11 @@ class EngineThread:
 
         The job receives a function to call whenever the background may have a turn.
         """
+        result: T = await self.run_with_others(_Alone(job), None)
+        return result
+
+    async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
+        """Run an item on the thread, with others of its group that wait, and return its result."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -110,18 +153,37 @@ class EngineThread:
             else:
                 done.set_result(result)  # type: ignore[arg-type] # None only beside an error
 
-        def call() -> None:
-            result, error = None, None
-            try:
-                result = job(self._take_turns)
-            except BaseException as raised:  # noqa: BLE001 - it is raised again, in `run`
-                error = raised
+        def resolve_there(result: T | None, error: BaseException | None) -> None:
             loop.call_soon_threadsafe(resolve, result, error)
 
         with self._wake:
-            self._jobs.append(call)
+            self._jobs.append(_Job(group, item, resolve_there))
             self._wake.notify()
         return await done
+
+    def _next_jobs(self) -> list[_Job]:
+        """Return the job whose turn it is, and those that run with it. Called with the lock."""
+        if not self._jobs:
+            return []
+        first = self._jobs.popleft()
+        jobs, waiting = [first], self._jobs
+        self._jobs = deque()
+        for job in waiting:
+            joins = job.group is first.group and first.group.joins(
+                [taken.item for taken in jobs], job.item
+            )
+            (jobs if joins else self._jobs).append(job)
+        return jobs
+
+    def _do(self, jobs: Sequence[_Job]) -> None:
+        try:
+            results = jobs[0].group.run_together([job.item for job in jobs], self._take_turns)
+        except BaseException as error:  # noqa: BLE001 - it is raised again, for who waits
+            for job in jobs:
+                job.resolve(None, error)
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                job.resolve(result, None)
 
     def _take_turns(self) -> None:
         self._heard = self._now()
@@ -146,7 +208,7 @@ class EngineThread:
                 self._heard = self._now()
                 if self._stopping:
                     return
-                job = self._jobs.popleft() if self._jobs else None
-            if job is not None:
-                job()
+                jobs = self._next_jobs()
+            if jobs:
+                self._do(jobs)
             self._take_turns()

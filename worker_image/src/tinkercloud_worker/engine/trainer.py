@@ -53,6 +53,14 @@ class TrainingState:
     """Optimizer steps taken; what AdamW's bias correction counts."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingPass:
+    """A batch that is to be added to a model's gradient."""
+
+    model_id: str
+    batch: Batch
+
+
 Gradient = Mapping[str, Tensor]
 """An accumulated gradient, float32, named like the weights."""
 

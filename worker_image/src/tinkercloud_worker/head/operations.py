@@ -21,8 +21,14 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.thread import Between
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.thread import Between, Group
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    LossOutput,
+    TrainingPass,
+    TrainingState,
+    WeightsSnapshot,
+)
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 
@@ -76,8 +82,13 @@ class Operations:
         self._check_alive()
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
-        run = trainer.forward if batch.forward_only else trainer.forward_backward
-        output = await self._compute(lambda between: run(self._name, batch, between))
+        if isinstance(trainer, Group) and not batch.forward_only:
+            # Models of one base share a pass with those that wait when its turn comes.
+            waiting = self._backend.thread.run_with_others(trainer, TrainingPass(self._name, batch))
+            output: LossOutput = await self._unless_lost(waiting)
+        else:
+            run = trainer.forward if batch.forward_only else trainer.forward_backward
+            output = await self._compute(lambda between: run(self._name, batch, between))
         body = await asyncio.to_thread(
             encode_forward_backward_output, output.logprobs, output.metrics
         )
@@ -216,8 +227,11 @@ class Operations:
         Raises:
             StateLost: the engine has lost the model; the message says from where it can go on.
         """
+        return await self._unless_lost(self._backend.thread.run(job))
+
+    async def _unless_lost(self, result: Awaitable[T]) -> T:
         try:
-            return await self._backend.thread.run(job)
+            return await result
         except StateLost as error:
             path = self.latest.tinker_path if self.latest else self._spec.restore_from
             if path is None:

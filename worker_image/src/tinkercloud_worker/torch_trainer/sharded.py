@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import Batch, micro_batches
+from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
+from tinkercloud_worker.torch_trainer.trainer import Routed
 from tinkercloud_worker.torch_trainer.unembed import Unembedding
 
 
@@ -70,36 +72,37 @@ class ShardedTrainer(DataParallelTrainer):
         missing = self._passes_of_others(batch)
         output = super().forward_backward(model_id, batch, between)
         for _ in range(missing):
-            hidden_BTD = self._pass_about_nothing(model_id)
-            if hidden_BTD.requires_grad:
-                hidden_BTD.backward(torch.zeros_like(hidden_BTD))
+            hidden_RD = self._pass_about_nothing(model_id)
+            if hidden_RD.requires_grad:
+                hidden_RD.backward(torch.zeros_like(hidden_RD))
         return output
 
     def _full_model(self) -> TrainedModel:
         parts = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
         return TrainedModel(None, parts.trainable, parts)
 
-    def _hidden(self, model: TrainedModel, ids_BT: Tensor) -> Tensor:
+    def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
+        (_, model), *_ = routed
         if isinstance(model.parts, ShardedModel):
-            return model.parts.hidden(ids_BT)
-        return super()._hidden(model, ids_BT)
+            return model.parts.hidden(sequences)
+        return super()._hidden(routed, sequences)
 
-    def _unembedding(self, model: TrainedModel) -> Unembedding:
+    def _unembedding(self, routed: Routed) -> Unembedding:
+        (_, model), *_ = routed
         if isinstance(model.parts, ShardedModel):
-            return Unembedding(model.parts.head(), None)
-        return super()._unembedding(model)
+            return Unembedding(model.parts.head(), ())
+        return super()._unembedding(routed)
 
-    def _needs_backward(self, hidden_BTD: Tensor, gradient_RD: Tensor) -> bool:  # noqa: ARG002 - part of the interface
-        return hidden_BTD.requires_grad
+    def _needs_backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> bool:  # noqa: ARG002 - part of the interface
+        return hidden_RD.requires_grad
 
     def _passes_of_others(self, batch: Batch) -> int:
         """Return how many more passes than this rank the rank with the most makes."""
-        lengths = [len(example.tokens) for example in batch.examples]
-        own = len(micro_batches(lengths, self._max_batch_tokens))
+        own = len(self._packs(batch))
         most = torch.tensor(own, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - own
 
     def _pass_about_nothing(self, model_id: str) -> Tensor:
-        ids_BT = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
-        return self._hidden(self._models[model_id], ids_BT)
+        ids_R = torch.zeros(1, dtype=torch.int64, device=self._base.device)
+        return self._hidden([(slice(0, 1), self._models[model_id])], Packed(ids_R, (1,)))

@@ -22,6 +22,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
 from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.packing import Packed, mask_kinds
 
 
 class ShardedModel:
@@ -55,16 +56,17 @@ class ShardedModel:
         self._model = base.without_weights()
         self._shard(mesh, recompute=recompute)
 
-    def hidden(self, ids_BT: Tensor) -> Tensor:
-        """Return the final hidden states [B, T, D].
+    def hidden(self, sequences: Packed) -> Tensor:
+        """Return the final hidden states [R, D].
 
         If gradients are recorded, a backward pass from them is to follow at every rank.
         """
-        hidden_BTD: Tensor = self._model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        arguments = sequences.arguments(mask_kinds(self._model.config))
+        hidden_RD: Tensor = self._model(**arguments).last_hidden_state[0]
         if torch.is_grad_enabled():
             for weight in self._head.parameters():
                 weight.grad = torch.zeros_like(weight)
-        return hidden_BTD
+        return hidden_RD
 
     def head(self) -> FrozenLinear:
         """Return the output layer, which is there between `hidden` and the backward pass."""

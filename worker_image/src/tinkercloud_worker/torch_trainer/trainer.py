@@ -1,15 +1,15 @@
 """The torch trainer: LoRA adapters or whole models over one Hugging Face base, in this process.
 
-A request is cut into micro-batches of like lengths, right-padded. The trunk runs under autograd;
-the output layer, the loss and their gradient are computed by `unembed` without a graph, and the
-trunk's backward pass starts from the gradient of its hidden states. Gradients land in the model's
-flat gradient (`engine.parameters`), where they add up until optim_step.
+A request is cut into packs of whole sequences; small ones of several models share one. The trunk
+runs under autograd; the output layer, the loss and their gradient are computed by `unembed` without
+a graph, and the trunk's backward pass starts from the gradient of its hidden states. Gradients land
+in each model's flat gradient (`engine.parameters`), where they add up until optim_step.
 
-Shape legend: B examples, T positions, N positions of one example, R positions of a micro-batch
-that belong to an example, D hidden size, K targets per position.
+Shape legend: R positions of a pack, D hidden size, K targets per position.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -18,17 +18,22 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route, route_all
-from tinkercloud_worker.collate import MicroBatch, PassOutput, collate_all
+from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.collate import Pack, PassOutput, Positions, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
-from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.low_rank import may_be_beside_others
+from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
     Unembedding,
     logprobs,
     logprobs_and_gradient,
 )
+
+Routed = Sequence[tuple[slice, TrainedModel]]
+"""Consecutive positions of a pass, and the model whose they are."""
 
 
 class TorchTrainer(AdamTrainer):
@@ -46,9 +51,9 @@ class TorchTrainer(AdamTrainer):
 
         Args:
             base: the base model.
-            max_batch_tokens: padded tokens of a micro-batch; a longer example is one of its own.
+            max_batch_tokens: tokens of a micro-batch; a longer example is one of its own.
             max_context_length: of examples; None means the base model's.
-            max_kept_tokens: padded tokens of a micro-batch whose activations are all kept for the
+            max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
                 backward pass; larger ones are computed again there, layer by layer. None: any.
         """
         super().__init__(
@@ -81,13 +86,14 @@ class TorchTrainer(AdamTrainer):
         """See `Trainer.forward`."""
         model = self._models[model_id]
         loss = losses.find(batch.loss_fn)
-        output = PassOutput(len(batch.examples))
-        for micro_batch in collate_all(batch, self._max_batch_tokens, self._base.device):
+        output = PassOutput()
+        for pack in self._packs(batch):
+            routed = _in_order([(model, pack.sequences)])
             with torch.no_grad():
-                hidden_RD = self._hidden(model, micro_batch.ids_BT)[micro_batch.valid_BT]
-            lp_RK = logprobs(self._unembedding(model), hidden_RD, micro_batch.targets_RK)
-            loss_sum, _ = losses.derivative(loss, lp_RK, micro_batch.inputs)
-            output.add(micro_batch, lp_RK, float(loss_sum))
+                hidden_RD = self._hidden(routed, pack.sequences)
+            lp_RK = logprobs(self._unembedding(routed), hidden_RD, pack.targets_RK)
+            loss_sum, _ = losses.derivative(loss, lp_RK, pack.inputs)
+            output.add(pack, lp_RK, loss_sum)
             between()
         return output.finish(batch)
 
@@ -96,62 +102,142 @@ class TorchTrainer(AdamTrainer):
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         model = self._models[model_id]
-        output = PassOutput(len(batch.examples))
-        for micro_batch in collate_all(batch, self._max_batch_tokens, self._base.device):
-            hidden_BTD = self._hidden(model, micro_batch.ids_BT)
-            lp_RK, loss_sum, gradient_RD = self._unembed(
-                model, micro_batch, hidden_BTD.detach()[micro_batch.valid_BT], batch.loss_fn
-            )
-            if self._needs_backward(hidden_BTD, gradient_RD):
-                gradient_BTD = torch.zeros_like(hidden_BTD)
-                gradient_BTD[micro_batch.valid_BT] = gradient_RD
-                hidden_BTD.backward(gradient_BTD)
-            output.add(micro_batch, lp_RK, loss_sum)
-            del hidden_BTD
+        output = PassOutput()
+        for pack in self._packs(batch):
+            ((lp_RK, loss_sum),) = self._run([(model, pack)], batch.loss_fn)
+            output.add(pack, lp_RK, loss_sum)
             between()
         return output.finish(batch)
 
-    def _unembed(
-        self, model: TrainedModel, micro_batch: MicroBatch, hidden_RD: Tensor, loss_fn: str
-    ) -> tuple[Tensor, float, Tensor]:
-        """Return logprobs [R, K], the summed loss and the gradient [R, D] of the hidden states."""
-        loss, layer = losses.find(loss_fn), self._unembedding(model)
-        inputs, targets_RK = micro_batch.inputs, micro_batch.targets_RK
-        sums = []
+    def joins(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
+        """See `engine.thread.Group`: adapters share a pass that is one micro-batch in all."""
+        everyone = [*items, item]
+        tokens = sum(each.batch.num_tokens for each in everyone)
+        kinds = {(each.batch.loss_fn, each.batch.num_targets) for each in everyone}
+        return (
+            self._base.takes_packs
+            and tokens <= self._max_batch_tokens
+            and len(kinds) == 1
+            and losses.find(item.batch.loss_fn).is_token_local
+            and len({each.model_id for each in everyone}) == len(everyone)
+            and all(self._is_adapter(each.model_id) for each in everyone)
+        )
 
-        def token_local(rows: slice, lp_RK: Tensor) -> Tensor:
-            loss_sum, gradient_RK = losses.derivative(loss, lp_RK, inputs.rows(rows))
-            sums.append(float(loss_sum))
-            return gradient_RK
+    def run_together(
+        self, items: Sequence[TrainingPass], between: Callable[[], None]
+    ) -> list[LossOutput]:
+        """See `engine.thread.Group`: `forward_backward` of each."""
+        if len(items) == 1 or not self._may_be_together([item.model_id for item in items]):
+            return [self.forward_backward(item.model_id, item.batch, between) for item in items]
+        packs = [pack for item in items for pack in self._packs(item.batch)]
+        models = [self._models[item.model_id] for item in items]
+        results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss_fn)
+        outputs = []
+        for item, pack, (lp_RK, loss_sum) in zip(items, packs, results, strict=True):
+            output = PassOutput()
+            output.add(pack, lp_RK, loss_sum)
+            outputs.append(output.finish(item.batch))
+        between()
+        return outputs
 
-        derivative: Derivative = token_local
-        if not loss.is_token_local:
-            # The derivative at one token needs every logprob of its sequence: compute those first.
-            lp_RK = logprobs(layer, hidden_RD, targets_RK)
-            loss_sum, whole_RK = losses.derivative(loss, lp_RK, inputs)
-            sums.append(float(loss_sum))
+    def _is_adapter(self, model_id: str) -> bool:
+        # One that was removed while its pass waited fails when it is its turn, by itself.
+        model = self._models.get(model_id)
+        return model is not None and model.lora is not None
 
-            def derivative(rows: slice, _lp_RK: Tensor) -> Tensor:
-                return whole_RK[rows]
+    def _may_be_together(self, model_ids: Sequence[str]) -> bool:
+        # In float32 each adapter's product is its own.
+        return self._base.dtype == torch.float32 or may_be_beside_others(
+            self._models[model_id].trainable.flat for model_id in model_ids
+        )
 
-        lp_RK, gradient_RD = logprobs_and_gradient(layer, hidden_RD, targets_RK, derivative)
-        return lp_RK, sum(sums), gradient_RD
+    def _packs(self, batch: Batch) -> list[Pack]:
+        most = self._max_batch_tokens if self._base.takes_packs else 1
+        return pack_all(batch, most, self._base.device)
 
-    def _needs_backward(self, hidden_BTD: Tensor, gradient_RD: Tensor) -> bool:
+    def _run(
+        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Add the gradients of packs to their models'; return each's logprobs and summed loss."""
+        sequences = Packed.joined([pack.sequences for _, pack in shares])
+        routed = _in_order([(model, pack.sequences) for model, pack in shares])
+        hidden_RD = self._hidden(routed, sequences)
+        parts = [(rows, pack) for (rows, _), (_, pack) in zip(routed, shares, strict=True)]
+        lp_RK, sums, gradient_RD = _unembed(
+            self._unembedding(routed), parts, hidden_RD.detach(), losses.find(loss_fn)
+        )
+        if self._needs_backward(hidden_RD, gradient_RD):
+            hidden_RD.backward(gradient_RD)
+        return [(lp_RK[rows], loss_sum) for (rows, _), loss_sum in zip(parts, sums, strict=True)]
+
+    def _needs_backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> bool:
         """Whether the trunk's backward pass has anything to add to a gradient."""
-        return hidden_BTD.requires_grad and bool(gradient_RD.any())
+        return hidden_RD.requires_grad and (gradient_RD.is_cuda or bool(gradient_RD.any()))
 
-    def _hidden(self, model: TrainedModel, ids_BT: Tensor) -> Tensor:
+    def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
         most = self._max_kept_tokens
-        recompute = most is not None and ids_BT.numel() > most
-        return self._base.hidden(ids_BT, _route(model), recompute=recompute)
+        recompute = most is not None and len(sequences.ids_R) > most
+        return self._base.hidden_of(sequences, _routes(routed), recompute=recompute)
 
-    def _unembedding(self, model: TrainedModel) -> Unembedding:
-        adapters = self._base.head_adapters(_route(model))
+    def _unembedding(self, routed: Routed) -> Unembedding:
+        (_, model), *_ = routed
         replaced = None if model.lora else model.trainable.tensors
-        return Unembedding(self._base.head(replaced), adapters[0][1:] if adapters else None)
+        return Unembedding(self._base.head(replaced), self._base.head_adapters(_routes(routed)))
 
 
-def _route(model: TrainedModel) -> list[Route]:
-    scale = lora.scale(model.lora.rank) if model.lora else None
-    return route_all(ActiveWeights(model.trainable.tensors, scale))
+def _in_order(packs: Sequence[tuple[TrainedModel, Packed]]) -> Routed:
+    """Return where the positions of packs lie, one after another, and whose they are."""
+    ends = list(accumulate((len(pack.ids_R) for _, pack in packs), initial=0))
+    return [
+        (slice(start, stop), model)
+        for (start, stop), (model, _) in zip(pairwise(ends), packs, strict=True)
+    ]
+
+
+def _routes(routed: Routed) -> list[Route]:
+    return [
+        Route(
+            rows,
+            ActiveWeights(
+                model.trainable.tensors, lora.scale(model.lora.rank) if model.lora else None
+            ),
+        )
+        for rows, model in routed
+    ]
+
+
+def _unembed(
+    layer: Unembedding,
+    parts: Sequence[tuple[slice, Positions]],
+    hidden_RD: Tensor,
+    loss: losses.Loss,
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return logprobs [R, K], each part's loss, and the gradient [R, D] of the hidden states."""
+    targets_RK = torch.cat([positions.targets_RK for _, positions in parts])
+    sums: list[list[Tensor]] = [[] for _ in parts]
+
+    def token_local(rows: slice, lp_RK: Tensor) -> Tensor:
+        gradients = []
+        for part_sums, (own, positions) in zip(sums, parts, strict=True):
+            start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
+            if start < stop:
+                inputs = positions.inputs.rows(slice(start - own.start, stop - own.start))
+                own_lp_RK = lp_RK[start - rows.start : stop - rows.start]
+                loss_sum, gradient_RK = losses.derivative(loss, own_lp_RK, inputs)
+                part_sums.append(loss_sum)
+                gradients.append(gradient_RK)
+        return torch.cat(gradients)
+
+    derivative: Derivative = token_local
+    if not loss.is_token_local:
+        # The derivative at one token needs every logprob of its sequence: compute those first.
+        ((_, positions),) = parts
+        lp_RK = logprobs(layer, hidden_RD, targets_RK)
+        loss_sum, whole_RK = losses.derivative(loss, lp_RK, positions.inputs)
+        sums[0].append(loss_sum)
+
+        def derivative(rows: slice, _lp_RK: Tensor) -> Tensor:
+            return whole_RK[rows]
+
+    lp_RK, gradient_RD = logprobs_and_gradient(layer, hidden_RD, targets_RK, derivative)
+    return lp_RK, [torch.stack(part_sums).sum() for part_sums in sums], gradient_RD

@@ -1,9 +1,9 @@
 """From hidden states to target logprobs and their gradient, a few rows at a time.
 
 Logits of a whole batch would be the largest tensor of a step by far (positions x vocabulary). Here
-they exist for `_chunk_rows` positions at a time: logprobs are read off, the loss's derivative
-is formed, and the gradient with respect to the hidden states, the adapter and (full fine-tuning)
-the weight itself is accumulated before the next rows' logits overwrite them.
+they exist for one of `_chunks` at a time: logprobs are read off, the loss's derivative is formed,
+and the gradient with respect to the hidden states, the adapter and (full fine-tuning) the weight
+itself is accumulated before the next rows' logits overwrite them.
 
 With z = h W^T + s (h A^T) B^T and c = dL/dlp, the derivative of the loss with respect to the
 logits of one row is sum_k c_k (onehot(t_k) - softmax(z)).
@@ -11,36 +11,60 @@ logits of one row is sum_k c_k (onehot(t_k) - softmax(z)).
 Shape legend: R positions, D hidden size, V vocabulary, K targets per position, r LoRA rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.kernels import compiled_on_gpu
+from tinkercloud_worker.products import float32_product
 
 _LOGITS_BYTES = 64 << 20
 """Size of the logits held at a time on a CPU."""
-_ACCELERATOR_LOGITS_BYTES = 256 << 20
+_ACCELERATOR_LOGITS_BYTES = 320 << 20
 """The same on an accelerator, which needs more rows to be busy."""
+
+
+Adapters = Sequence[tuple[slice, Tensor, Tensor, float]]
+"""Rows, A [r, D], B [V, r] and scale of each adapter that adapts the output layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unembedding:
-    """The output layer a batch runs through: frozen or trained weight, optional adapter."""
+    """The output layer a pass runs through: frozen or trained weight, adapters of some rows."""
 
     linear: FrozenLinear
     """[V, D]; if its weight requires grad after all, the weight's `.grad` receives the gradient."""
-    lora: tuple[Tensor, Tensor, float] | None
-    """A [r, D], B [V, r] and scale; gradients are added to their `.grad`."""
+    adapters: Adapters
+    """Gradients are added to the `.grad` of A and B."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V]."""
-        logits_RV = self.linear.product(hidden_RD).float()
-        if self.lora is not None:
-            a, b, scale = self.lora
-            logits_RV.addmm_(hidden_RD.float() @ a.T, b.T, alpha=scale)
+        logits_RV = self.linear.float32_product(hidden_RD)
+        for rows, a, b, scale in self.adapters:
+            logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
         return logits_RV
+
+    def of_rows(self, rows: slice) -> "Unembedding":
+        """Return the layer for some of the rows, which are counted from 0 there."""
+        own = [
+            (slice(start, stop), a, b, scale)
+            for (adapted, a, b, scale) in self.adapters
+            if (start := max(adapted.start, rows.start) - rows.start)
+            < (stop := min(adapted.stop, rows.stop) - rows.start)
+        ]
+        return Unembedding(self.linear, own)
+
+    def of_active(self, active_R: Tensor) -> "Unembedding":
+        """Return the layer for the rows that are marked, which are counted from 0 there."""
+        before_R = [0, *active_R.cumsum(0).tolist()]
+        own = [
+            (slice(before_R[rows.start], before_R[rows.stop]), a, b, scale)
+            for (rows, a, b, scale) in self.adapters
+        ]
+        return Unembedding(self.linear, own)
 
 
 Derivative = Callable[[slice, Tensor], Tensor]
@@ -52,7 +76,7 @@ def logprobs(layer: Unembedding, hidden_RD: Tensor, targets_RK: Tensor) -> Tenso
     """Return the logprobs [R, K] of targets."""
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     for rows in _chunks(layer, len(targets_RK)):
-        logits_RV = layer.logits(hidden_RD[rows])
+        logits_RV = layer.of_rows(rows).logits(hidden_RD[rows])
         chosen_RK = logits_RV.gather(1, targets_RK[rows])
         out_RK[rows] = chosen_RK - logits_RV.logsumexp(1, keepdim=True)
     return out_RK
@@ -70,23 +94,46 @@ def logprobs_and_gradient(
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     gradient_RD = torch.zeros_like(hidden_RD)
     for rows in _chunks(layer, len(targets_RK)):
-        logits_RV = layer.logits(hidden_RD[rows])
+        own = layer.of_rows(rows)
+        logits_RV = own.logits(hidden_RD[rows])
         chosen_RK = logits_RV.gather(1, targets_RK[rows])
         probs_RV, log_normalizer_R1 = _softmax_in_place(logits_RV)
         out_RK[rows] = chosen_RK - log_normalizer_R1
         c_RK = derivative(rows, out_RK[rows])
+        h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
+        if c_RK.is_cuda:
+            # It would have to wait for the answer which rows can be left out.
+            gradient_RD[rows] = _backward(own, h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
+            continue
         active_R = c_RK.any(dim=1)
         if not active_R.any():
             continue
-        h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
         if not active_R.all():
+            own = own.of_active(active_R)
             probs_RV, c_RK = probs_RV[active_R], c_RK[active_R]
             h_RD, t_RK = h_RD[active_R], t_RK[active_R]
-        dlogits_RV = probs_RV.mul_(-c_RK.sum(1, keepdim=True)).scatter_add_(1, t_RK, c_RK)
-        gradient_RD[rows][active_R] = _backward(layer, h_RD, dlogits_RV)
+        dlogits_RV = _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype)
+        gradient_RD[rows][active_R] = _backward(own, h_RD, dlogits_RV)
     return out_RK, gradient_RD
 
 
+def _dlogits(probs_RV: Tensor, t_RK: Tensor, c_RK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the derivative with respect to the logits [R, V]; takes the probabilities' memory."""
+    sum_R1 = c_RK.sum(1, keepdim=True)
+    # Near the target the two terms all but cancel: their difference is taken before it is rounded.
+    same_RKK = t_RK[:, :, None] == t_RK[:, None, :]
+    own_RK = (same_RKK * c_RK[:, None]).sum(2) - sum_R1 * probs_RV.gather(1, t_RK)
+    return _scaled(probs_RV, -sum_R1, dtype).scatter_(1, t_RK, own_RK.to(dtype))
+
+
+@compiled_on_gpu
+def _scaled(values_RV: Tensor, factor_R1: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == values_RV.dtype:
+        return values_RV.mul_(factor_R1)
+    return (values_RV * factor_R1).to(dtype)
+
+
+@compiled_on_gpu
 def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Turn logits into probabilities; return them and the log of their normaliser [R, 1]."""
     top_R1 = logits_RV.amax(1, keepdim=True)
@@ -103,13 +150,13 @@ def _backward(layer: Unembedding, h_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
         if linear.bias is not None:
             _grad(linear.bias).add_(dlogits_RV.sum(0))
     dh_RD = linear.gradient(dlogits_RV)
-    if layer.lora is not None:
-        a, b, scale = layer.lora
-        h32_RD = h_RD.float()
-        back_Rr = dlogits_RV @ b
-        _grad(b).addmm_(dlogits_RV.T, h32_RD @ a.T, alpha=scale)
-        _grad(a).addmm_(back_Rr.T, h32_RD, alpha=scale)
-        dh_RD = dh_RD + (back_Rr @ a * scale).to(dh_RD.dtype)
+    for rows, a, b, scale in layer.adapters:
+        own_h, own_dlogits = h_RD[rows], dlogits_RV[rows]
+        rounded_a, rounded_b = a.to(h_RD.dtype), b.to(h_RD.dtype)
+        back_Rr = own_dlogits @ rounded_b
+        _grad(b).add_(float32_product(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
+        _grad(a).add_(float32_product(back_Rr.T, own_h), alpha=scale)
+        dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
     return dh_RD
 
 
@@ -121,6 +168,6 @@ def _grad(tensor: Tensor) -> Tensor:
 
 def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
     weight = layer.linear.weight
-    size = _LOGITS_BYTES if weight.device.type == "cpu" else _ACCELERATOR_LOGITS_BYTES
+    size = _ACCELERATOR_LOGITS_BYTES if weight.is_cuda else _LOGITS_BYTES
     rows = max(1, size // (4 * weight.shape[0]))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]

@@ -1,0 +1,38 @@
+"""What tests have trainers do, and how they compare what comes of it."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.payloads import Datum
+from tinkercloud_testing.data import a_request
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.trainer import LossOutput, Trainer
+
+
+def run(
+    trainer: Trainer,
+    data: Sequence[Datum],
+    loss_fn: str = "cross_entropy",
+    config: dict[str, float | str] | None = None,
+    model_id: str = "m",
+) -> LossOutput:
+    """Add the gradient of a batch to a model's."""
+    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
+    return trainer.forward_backward(model_id, batch, lambda: None)
+
+
+def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rtol: float) -> None:
+    """Compare tensors by name, each by the norm of what it is off."""
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        error, length = (ours[name] - expected).norm(), expected.norm()
+        assert error <= rtol * length, f"{name}: {error:.2e} off, which is {length:.2e} long"
+
+
+def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], atol: float) -> None:
+    """Compare tensors by name, element by element."""
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, atol=atol, rtol=0, msg=name)

@@ -1,0 +1,189 @@
+"""Models that share a pass of the base: each gets what it would have got alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import tiny_gemma2, tiny_llama, tiny_qwen3_moe
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.trainer import TrainingPass
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+ADAPTERS = {
+    "low": LoraConfig(rank=2, seed=1),
+    "high": LoraConfig(rank=8, seed=2, train_unembed=False),
+    "attention": LoraConfig(rank=4, seed=3, train_mlp=False),
+}
+
+
+def a_trainer(
+    model=None, *, max_batch_tokens: int = 64, dtype: torch.dtype = torch.float32
+) -> TorchTrainer:
+    base = BaseModel((model or tiny_llama()).to(dtype))
+    trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens)
+    for seed, (name, adapter) in enumerate(ADAPTERS.items()):
+        trainer.add_model(name, adapter)
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(trainer._models[name].trainable.flat, std=0.1)
+    return trainer
+
+
+def a_pass(
+    trainer: TorchTrainer, model_id: str, lengths: Sequence[int], loss_fn: str = "cross_entropy"
+) -> TrainingPass:
+    policy = loss_fn != "cross_entropy"
+    data = random_data(lengths, policy=policy, seed=len(model_id))
+    return TrainingPass(model_id, prepare(a_request(data, loss_fn), trainer.limits))
+
+
+def gradient(trainer: TorchTrainer, model_id: str) -> torch.Tensor:
+    return trainer._models[model_id].trainable.gradient
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
+def test_each_model_gets_the_logprobs_loss_and_gradient_that_it_gets_alone(loss_fn: str) -> None:
+    together, alone = a_trainer(), a_trainer()
+    passes = [
+        a_pass(together, name, lengths, loss_fn)
+        for name, lengths in zip(ADAPTERS, ([5, 9], [3], [7, 2, 8]), strict=True)
+    ]
+
+    outputs = together.run_together(passes, lambda: None)
+
+    expected = [alone.forward_backward(p.model_id, p.batch, lambda: None) for p in passes]
+    for output, other in zip(outputs, expected, strict=True):
+        for ours, theirs in zip(output.logprobs, other.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert output.metrics == pytest.approx(other.metrics, rel=1e-5)
+    for name in ADAPTERS:
+        theirs = gradient(alone, name)
+        assert theirs.any()
+        assert (gradient(together, name) - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_model_whose_weights_have_run_away_takes_no_other_along(
+    value: float, dtype: torch.dtype
+) -> None:
+    together, alone = a_trainer(dtype=dtype), a_trainer(dtype=dtype)
+    together._models["low"].trainable.flat.detach()[::7] = value
+    passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
+
+    together.run_together(passes, lambda: None)
+
+    for each in passes[1:]:
+        alone.forward_backward(each.model_id, each.batch, lambda: None)
+        theirs = gradient(alone, each.model_id)
+        error = (gradient(together, each.model_id) - theirs).norm()
+        assert error <= 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_not_finite_stays_with_its_model(dtype: torch.dtype) -> None:
+    together, alone = a_trainer(dtype=dtype), a_trainer(dtype=dtype)
+    passes = [a_pass(together, name, [5, 6], "importance_sampling") for name in ADAPTERS]
+    for example in passes[0].batch.examples:
+        example.inputs["advantages"][:] = 3e38
+
+    together.run_together(passes, lambda: None)
+
+    assert not gradient(together, "low").isfinite().all()
+    for each in passes[1:]:
+        alone.forward_backward(each.model_id, each.batch, lambda: None)
+        theirs = gradient(alone, each.model_id)
+        error = (gradient(together, each.model_id) - theirs).norm()
+        assert error <= 0.02 * theirs.norm()
+
+
+def test_rows_that_weigh_nothing_leave_every_model_its_own_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tinkercloud_worker.torch_trainer.unembed._LOGITS_BYTES", 4 * 264 * 4)
+    together, alone = a_trainer(), a_trainer()
+    passes = [a_pass(together, name, [6, 3]) for name in ADAPTERS]
+    for each in passes:
+        for example in each.batch.examples:
+            example.inputs["weights"][::2] = 0
+
+    together.run_together(passes, lambda: None)
+
+    for each in passes:
+        alone.forward_backward(each.model_id, each.batch, lambda: None)
+        theirs = gradient(alone, each.model_id)
+        error = (gradient(together, each.model_id) - theirs).norm()
+        assert error <= 1e-5 * theirs.norm()
+
+
+def test_small_passes_of_different_models_join() -> None:
+    trainer = a_trainer()
+    first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 20])
+
+    assert trainer.joins([first], second)
+
+
+def test_what_is_no_micro_batch_together_does_not_join() -> None:
+    trainer = a_trainer()
+    first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 25])
+
+    assert not trainer.joins([first], second)
+
+
+def test_passes_of_one_model_do_not_join() -> None:
+    trainer = a_trainer()
+
+    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "low", [5]))
+
+
+def test_losses_of_two_kinds_do_not_join() -> None:
+    trainer = a_trainer()
+    first = a_pass(trainer, "low", [4])
+
+    assert not trainer.joins([first], a_pass(trainer, "high", [4], "importance_sampling"))
+
+
+def test_whole_models_do_not_join() -> None:
+    trainer = a_trainer()
+    trainer.add_model("whole", None)
+
+    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "whole", [4]))
+    assert not trainer.joins([a_pass(trainer, "whole", [4])], a_pass(trainer, "low", [4]))
+
+
+def test_a_model_that_was_removed_while_its_pass_waited_does_not_join() -> None:
+    trainer = a_trainer()
+    gone, waiting = a_pass(trainer, "low", [4]), a_pass(trainer, "high", [4])
+    trainer.remove_model("low")
+
+    assert not trainer.joins([waiting], gone)
+    assert not trainer.joins([gone], waiting)
+
+
+def test_models_of_an_architecture_that_takes_one_sequence_at_a_time_do_not_join() -> None:
+    trainer = a_trainer(tiny_gemma2())
+
+    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "high", [4]))
+
+
+def test_a_mixture_of_experts_is_shared_as_well() -> None:
+    def attention_only(trainer: TorchTrainer, *names: str) -> TorchTrainer:
+        for seed, name in enumerate(names):
+            trainer.add_model(name, LoraConfig(rank=4, seed=seed, train_mlp=False))
+        return trainer
+
+    together, alone = (
+        attention_only(TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=64), "a", "bb")
+        for _ in range(2)
+    )
+    passes = [a_pass(together, name, [5, 6]) for name in ("a", "bb")]
+
+    outputs = together.run_together(passes, lambda: None)
+
+    for each, output in zip(passes, outputs, strict=True):
+        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        np.testing.assert_allclose(output.logprobs[0], expected.logprobs[0], atol=1e-5)

@@ -1,0 +1,173 @@
+"""Sequences laid one after another in one row, and the attention that keeps them apart.
+
+No position is padding: everything but attention is computed position by position anyway. Half
+precision on an accelerator takes flash attention's kernel for sequences of many lengths; elsewhere
+each sequence is attended to by itself, as transformers would.
+
+Shape legend: R positions of all sequences, S sequences, H query heads, G key-value heads, E head
+size.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "packed_sdpa"
+"""The name that transformers knows `_attend` by."""
+
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256
+"""Elements of a head, for which flash attention has kernels."""
+_TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+"""Before torch 2.12 it did so without being told."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Token ids of sequences, one after another."""
+
+    ids_R: Tensor
+    """int64."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+
+    @classmethod
+    def joined(cls, packs: Sequence["Packed"]) -> "Packed":
+        """Return the sequences of several packs as one."""
+        if len(packs) == 1:
+            return packs[0]
+        lengths = tuple(length for pack in packs for length in pack.lengths)
+        return cls(torch.cat([pack.ids_R for pack in packs]), lengths)
+
+    def arguments(self, mask_kinds: Sequence[str]) -> dict[str, Any]:
+        """Return what a Hugging Face trunk takes for these sequences.
+
+        Args:
+            mask_kinds: of the model, see `mask_kinds`.
+        """
+        device = self.ids_R.device
+        positions_R = torch.cat([torch.arange(length) for length in self.lengths]).to(device)
+        arguments = {
+            "input_ids": self.ids_R[None],
+            "position_ids": positions_R[None],
+            "use_cache": False,
+        }
+        if len(self.lengths) == 1:
+            return arguments
+        starts = list(accumulate(self.lengths, initial=0))
+        starts_S = torch.tensor(starts, dtype=torch.int32, device=device)
+        # A mask that is finished already, so that none is made: attention knows the sequences.
+        mask: Any = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        if len(mask_kinds) > 1:
+            mask = dict.fromkeys(mask_kinds, mask)
+        return arguments | {
+            "attention_mask": mask,
+            "cu_seq_lens_q": starts_S,
+            "cu_seq_lens_k": starts_S,
+            "max_length_q": max(self.lengths),
+            "max_length_k": max(self.lengths),
+        }
+
+
+def mask_kinds(config: Any) -> list[str]:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the kinds of layers for which a model wants masks of their own."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    has_window = getattr(config, "sliding_window", None)
+    return kinds or ["sliding_attention" if has_window else "full_attention"]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query_1HRE: Tensor,
+    key_1GRE: Tensor,
+    value_1GRE: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **kwargs: Any,  # noqa: ANN401 - the model's, passed on
+) -> tuple[Tensor, None]:
+    """Return [1, R, H, E]: scaled dot-product attention, within each sequence if there are many.
+
+    The signature is transformers', as are the names of what tells sequences apart.
+    """
+    if cu_seq_lens_q is None:
+        output, _ = sdpa_attention_forward(
+            module, query_1HRE, key_1GRE, value_1GRE, attention_mask, **kwargs
+        )
+        return output, None
+    window = kwargs.get("sliding_window")
+    if _flash_takes(query_1HRE, value_1GRE):
+        # One tensor, as no auxiliary ones are asked for.
+        output_RHE: Any = varlen_attn(
+            query_1HRE[0].transpose(0, 1),
+            key_1GRE[0].transpose(0, 1),
+            value_1GRE[0].transpose(0, 1),
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=kwargs.get("scaling"),
+            window_size=(window - 1 if window else -1, 0),
+            **_TAKES_FEWER_KEY_HEADS,
+        )
+        return output_RHE[None], None
+    parts = []
+    for start, stop in pairwise(cu_seq_lens_q.tolist()):
+        own = slice(start, stop)
+        part, _ = sdpa_attention_forward(
+            module,
+            query_1HRE[:, :, own],
+            key_1GRE[:, :, own],
+            value_1GRE[:, :, own],
+            _recent(stop - start, window, query_1HRE.device),
+            **kwargs,
+        )
+        parts.append(part)
+    return torch.cat(parts, 1), None
+
+
+def _flash_takes(query_1HRE: Tensor, value_1GRE: Tensor) -> bool:
+    """Whether flash attention has a kernel for these."""
+    size = query_1HRE.shape[-1]
+    return (
+        query_1HRE.is_cuda
+        and query_1HRE.dtype in _HALF
+        and size == value_1GRE.shape[-1]
+        and size % 8 == 0
+        and size <= _LARGEST_HEAD
+    )
+
+
+def _recent(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return which positions [1, 1, length, length] a window lets see which; None: all earlier."""
+    if not window or length <= window:
+        return None
+    all_NN = torch.ones(length, length, dtype=torch.bool, device=device)
+    return all_NN.tril().triu(1 - window)[None, None]
+
+
+def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' own is not typed
+    """Have a model attend through this module; return whether it can be given many sequences."""
+    if model.config._attn_implementation != "sdpa":
+        return False
+    model.set_attn_implementation(ATTENTION)
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(
+        model.base_model.forward
+    ).parameters
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
