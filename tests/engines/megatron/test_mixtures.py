@@ -1,21 +1,17 @@
 """Mixtures of experts at one megatron rank, in this process, against torch and Hugging Face."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_testing.trainers import run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -34,19 +30,6 @@ MODELS = {
     "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
     "mixtral": tiny_mixtral,
 }
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def run(trainer, data):
-    batch = prepare(a_request(data), trainer.limits)
-    return trainer.forward_backward("m", batch, lambda: None)
 
 
 @pytest.mark.parametrize("name", MODELS)

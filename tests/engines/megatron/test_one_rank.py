@@ -4,14 +4,12 @@ The torch trainer is compared with Hugging Face and PEFT in `unit/training`. Tol
 1e-5, LoRA gradients 1e-4 relative, parameters after ten steps 1e-5.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
@@ -19,6 +17,7 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen3
+from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
@@ -43,14 +42,6 @@ MODELS = {
 }
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = LORA):
     """Return both trainers with the same adapter, whose B has moved off zero."""
     torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
@@ -61,18 +52,6 @@ def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = L
     megatron.add_model("m", lora)
     megatron.import_state("m", torch_trainer.export_state("m"))
     return megatron, torch_trainer
-
-
-def run(trainer, data, loss_fn="cross_entropy", config=None):
-    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
-    return trainer.forward_backward("m", batch, lambda: None)
-
-
-def assert_close(ours, theirs, rtol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        error = (ours[name] - expected).norm() / expected.norm()
-        assert error <= rtol, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("name", MODELS)

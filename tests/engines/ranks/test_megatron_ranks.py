@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -39,13 +39,15 @@ SHAPES = {
     "cp2 dp2": ("llama", 1, 1, 2, 4),
 }
 """Model; tensor, pipeline and context parallelism; ranks."""
+KEPT = {2: None, 4: 0}
+"""By ranks: four compute their layers again in the backward pass."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
     name, tensor, pipeline, context, ranks = SHAPES[request.param]
     folder: Path = save(MODELS[name](), tmp_path_factory.mktemp("model"))
-    factory = megatron_factory(str(folder), tensor, pipeline, context)
+    factory = megatron_factory(str(folder), tensor, pipeline, context, max_kept_tokens=KEPT[ranks])
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
     yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
     ranked.close()
@@ -58,18 +60,6 @@ def begin_alike(ranked, single) -> None:
     single.optim_step("m", AdamParams(learning_rate=5e-2))
     ranked.add_model("m", LORA)
     ranked.import_state("m", single.export_state("m"))
-
-
-def run(trainer, data, loss_fn="cross_entropy", config=None):
-    batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
-    return trainer.forward_backward("m", batch, lambda: None)
-
-
-def assert_close(ours, theirs, rtol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        error = (ours[name] - expected).norm() / expected.norm()
-        assert error <= rtol, f"{name}: relative error {error:.2e}"
 
 
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_qwen3_moe
 from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -32,28 +32,18 @@ SHAPES = {
     "tp2 ep2": (2, 1, 2, 4),
 }
 """Tensor, context and expert parallelism, ranks."""
+KEPT = {2: None, 4: 0}
+"""By ranks: four compute their layers again in the backward pass."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
     tensor, context, expert, ranks = SHAPES[request.param]
     folder = save(tiny_qwen3_moe(), tmp_path_factory.mktemp("model"))
-    factory = megatron_factory(str(folder), tensor, 1, context, expert)
+    factory = megatron_factory(str(folder), tensor, 1, context, expert, max_kept_tokens=KEPT[ranks])
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
     yield ranked, TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=BATCH_TOKENS)
     ranked.close()
-
-
-def run(trainer, data):
-    batch = prepare(a_request(data), trainer.limits)
-    return trainer.forward_backward("m", batch, lambda: None)
-
-
-def assert_close(ours, theirs, rtol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        error = (ours[name] - expected).norm() / expected.norm()
-        assert error <= rtol, f"{name}: relative error {error:.2e}"
 
 
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:

@@ -4,6 +4,9 @@ Adapters have Hugging Face's names and shapes, whole at every rank: a layer that
 weight uses the same slice of the adapter, as views. So queries, keys and values, which megatron
 computes as one, have an adapter each, and what is exported needs no conversion.
 
+A and B are float32; over a base of lower precision they are rounded to it, as in the torch trainer
+(`low_rank`), and their gradients added up in float32.
+
 A rank's gradient of an adapter is its part of a sum over all ranks. What ranks of a tensor-parallel
 group compute alike (A before a layer divided by its outputs, B behind one divided by its inputs)
 counts at the first of them only; see `count_once`. Where they divide the sequence between the
@@ -29,7 +32,8 @@ from torch import Tensor, nn
 from tinkercloud_worker.lora import Target
 
 Merge = Callable[[Sequence[Tensor]], Tensor]
-"""From the outputs of the layers that megatron computes as one to the output of that one."""
+"""From the outputs of the layers that megatron computes as one, or what makes columns of them, to
+those of that one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,15 +92,16 @@ class AdaptedLinears:
         # Switches are about attention or MLP: all of the targets are adapted, or none.
         if active is None or targets[0].a_name not in active.tensors:
             return None
-        x = inputs[0].float()
         spread = (
             gather_from_sequence_parallel_region
             if module.sequence_parallel
             else copy_to_tensor_model_parallel_region
         )
-        terms = [_column_term(x, target, active, spread) for target in targets]
+        a = torch.cat([active.tensors[target.a_name] for target in targets])
+        b = [_slice(active.tensors[target.b_name], 0) for target in targets]
+        low = spread(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
-        return y + merge(terms).to(y.dtype), bias
+        return _plus(y, low, merge(_beside(b)), active.scale), bias
 
     def _add_rows(
         self,
@@ -114,16 +119,27 @@ class AdaptedLinears:
             if module.sequence_parallel
             else reduce_from_tensor_model_parallel_region
         )
-        low = add_up(inputs[0].float() @ a.T)
+        low = add_up(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
-        return y + (low @ b.T * active.scale).to(y.dtype), bias
+        return _plus(y, low, b.T, active.scale), bias
 
 
-def _column_term(
-    x: Tensor, target: Target, active: Active, spread: Callable[[Tensor], Tensor]
-) -> Tensor:
-    a, b = active.tensors[target.a_name], _slice(active.tensors[target.b_name], 0)
-    return spread(x @ a.T) @ b.T * active.scale
+def _plus(y: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return y + scale * low @ b, computed as one."""
+    flat, low = y.flatten(0, -2), low.flatten(0, -2)
+    return torch.addmm(flat, low, b.to(y.dtype), alpha=scale).view_as(y)
+
+
+def _beside(bs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the B of several adapters, transposed, for all their low-rank values in one row.
+
+    Each has rows of zeros for those of the others, so that one product serves all.
+    """
+    rank, others = bs[0].shape[1], len(bs) - 1
+    return [
+        nn.functional.pad(b.T, (0, 0, number * rank, (others - number) * rank))
+        for number, b in enumerate(bs)
+    ]
 
 
 def _slice(tensor: Tensor, dim: int) -> Tensor:

@@ -3,7 +3,7 @@
 It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
 seeds from CUDA's generators. Inside `computing` all of that means the CPU. Nothing of the model is
 replaced: layers, schedules and collectives are megatron-core's own. What it can't do here: sequence
-parallelism, recomputation, packed sequences, fused kernels.
+parallelism, packed sequences, fused kernels.
 """
 
 import contextlib
@@ -18,19 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tinkercloud_worker.megatron_trainer.device import Parallelism
-from tinkercloud_worker.megatron_trainer.layers import use_local_layers
+from tinkercloud_worker.megatron_trainer.layers import UNFUSED, use_local_layers
 
-_SETTINGS: Mapping[str, object] = {
-    "use_cpu_initialization": True,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
-    "sequence_parallel": False,
-}
-"""Of a TransformerConfig: kernels that exist for GPUs only are off."""
+_SETTINGS = {**UNFUSED, "use_cpu_initialization": True, "sequence_parallel": False}
 
 
 class _CpuForCuda(TorchFunctionMode):

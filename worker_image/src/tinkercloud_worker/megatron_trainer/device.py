@@ -1,6 +1,6 @@
 """What megatron-core computes on: all that differs between a CPU and a GPU is behind `Device`.
 
-`cpu` is what the tests run. `gpu` has been run by nobody yet.
+`cpu` is what the tests run; `gpu` what `benchmarks.gpu` does.
 """
 
 from collections.abc import Mapping

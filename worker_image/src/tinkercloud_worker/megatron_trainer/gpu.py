@@ -1,8 +1,8 @@
 """What megatron-core needs on a GPU: next to nothing, as that is what it is made for.
 
 Layers are the ones that run on the CPU, so that adapters find the same linear layers; Transformer
-Engine gives them norms where it is installed, which sequence parallelism needs.
-Written, and run by nobody yet.
+Engine gives them norms where it is installed, which sequence parallelism needs. One rank without it
+has been compared with Hugging Face on a GPU (`benchmarks.gpu`); several, and it, have not been run.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tinkercloud_worker.megatron_trainer.device import Parallelism
-from tinkercloud_worker.megatron_trainer.layers import use_local_layers
+from tinkercloud_worker.megatron_trainer.layers import UNFUSED, use_local_layers
 
 
 class Gpu:
@@ -37,7 +37,7 @@ class Gpu:
         """See `Device.configure`."""
         use_local_layers(bridge, _finish)
         # What is computed between divided weights is divided too, along the sequence.
-        return {"sequence_parallel": HAVE_TE and parallelism.tensor > 1}
+        return {**UNFUSED, "sequence_parallel": HAVE_TE and parallelism.tensor > 1}
 
 
 def _finish(spec: ModuleSpec) -> ModuleSpec:

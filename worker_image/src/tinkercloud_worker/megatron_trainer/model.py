@@ -27,6 +27,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
     interleaved,
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
+from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
 register_model("mistral")(LLaMABridge)
@@ -41,21 +42,33 @@ _SETTINGS = {
 }
 
 
+_HEADS = ("output_layer.weight", "embedding.word_embeddings.weight")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronModel:
     """A rank's part of the frozen base, and what can be trained of the whole."""
 
     module: GPTModel
+    """It ends with the last stage's final norm: `head_weight` and the output layer are for the
+    caller, who has no room for the logits of all positions."""
     sources: Mapping[str, Sequence[str]]
     """Of each weight of the module, the Hugging Face weights it is made of."""
     layout: Layout
     """Of the Hugging Face model's weights."""
     linears: AdaptedLinears
+    layers: RepeatableLayers
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
     has_experts: bool
     """Whether its layers are mixtures, whose experts are never adapted."""
+
+    @property
+    def head_weight(self) -> str:
+        """The name of the output layer's weight at the last stage: its own, or the embedding's."""
+        names = dict(self.module.named_parameters())
+        return next(name for name in _HEADS if name in names)
 
 
 def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device) -> MegatronModel:
@@ -71,7 +84,23 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
         UnsupportedModelError: this family, or how the model is configured, is not supported, or it
             can't be divided as asked.
     """
-    config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    model, bridge = blank(config, dtype, parallelism, device)
+    with device.computing(), torch.no_grad():
+        bridge.load_weights([model.module], path)
+    return model
+
+
+def blank(
+    config: Any,  # noqa: ANN401 - transformers' own
+    dtype: torch.dtype,
+    parallelism: Parallelism,
+    device: Device,
+) -> tuple[MegatronModel, Any]:
+    """Return a model whose weights are yet to be set, and the bridge that loads them.
+
+    Args and errors are those of `load`, but for the configuration in place of its folder.
+    """
     _check(config, parallelism, device)
     mixture = mixtures.mixture_of(config)
     mixtures.check(mixture, parallelism)
@@ -87,28 +116,39 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
         bridge.set_extra_args(
             **_SETTINGS, **mixtures.settings(mixture), **device.configure(bridge, parallelism)
         )
-        module = bridge._model_provider([])(
-            parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-        )
-        for parameter in module.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        module.to(device.torch_device)
-        with torch.no_grad():
-            bridge.load_weights([module], path)
-        module.requires_grad_(requires_grad=False).eval()
+        module = _module(bridge, device, dtype)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     targets = find_targets(whole, "model", "lm_head")
+    linears = _adapt(bridge, module, targets)
+    # The output layer is called by the trainer.
+    module.post_process = False
     return MegatronModel(
         module,
         _sources(bridge, module),
         Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
-        _adapt(bridge, module, targets),
+        linears,
+        RepeatableLayers(module.decoder.layers),
         targets,
         config,
         device,
         has_experts=mixture is not None,
+    ), bridge
+
+
+def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noqa: ANN401 - mbridge has no types
+    module: GPTModel = bridge._model_provider([])(
+        parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     )
+    for parameter in module.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    # Norms are of float32 whatever is asked for.
+    module.to(device.torch_device, dtype)
+    if module.post_process:
+        # It gets whole sequences, gathered before.
+        module.output_layer.sequence_parallel = False
+    module.requires_grad_(requires_grad=False).eval()
+    return module
 
 
 def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # noqa: ANN401 - transformers' own

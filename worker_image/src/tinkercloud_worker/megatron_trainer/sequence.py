@@ -43,6 +43,8 @@ class SequenceDivision:
 
         Its gradient at each rank is a part of a sum, which every rank gets for what it holds.
         """
+        if self.multiple == 1:
+            return part
         gathered: Tensor = gather_from_sequence_parallel_region(part, group=self.group)
         chunks = gathered.chunk(self.multiple)
         return torch.cat([chunks[place] for place in self._order])

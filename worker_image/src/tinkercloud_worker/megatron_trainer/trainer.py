@@ -8,11 +8,10 @@ Where ranks divide sequences, each computes the logprobs of the positions it hol
 the loss of the whole.
 
 Shape legend: B examples, T positions, S of them held by this rank, R positions of a micro-batch
-that belong to an example, M of them held by this rank, K targets per position, V this rank's part
-of the vocabulary.
+that belong to an example, M of them held by this rank, D hidden size, K targets per position.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -47,8 +47,22 @@ class MegatronTrainer(ReplicatedTrainer):
     """See `engine.ranks.RankTrainer`. With one rank it is a whole `Trainer`."""
 
     def __init__(
-        self, base: MegatronModel, *, max_batch_tokens: int, max_context_length: int | None = None
+        self,
+        base: MegatronModel,
+        *,
+        max_batch_tokens: int,
+        max_context_length: int | None = None,
+        max_kept_tokens: int | None = None,
     ) -> None:
+        """Make a trainer without models; all ranks make theirs together.
+
+        Args:
+            base: this rank's part of the base model.
+            max_batch_tokens: padded tokens of a micro-batch; a longer example is one of its own.
+            max_context_length: of examples; None means the base model's.
+            max_kept_tokens: as the torch trainer's; none or any where experts are divided, or ranks
+                would not compute each other's tokens again alike.
+        """
         config: Any = base.hf_config
         longest = min(max_context_length or 1 << 62, config.max_position_embeddings)
         super().__init__(TokenLimits(config.vocab_size, longest))
@@ -59,6 +73,7 @@ class MegatronTrainer(ReplicatedTrainer):
         tensor = parallel_state.get_tensor_model_parallel_world_size() if divided else 1
         self._multiple = tensor * self._division.multiple
         self._max_batch_tokens = max_batch_tokens
+        self._max_kept_tokens = max_kept_tokens
 
     def membership(self) -> Membership:
         """See `RankTrainer.membership`."""
@@ -107,7 +122,7 @@ class MegatronTrainer(ReplicatedTrainer):
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
-        output = PassOutput(len(batch.examples))
+        output = PassOutput()
         micro_batches = [
             padded(micro_batch, self._multiple)
             for micro_batch in keep_in_step(
@@ -134,11 +149,11 @@ class MegatronTrainer(ReplicatedTrainer):
             micro_batch = next(batches)
             ids_BT = micro_batch.ids_BT
             positions_BT = torch.arange(ids_BT.shape[1], device=self._device).expand_as(ids_BT)
-            held = self._division.part
-            result = functional_call(
-                module, self._replaced_weights(model), (held(ids_BT), held(positions_BT), None)
-            )
-            return result, partial(_loss, micro_batch, self._division, loss, output)
+            held, replaced = self._division.part, self._replaced_weights(model)
+            most = self._max_kept_tokens
+            self._base.layers.repeat = most is not None and ids_BT.numel() > most
+            result = functional_call(module, replaced, (held(ids_BT), held(positions_BT), None))
+            return result, partial(self._loss, micro_batch, replaced, loss, output)
 
         with self._base.device.computing():
             get_forward_backward_func()(
@@ -151,6 +166,54 @@ class MegatronTrainer(ReplicatedTrainer):
                 micro_batch_size=micro_batches[0].ids_BT.shape[0],
                 forward_only=kind == "forward",
             )
+
+    def _loss(
+        self,
+        micro_batch: MicroBatch,
+        replaced: Mapping[str, Tensor],
+        loss: Loss,
+        output: PassOutput,
+        hidden_SBD: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Take the results of a micro-batch, and return what its backward pass begins from.
+
+        Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
+        gradient, which is all that counts of it; each rank has a part of that sum.
+        """
+        number = torch.tensor(0, dtype=torch.int, device=hidden_SBD.device)
+        if not micro_batch.examples:
+            # Other ranks wait for the backward pass of their tokens' experts.
+            return hidden_SBD.sum() * 0.0, number, {}
+        valid_BT, division = micro_batch.valid_BT, self._division
+        held_R = division.holds(valid_BT.shape[1], valid_BT.device).expand_as(valid_BT)[valid_BT]
+        if self._base.module.config.sequence_parallel:
+            hidden_SBD = gather_from_sequence_parallel_region(
+                hidden_SBD, tensor_parallel_output_grad=False
+            )
+        lp_MK = logprobs(
+            self._output_layer(replaced),
+            hidden_SBD.transpose(0, 1)[division.part(valid_BT)],
+            micro_batch.targets_RK[held_R],
+            parallel_state.get_tensor_model_parallel_group(),
+            self.limits.vocab_size,
+        )
+        lp_RK = lp_MK.new_zeros(micro_batch.targets_RK.shape)
+        lp_RK[held_R] = lp_MK.detach()
+        dist.all_reduce(lp_RK, group=division.group)
+        loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
+        output.add(micro_batch, lp_RK, loss_sum)
+        return (lp_MK * derivative_RK[held_R]).sum(), number, {}
+
+    def _output_layer(self, replaced: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what computes logits of hidden states, under an adapter if one is active."""
+        module, name = self._base.module, self._base.head_weight
+        weight = replaced.get(name, module.get_parameter(name))
+
+        def logits(hidden_RD: Tensor) -> Tensor:
+            result: Tensor = module.output_layer(hidden_RD, weight=weight)[0]
+            return result
+
+        return logits
 
     def _replaced_weights(self, model: TrainedModel) -> dict[str, Tensor]:
         """Return what takes the place of the base's weights: under an adapter, nothing."""
@@ -167,37 +230,6 @@ def padded(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
         ids_BT=nn.functional.pad(micro_batch.ids_BT, (0, extra)),
         valid_BT=nn.functional.pad(micro_batch.valid_BT, (0, extra)),
     )
-
-
-def _loss(
-    micro_batch: MicroBatch,
-    division: SequenceDivision,
-    loss: Loss,
-    output: PassOutput,
-    logits_BSV: Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Take the results of a micro-batch, and return what its backward pass begins from.
-
-    Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
-    gradient, which is all that counts of it; each rank has a part of that sum.
-    """
-    number = torch.tensor(0, dtype=torch.int, device=logits_BSV.device)
-    if not micro_batch.examples:
-        # Other ranks wait for the backward pass of their tokens' experts.
-        return logits_BSV.sum() * 0.0, number, {}
-    valid_BT = micro_batch.valid_BT
-    held_R = division.holds(valid_BT.shape[1], valid_BT.device).expand_as(valid_BT)[valid_BT]
-    lp_MK = logprobs(
-        logits_BSV[division.part(valid_BT)].float(),
-        micro_batch.targets_RK[held_R],
-        parallel_state.get_tensor_model_parallel_group(),
-    )
-    lp_RK = lp_MK.new_zeros(micro_batch.targets_RK.shape)
-    lp_RK[held_R] = lp_MK.detach()
-    dist.all_reduce(lp_RK, group=division.group)
-    loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
-    output.add(micro_batch, lp_RK, float(loss_sum))
-    return (lp_MK * derivative_RK[held_R]).sum(), number, {}
 
 
 def _active(model: TrainedModel) -> Active | None:

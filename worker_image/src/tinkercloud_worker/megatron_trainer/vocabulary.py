@@ -1,15 +1,22 @@
-"""Logprobs over a vocabulary that is divided over ranks.
+"""Logprobs over a vocabulary that is divided over ranks, a few positions at a time.
 
 No rank ever holds the logits of the whole vocabulary: three numbers of each position are exchanged.
+Nor those of all positions: they are computed again in the backward pass.
 
-Shape legend: R positions, V this rank's part of the vocabulary, K targets per position.
+Shape legend: R positions, D hidden size, V this rank's part of the vocabulary, K targets per
+position.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_LOGITS_BYTES = 256 << 20
+"""Size of the logits held at a time, in float32."""
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -23,7 +30,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         part = logits_RV.shape[1]
         top_R1 = logits_RV.amax(1, keepdim=True)
         dist.all_reduce(top_R1, op=dist.ReduceOp.MAX, group=group)
-        shifted_RV = logits_RV - top_R1
+        shifted_RV = logits_RV.to(torch.float32, copy=True).sub_(top_R1)
         local_RK = targets_RK - dist.get_rank(group) * part
         is_here_RK = (local_RK >= 0) & (local_RK < part)
         local_RK = local_RK.clamp(0, part - 1)
@@ -32,25 +39,44 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         exp_RV = shifted_RV.exp_()
         sum_R1 = exp_RV.sum(1, keepdim=True)
         dist.all_reduce(sum_R1, group=group)
-        ctx.save_for_backward(exp_RV.div_(sum_R1), local_RK, is_here_RK)
+        ctx.dtype = logits_RV.dtype
+        ctx.save_for_backward(exp_RV, sum_R1, local_RK, is_here_RK)
         return chosen_RK - sum_R1.log()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's
-        probs_RV, local_RK, is_here_RK = ctx.saved_tensors
+        exp_RV, sum_R1, local_RK, is_here_RK = ctx.saved_tensors
         (c_RK,) = gradients
-        dlogits_RV = probs_RV * -c_RK.sum(1, keepdim=True)
+        # Computed for this pass alone, and as large as all else here together.
+        dlogits_RV = exp_RV.mul_(-c_RK.sum(1, keepdim=True) / sum_R1)
         dlogits_RV.scatter_add_(1, local_RK, c_RK * is_here_RK)
-        return dlogits_RV, None, None
+        return dlogits_RV.to(ctx.dtype), None, None
 
 
-def logprobs(logits_RV: Tensor, targets_RK: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the logprobs [R, K] of targets, differentiable with respect to the logits.
+def logprobs(
+    output_layer: Callable[[Tensor], Tensor],
+    hidden_RD: Tensor,
+    targets_RK: Tensor,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+) -> Tensor:
+    """Return the logprobs [R, K] of targets, float32, differentiable by hidden states and weights.
 
     Args:
-        logits_RV: float32, of this rank's part of the vocabulary; all parts are of one size.
+        output_layer: from hidden states to the logits [R, V] of this rank's part of the vocabulary;
+            all parts are of one size.
+        hidden_RD: what enters it, the same at all ranks of the group.
         targets_RK: int64 ids in the whole vocabulary.
         group: the ranks the vocabulary is divided over, in order.
+        vocab_size: of the whole.
     """
-    result: Tensor = _VocabParallelLogprobs.apply(logits_RV, targets_RK, group)
-    return result
+
+    def some(hidden_RD: Tensor, targets_RK: Tensor) -> Tensor:
+        result: Tensor = _VocabParallelLogprobs.apply(output_layer(hidden_RD), targets_RK, group)
+        return result
+
+    rows = max(1, _LOGITS_BYTES * group.size() // (4 * vocab_size))
+    parts = zip(hidden_RD.split(rows), targets_RK.split(rows), strict=True)
+    return torch.cat(
+        [checkpoint(some, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    )

@@ -1,0 +1,127 @@
+"""The megatron trainer's memory: layers computed again, logits a few positions at a time, bfloat16.
+
+The numbers of such passes are those of others, from less memory.
+"""
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.megatron_trainer import vocabulary
+from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
+
+pytestmark = [
+    pytest.mark.slow,
+    # megatron-core warns of its own defaults.
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+
+LENGTHS = [30, 30, 7]
+ADAPTER = LoraConfig(rank=4, seed=1)
+ATTENTION = LoraConfig(rank=4, seed=1, train_mlp=False)
+CASES = {
+    "adapter": (tiny_qwen3, ADAPTER),
+    "untied, adapter": (tiny_llama, ADAPTER),
+    "whole": (tiny_qwen3, None),
+    "mixture": (tiny_qwen3_moe, ATTENTION),
+}
+
+
+def begin(trainer: MegatronTrainer, lora: LoraConfig | None) -> None:
+    """Add a model whose weights have moved off the base's, the same ones every time."""
+    trainer.add_model("m", lora)
+    generator = torch.Generator().manual_seed(1)
+    flat = trainer._models["m"].trainable.flat.detach()
+    flat.add_(0.1 * torch.randn(flat.shape, generator=generator))
+
+
+def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
+    """Return logprobs, gradient, and the bytes that were kept for the backward pass."""
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
+    trainer.discard_gradient("m")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = trainer.forward_backward("m", batch, lambda: None)
+    gradient = trainer._models["m"].trainable.gradient.clone()
+    return np.concatenate(output.logprobs), gradient, sum(kept)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_computed_again_give_the_same_gradient_and_keep_little(
+    alone, tmp_path, name
+) -> None:
+    make, lora = CASES[name]
+    keeping = megatron_trainer(str(save(make(), tmp_path)), 1, 1)
+    again = MegatronTrainer(keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=0)
+    begin(keeping, lora)
+    begin(again, lora)
+
+    _, expected, kept = run(keeping)
+    _, gradient, little = run(again)
+
+    assert expected.any()
+    assert torch.equal(gradient, expected)
+    assert little < kept / 2
+
+
+def test_only_larger_micro_batches_are_computed_again(alone, tmp_path) -> None:
+    keeping = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
+    large = MegatronTrainer(
+        keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=BATCH_TOKENS
+    )
+    begin(keeping, ADAPTER)
+    begin(large, ADAPTER)
+
+    assert run(large)[2] == run(keeping)[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_a_few_positions_at_a_time_give_the_same_logprobs_and_gradient(
+    alone, tmp_path, monkeypatch, name
+) -> None:
+    make, lora = CASES[name]
+    trainer = megatron_trainer(str(save(make(), tmp_path)), 1, 1)
+    begin(trainer, lora)
+    logprobs, gradient, _ = run(trainer)
+
+    rows = 7
+    monkeypatch.setattr(vocabulary, "_LOGITS_BYTES", rows * 4 * trainer.limits.vocab_size)
+    got, again, _ = run(trainer)
+
+    np.testing.assert_allclose(got, logprobs, atol=1e-6)
+    assert (again - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(alone, tmp_path) -> None:
+    folder = str(save(tiny_qwen3(), tmp_path))
+    exact = megatron_trainer(folder, 1, 1)
+    begin(exact, ADAPTER)
+    logprobs, gradient, _ = run(exact)
+    parallel_state.destroy_model_parallel()
+
+    rounded = MegatronTrainer(
+        load(folder, torch.bfloat16, Parallelism(), Cpu()), max_batch_tokens=BATCH_TOKENS
+    )
+    begin(rounded, ADAPTER)
+    got, approximate, _ = run(rounded)
+
+    assert {weight.dtype for weight in rounded._base.module.parameters()} == {torch.bfloat16}
+    assert approximate.dtype == torch.float32
+    assert np.abs(got - logprobs).mean() <= 0.05
+    assert (approximate - gradient).norm() <= 0.1 * gradient.norm()
