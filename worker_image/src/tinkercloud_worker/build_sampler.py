@@ -28,6 +28,7 @@ from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.inference.sglang_control import SglangControl
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.lora import Target
+from tinkercloud_worker.torch_sampler.graphs import recorder_for
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 
@@ -61,6 +62,7 @@ def build_sampler(
                 Path(config.scratch_dir), config.limits.max_sampler_bytes, base().device
             ),
             wake=thread.wake,
+            recorder=recorder_for(base().device),
         )
         thread.start(sampler)
         return sampler, thread

@@ -1,8 +1,9 @@
 """Keys and values of earlier positions: one sequence's while its prompt is read, then slots.
 
-`PrefillCache` grows with one prompt. `SlotCache` holds the running sequences, one per slot, each
-beginning at position 0 of its slot; a decoding step writes one position of every slot and reads
-the slots up to the longest. Slots are kept without gaps, so that a step reads a plain view.
+`PrefillCache` grows with one prompt, `PackCache` takes several at once. `SlotCache` holds the
+running sequences, one per slot, each beginning at position 0 of its slot; a decoding step writes
+one position of every slot and reads the slots up to the longest. Slots are kept without gaps, so
+that a step reads a plain view.
 
 Shape legend: B running sequences, H key-value heads, T new positions, L positions read,
 E head size.
@@ -28,6 +29,15 @@ class LayerKeyValues:
 
 
 KeyValues = tuple[LayerKeyValues, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """For how much there is memory."""
+
+    sequences: int
+    tokens: int
+    """Positions of all sequences."""
 
 
 def length_of(key_values: KeyValues) -> int:
@@ -99,6 +109,30 @@ class PrefillCache(Cache):
         )
 
 
+class _PackLayer(_Layer):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+class PackCache(Cache):
+    """Keys and values of prompts that were read in one pass, one after another."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._own = [_PackLayer() for _ in range(num_layers)]
+        super().__init__(layers=list(self._own))
+
+    def key_values(self, rows: slice) -> KeyValues:
+        """Return one prompt's, sharing memory with the others'."""
+        return tuple(
+            LayerKeyValues(layer.keys[0, :, rows], layer.values[0, :, rows])
+            for layer in self._own
+            if layer.keys is not None and layer.values is not None
+        )
+
+
 class _SlotLayer(_Layer):
     def __init__(self, owner: "SlotCache") -> None:
         super().__init__()
@@ -110,8 +144,7 @@ class _SlotLayer(_Layer):
         keys, values = self.keys, self.values
         assert keys is not None  # noqa: S101 - a step runs only after a sequence was inserted
         assert values is not None  # noqa: S101 - as above
-        positions_B = self._owner.positions_B
-        rows_B = torch.arange(len(positions_B), device=positions_B.device)
+        positions_B, rows_B = self._owner.positions_B, self._owner.rows_B
         keys[rows_B, :, positions_B] = key_states[:, :, 0]
         values[rows_B, :, positions_B] = value_states[:, :, 0]
         count, length = len(positions_B), self._owner.read_length
@@ -126,17 +159,42 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._own))
         self.positions_B = torch.empty(0, dtype=torch.int64)
         """Where the next step writes, for each running sequence."""
+        self.rows_B = self.positions_B
+        """Which slot is whose: 0, 1, ..."""
         self.read_length = 0
         """Positions the next step reads of each slot."""
+        self.generation = 0
+        """Another number whenever keys and values are in another place than before."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions there is room for, in all slots."""
+        keys = self._own[0].keys if self._own else None
+        return keys.shape[0] * keys.shape[2] if keys is not None else 0
 
     def insert(self, slot: int, key_values: KeyValues) -> None:
         """Copy a sequence's positions into a slot."""
         length = length_of(key_values)
         for layer, part in zip(self._own, key_values, strict=True):
-            layer.keys = _with_room(layer.keys, part.keys, slot, length)
-            layer.values = _with_room(layer.values, part.values, slot, length)
+            self._make_room(layer, part, slot + 1, length)
+            assert layer.keys is not None  # noqa: S101 - there is room now
+            assert layer.values is not None  # noqa: S101 - as above
             layer.keys[slot, :, :length] = part.keys
             layer.values[slot, :, :length] = part.values
+
+    def make_room(self, slots: int, length: int) -> None:
+        """Let slots hold so many positions; nothing happens while there is none in any."""
+        for layer in self._own:
+            if layer.keys is not None and layer.values is not None:
+                like = LayerKeyValues(layer.keys[0], layer.values[0])
+                self._make_room(layer, like, slots, length)
+
+    def _make_room(self, layer: _SlotLayer, like: LayerKeyValues, slots: int, length: int) -> None:
+        keys = _with_room(layer.keys, like.keys, slots, length)
+        if keys is not layer.keys:
+            layer.keys = keys
+            layer.values = _with_room(layer.values, like.values, slots, length)
+            self.generation += 1
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a slot's first positions over another slot."""
@@ -146,29 +204,27 @@ class SlotCache(Cache):
                     tensor[target, :, :length] = tensor[source, :, :length]
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
-        """Say where the coming pass writes and how much it reads, and make room there."""
+        """Say where the coming pass writes and how much it reads; there is room for it."""
         self.positions_B = positions_B
+        self.rows_B = torch.arange(len(positions_B), device=positions_B.device)
         self.read_length = read_length
-        for layer in self._own:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys = _with_room(layer.keys, layer.keys[0], 0, self.read_length)
-                layer.values = _with_room(layer.values, layer.values[0], 0, self.read_length)
 
     def clear(self) -> None:
         """Give the memory back."""
+        self.generation += 1
         for layer in self._own:
             layer.keys = layer.values = None
 
 
-def _with_room(tensor: Tensor | None, like: Tensor, slot: int, capacity: int) -> Tensor:
-    """Return a buffer [slots, H, positions, E] that holds this slot; grow it by doubling."""
+def _with_room(tensor: Tensor | None, like: Tensor, slots: int, capacity: int) -> Tensor:
+    """Return a buffer [slots, H, positions, E] with so much room at least; grow it by doubling."""
     heads, _, size = like.shape
-    slots, positions = (tensor.shape[0], tensor.shape[2]) if tensor is not None else (0, 0)
-    if tensor is not None and slot < slots and capacity <= positions:
+    before, positions = (tensor.shape[0], tensor.shape[2]) if tensor is not None else (0, 0)
+    if tensor is not None and slots <= before and capacity <= positions:
         return tensor
-    new_slots = slots if slot < slots else max(slot + 1, 2 * slots)
+    new_slots = before if slots <= before else max(slots, 2 * before)
     new_positions = positions if capacity <= positions else max(capacity, 2 * positions)
     grown = like.new_zeros(new_slots, heads, new_positions, size)
     if tensor is not None:
-        grown[:slots, :, :positions] = tensor
+        grown[:before, :, :positions] = tensor
     return grown

@@ -9,7 +9,7 @@ Shape legend: B running sequences, T new positions, L positions, D hidden size, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, chain, groupby, pairwise
 
 import numpy as np
 import torch
@@ -19,9 +19,19 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.payloads import SampledSequence, TopLogprobs
 from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
 from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache, SlotCache
+from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.torch_sampler.cache import (
+    KeyValues,
+    PackCache,
+    PrefillCache,
+    Room,
+    SlotCache,
+)
 from tinkercloud_worker.torch_sampler.drawing import Policy, draw, uniform
+from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
+from tinkercloud_worker.torch_sampler.masks import Masks
 
+_NONE = Room(sequences=0, tokens=0)
 _STOP_WINDOW_TOKENS = 8
 """Tokens decoded beyond the length of the longest stop string: some tokens are part of a letter."""
 
@@ -51,6 +61,11 @@ class Running:
         return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
+    def longest(self) -> int:
+        """Positions it may come to hold."""
+        return len(self.request.prompt) + self.request.max_tokens
+
+    @property
     def is_done(self) -> bool:
         """Whether a stop rule or its length limit has ended it."""
         return self.stopped or len(self.tokens) >= self.request.max_tokens
@@ -78,9 +93,10 @@ class Drawer:
         tokens_B = draw(logits_BV, [s.policy for s in sequences], uniforms)
         chosen_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
         logprobs_B = chosen_B - logits_BV.logsumexp(1)
-        tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
+        # Both in one transfer; float64 holds either exactly.
+        tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         for row, sequence in enumerate(sequences):
-            sequence.tokens.append(tokens[row])
+            sequence.tokens.append(int(tokens[row]))
             sequence.logprobs.append(logprobs[row])
             if sequence.request.top_logprobs:
                 row_logprobs_V = torch.log_softmax(logits_BV[row], 0)
@@ -99,42 +115,32 @@ class Drawer:
         return any(string in text for string in stop.strings)
 
 
-class Masks:
-    """Attention masks of a decoding step, in the form the base model's architecture wants."""
-
-    def __init__(self, base: BaseModel) -> None:
-        config = base.config
-        self._kinds = sorted(set(getattr(config, "layer_types", None) or ()))
-        window = getattr(config, "sliding_window", None)
-        if not self._kinds:
-            self._kinds = ["sliding_attention" if window else "full_attention"]
-        self._window = int(window) if window else 0
-
-    def of(self, positions_B: Tensor, length: int) -> object:
-        """Return which of `length` cached positions each row's new position may attend to.
-
-        A boolean tensor [B, 1, 1, L], or one for each kind of layer where a model has several.
-        """
-        query_B1 = positions_B.unsqueeze(1)
-        key_L = torch.arange(length, device=positions_B.device)
-        causal_BL = key_L <= query_B1
-        masks = {}
-        for kind in self._kinds:
-            recent_BL = key_L > query_B1 - self._window
-            mask_BL = causal_BL & recent_BL if kind == "sliding_attention" else causal_BL
-            masks[kind] = mask_BL[:, None, None]
-        return masks if len(masks) > 1 else masks[self._kinds[0]]
-
-
 class DecodingBatch:
     """The running sequences of one module's weights."""
 
-    def __init__(self, base: BaseModel, drawer: Drawer) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        drawer: Drawer,
+        *,
+        recorder: Recorder | None = None,
+        kept: Room = _NONE,
+    ) -> None:
+        """Make a batch without sequences.
+
+        Args:
+            base: the model.
+            drawer: draws the tokens.
+            recorder: of steps; None: each is computed anew.
+            kept: what memory is kept for while there are no sequences.
+        """
         self._base = base
         self._drawer = drawer
-        self._masks = Masks(base)
+        self._masks = Masks(base.config)
         self._num_layers = int(base.config.num_hidden_layers)
         self._cache = SlotCache(self._num_layers)
+        self._graphs = StepGraphs(base, self._cache, recorder, kept) if recorder else None
+        self._kept = kept
         self.sequences: list[Running] = []
         """One for each slot, without gaps."""
 
@@ -151,6 +157,24 @@ class DecodingBatch:
             )
         return hidden_BTD[0]
 
+    def prefill_together(
+        self, prompts: Sequence[Sequence[int]], weights: Sequence[ActiveWeights | None]
+    ) -> list[tuple[Tensor, KeyValues]]:
+        """Read prompts from their beginning to their end; return hidden states [T, D] of each.
+
+        The base must take packs.
+        """
+        lengths = tuple(map(len, prompts))
+        ids_R = torch.tensor(list(chain.from_iterable(prompts)), device=self._base.device)
+        cache = PackCache(self._num_layers)
+        with torch.no_grad():
+            hidden_RD = self._base.hidden_of(
+                Packed(ids_R, lengths), routes_of(weights, lengths), cache=cache
+            )
+        bounds = pairwise(accumulate(lengths, initial=0))
+        rows = [slice(start, stop) for start, stop in bounds]
+        return [(hidden_RD[each], cache.key_values(each)) for each in rows]
+
     def new_prefill_cache(self, capacity: int, prefix: KeyValues) -> PrefillCache:
         """Return an empty cache for one prompt, or one begun by a known prefix."""
         return PrefillCache(self._num_layers, capacity, prefix)
@@ -159,26 +183,38 @@ class DecodingBatch:
         """Give a sequence, whose first token is drawn, a slot that holds its prompt."""
         self._cache.insert(len(self.sequences), prompt)
         self.sequences.append(sequence)
+        if self._graphs is not None:
+            self._graphs.make_room(len(self.sequences), sequence.longest)
 
     def step(self) -> list[Running]:
         """Draw one token for every sequence; return those that ended, which have left."""
-        device = self._base.device
+        routes = routes_of([sequence.weights for sequence in self.sequences])
+        logits_BV = self._base.logits(self._hidden(routes), routes)
+        self._drawer.extend(self.sequences, logits_BV)
+        return self._remove([sequence for sequence in self.sequences if sequence.is_done])
+
+    def _hidden(self, routes: list[Route]) -> Tensor:
+        """Return the hidden states [B, D] of every sequence's newest token."""
+        tokens = [sequence.tokens[-1] for sequence in self.sequences]
         positions = [sequence.position for sequence in self.sequences]
+        if self._graphs is not None:
+            weights = [sequence.weights for sequence in self.sequences]
+            hidden_BD = self._graphs.hidden(tokens, positions, weights)
+            if hidden_BD is not None:
+                return hidden_BD
+        device = self._base.device
         positions_B = torch.tensor(positions, device=device)
+        self._cache.make_room(len(tokens), max(positions) + 1)
         self._cache.begin_step(positions_B, max(positions) + 1)
-        ids_BT = torch.tensor([[sequence.tokens[-1]] for sequence in self.sequences], device=device)
-        routes = _routes(self.sequences)
         with torch.no_grad():
             hidden_BTD = self._base.hidden(
-                ids_BT,
+                torch.tensor(tokens, device=device).unsqueeze(1),
                 routes,
                 position_ids_BT=positions_B.unsqueeze(1),
                 attention_mask=self._masks.of(positions_B, self._cache.read_length),
                 cache=self._cache,
             )
-            logits_BV = self._base.logits(hidden_BTD[:, 0], routes)
-        self._drawer.extend(self.sequences, logits_BV)
-        return self._remove([sequence for sequence in self.sequences if sequence.is_done])
+        return hidden_BTD[:, 0]
 
     def leave(self, sequences: Sequence[Running]) -> None:
         """Give up sequences nobody waits for."""
@@ -191,15 +227,20 @@ class DecodingBatch:
                 self._cache.move(last, slot, self.sequences[last].position + 1)
                 self.sequences[slot] = self.sequences[last]
             self.sequences.pop()
-        if not self.sequences:
+        if not self.sequences and self._cache.num_tokens > self._kept.tokens:
             self._cache.clear()
         return leaving
 
 
-def _routes(sequences: Sequence[Running]) -> list[Route]:
+def routes_of(
+    weights: Sequence[ActiveWeights | None], lengths: Sequence[int] | None = None
+) -> list[Route]:
+    """Return the routing of sequences with these weights; each has one position, or a length."""
     routes, start = [], 0
-    for _, group in groupby(sequences, key=lambda sequence: id(sequence.weights)):
+    each = zip(weights, lengths or [1] * len(weights), strict=True)
+    for _, group in groupby(each, key=lambda member: id(member[0])):
         members = list(group)
-        routes.append(Route(slice(start, start + len(members)), members[0].weights))
-        start += len(members)
+        stop = start + sum(length for _, length in members)
+        routes.append(Route(slice(start, stop), members[0][0]))
+        start = stop
     return routes

@@ -4,9 +4,10 @@ A token is drawn by inverting the cumulative distribution at a number that depen
 request's seed, the sample's index and the position (a counter-based generator, Philox). So what is
 drawn does not depend on what else runs in the batch.
 
-Shape legend: B rows, V vocabulary.
+Shape legend: B rows, V vocabulary, k tokens that are kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,25 +49,25 @@ def uniform(seed: int, sample: int, position: int, draw: int = 0) -> float:
     return float(np.random.Generator(generator).random())
 
 
-def filter_logits(logits_V: Tensor, policy: Policy) -> Tensor:
-    """Return temperature-scaled logits with excluded tokens at minus infinity.
+def filter_logits(logits_BV: Tensor, policy: Policy) -> Tensor:
+    """Return temperature-scaled logits with excluded tokens at minus infinity, for any rows.
 
     The order is temperature, top-k, top-p, as in transformers and vLLM. The most likely token is
     never excluded.
     """
-    scaled_V = logits_V / policy.temperature
+    scaled_BV = logits_BV / policy.temperature
     if not policy.is_filtered:
-        return scaled_V
-    k = min(policy.top_k or len(scaled_V), len(scaled_V))
-    ranked_k, order_k = torch.topk(scaled_V, k)
+        return scaled_BV
+    vocab_size = scaled_BV.shape[-1]
+    ranked_Bk, order_Bk = torch.topk(scaled_BV, min(policy.top_k or vocab_size, vocab_size))
     if policy.top_p < 1.0:
-        probs_k = torch.softmax(ranked_k, 0)
-        before_k = probs_k.cumsum(0) - probs_k
-        ranked_k = ranked_k.masked_fill(before_k >= policy.top_p, -torch.inf)
-    return torch.full_like(scaled_V, -torch.inf).scatter_(0, order_k, ranked_k)
+        probs_Bk = torch.softmax(ranked_Bk, -1)
+        before_Bk = probs_Bk.cumsum(-1) - probs_Bk
+        ranked_Bk = ranked_Bk.masked_fill(before_Bk >= policy.top_p, -torch.inf)
+    return torch.full_like(scaled_BV, -torch.inf).scatter_(-1, order_Bk, ranked_Bk)
 
 
-def draw(logits_BV: Tensor, policies: list[Policy], uniforms: list[float]) -> Tensor:
+def draw(logits_BV: Tensor, policies: Sequence[Policy], uniforms: Sequence[float]) -> Tensor:
     """Draw one token for each row.
 
     Args:
@@ -77,14 +78,22 @@ def draw(logits_BV: Tensor, policies: list[Policy], uniforms: list[float]) -> Te
     Returns:
         int64 [B] token ids.
     """
-    tokens_B = logits_BV.argmax(1)
-    rows = [row for row, policy in enumerate(policies) if not policy.is_greedy]
-    if rows:
-        scaled_BV = torch.stack([filter_logits(logits_BV[row], policies[row]) for row in rows])
-        numbers = [uniforms[row] for row in rows]
-        numbers_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
-        tokens_B[rows] = invert(torch.softmax(scaled_BV, 1), numbers_B)
+    # On its way while the logits are computed.
+    numbers_B = torch.tensor(uniforms, dtype=torch.float64).to(logits_BV.device, non_blocking=True)
+    first, *others = dict.fromkeys(policies)
+    if not others:
+        return _draw_alike(logits_BV, first, numbers_B)
+    tokens_B = logits_BV.new_empty(len(policies), dtype=torch.int64)
+    for policy in (first, *others):
+        rows = [row for row, each in enumerate(policies) if each == policy]
+        tokens_B[rows] = _draw_alike(logits_BV[rows], policy, numbers_B[rows])
     return tokens_B
+
+
+def _draw_alike(logits_BV: Tensor, policy: Policy, numbers_B: Tensor) -> Tensor:
+    if policy.is_greedy:
+        return logits_BV.argmax(1)
+    return invert(torch.softmax(filter_logits(logits_BV, policy), 1), numbers_B)
 
 
 def invert(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class PrefixStore:
         best, best_key = 0, None
         for key, (tokens, _) in self._entries.items():
             if key[0] == version:
-                length = min(_common_length(tokens, prompt), at_most)
+                length = min(common_length(tokens, prompt), at_most)
                 if length > best:
                     best, best_key = length, key
         if best_key is None:
@@ -51,7 +51,8 @@ class PrefixStore:
         self._tokens -= len(tokens)
 
 
-def _common_length(one: Int32Array, other: Int32Array) -> int:
+def common_length(one: Int32Array, other: Int32Array) -> int:
+    """Return how many tokens two prompts begin alike with."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     return int(differs.argmax()) if differs.any() else shorter

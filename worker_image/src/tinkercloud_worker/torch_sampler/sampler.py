@@ -9,22 +9,24 @@ the engine thread alone.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
+import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.payloads import SampledSequence
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
-from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running
-from tinkercloud_worker.torch_sampler.prefixes import PrefixStore
+from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache, Room
+from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running, routes_of
+from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.versions import Versions
 
@@ -32,8 +34,11 @@ log = structlog.get_logger(__name__)
 
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at a time."""
-_PREFIX_SHARE = 4
-"""One part in so many of the key-value room is kept for prompts read lately."""
+_WORTH_WAITING_FOR = 256
+"""Tokens that a prompt has in common with another that is being read: fewer are read twice."""
+_KEPT_SHARE = 4
+"""One part in so many of the key-value room is kept for prompts read lately, and as much, where
+steps are recorded, for sequences to come: what was recorded is good as long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +57,8 @@ class _Job:
     """Prompt tokens whose keys and values are known."""
     reused: int = 0
     """How many of them came from an earlier prompt."""
+    key_values: KeyValues = ()
+    """Of the prompt, once it is read."""
     last_logits: Tensor | None = None
     """Logits [V] after the prompt's last token, once it is read."""
     started: int = 0
@@ -80,13 +87,27 @@ class TorchSampler:
         *,
         versions: Versions,
         wake: Callable[[], None],
+        recorder: Recorder | None = None,
     ) -> None:
+        """Make a sampler that knows no version yet.
+
+        Args:
+            base: the model.
+            tokenizer: of the model.
+            config: how to sample.
+            versions: where published weights are kept.
+            wake: called when there is work; may be called from any thread.
+            recorder: of decoding steps; None: each is computed anew.
+        """
         self._base = base
         self._config = config
         self._versions = versions
         self._wake = wake
+        self._recorder = recorder
         self._drawer = Drawer(tokenizer)
-        self._prefixes = PrefixStore(config.max_cached_tokens // _PREFIX_SHARE)
+        kept_tokens = config.max_cached_tokens // _KEPT_SHARE
+        self._prefixes = PrefixStore(kept_tokens)
+        self._kept = Room(config.max_running_sequences, kept_tokens)
         self._lock = threading.Lock()
         self._inbox: deque[_Job] = deque()
         self._queued = 0
@@ -152,8 +173,7 @@ class TorchSampler:
             self._jobs.append(self._inbox.popleft())
         self._drop_cancelled()
         self._read_prompts()
-        for job in [job for job in self._jobs if job.is_read]:
-            self._guarded([job], lambda job=job: self._start_samples(job))  # type: ignore[misc]
+        self._start_samples()
         for batch in list(self._batches.values()):
             if batch.sequences:
                 members = [job for job in self._jobs if job.batch is batch]
@@ -174,30 +194,79 @@ class TorchSampler:
     def _read_prompts(self) -> None:
         """Read prompts, first come first served, until a chunk's worth of tokens is read."""
         left = self._config.prefill_chunk_tokens
+        together: list[_Job] = []
         for job in [job for job in self._jobs if not job.is_read]:
-            before = job.read
-            self._guarded([job], lambda job=job, left=left: self._read(job, left))  # type: ignore[misc]
-            left -= job.read - max(before, job.reused)
             if left <= 0:
-                return
+                break
+            if self._is_better_read_later(job, together):
+                continue
+            self._guarded([job], lambda job=job: self._admit(job))  # type: ignore[misc]
+            if job not in self._jobs:
+                continue
+            count = min(left, len(job.request.prompt) - job.read)
+            if self._can_be_packed(job) and count == len(job.request.prompt):
+                together.append(job)
+            else:
+                self._guarded([job], lambda job=job, count=count: self._read(job, count))  # type: ignore[misc]
+            left -= count
+        if together:
+            self._guarded(together, lambda: self._read_together(together))
 
-    def _read(self, job: _Job, max_tokens: int) -> None:
-        """Read the next tokens of a prompt; begin with what is known of it."""
-        request, prompt = job.request, job.request.prompt
-        if job.cache is None or job.batch is None or job.scorer is None:
-            self._admit(job)
-            assert job.cache is not None and job.batch is not None and job.scorer is not None  # noqa: S101, PT018
-        start = job.read
-        stop = min(start + max_tokens, len(prompt))
-        chunk = prompt[start:stop].tolist()
+    def _can_be_packed(self, job: _Job) -> bool:
+        """Whether a prompt is read in one pass with others: where launching a pass is what costs.
+
+        A pass may have one whole model's weights only, and begins at each prompt's beginning.
+        """
+        return (
+            self._recorder is not None
+            and self._base.takes_packs
+            and not _is_whole_model(job.weights)
+            and job.read == 0
+        )
+
+    @staticmethod
+    def _is_better_read_later(job: _Job, others: Sequence[_Job]) -> bool:
+        """Whether much of a prompt is being read already, and can be taken from there."""
+        prompt = job.request.prompt
+        return job.batch is None and any(
+            other.version == job.version
+            and common_length(other.request.prompt, prompt) >= _WORTH_WAITING_FOR
+            for other in others
+        )
+
+    def _read(self, job: _Job, count: int) -> None:
+        """Read the next tokens of a prompt."""
+        assert job.cache is not None and job.batch is not None  # noqa: S101, PT018 - admitted
+        prompt, start = job.request.prompt, job.read
+        job.read += count
+        chunk = prompt[start : job.read].tolist()
         hidden_TD = job.batch.prefill(job.cache, chunk, start, job.weights)
-        job.read = stop
-        self._score(job, job.scorer, start, hidden_TD)
-        if stop == len(prompt):
-            job.last_logits = self._logits(job, hidden_TD[-1:])[0]
-            self._prefixes.add(job.version, request.prompt, job.cache.key_values())
+        self._score(job, start, hidden_TD)
+        if job.read == len(prompt):
+            logits_1V = self._base.logits(hidden_TD[-1:], route_all(job.weights))
+            self._end_reading(job, job.cache.key_values(), logits_1V[0])
+
+    def _read_together(self, jobs: Sequence[_Job]) -> None:
+        """Read whole prompts in one pass."""
+        batch = jobs[0].batch
+        assert batch is not None  # noqa: S101 - they are admitted
+        weights = [job.weights for job in jobs]
+        read = batch.prefill_together([job.request.prompt.tolist() for job in jobs], weights)
+        last_BD = torch.stack([hidden_TD[-1] for hidden_TD, _ in read])
+        logits_BV = self._base.logits(last_BD, routes_of(weights))
+        for job, (hidden_TD, key_values), logits_V in zip(jobs, read, logits_BV, strict=True):
+            job.read = len(job.request.prompt)
+            self._score(job, 0, hidden_TD)
+            self._end_reading(job, key_values, logits_V)
+
+    def _end_reading(self, job: _Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
+        job.key_values, job.last_logits = key_values, last_logits_V
+        self._prefixes.add(job.version, job.request.prompt, key_values)
 
     def _admit(self, job: _Job) -> None:
+        """Begin a prompt with what is known of it; nothing happens the second time."""
+        if job.batch is not None:
+            return
         with self._lock:
             job.weights = self._versions.get(job.version)
             job.scorer = PromptScorer(job.request)
@@ -207,47 +276,58 @@ class TorchSampler:
                 reusable = min(reusable, first_needed)
             job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
         job.read = job.reused
-        is_whole_model = job.weights is not None and job.weights.lora_scale is None
+        is_whole_model = _is_whole_model(job.weights)
         key = id(job.weights) if is_whole_model else None
         if key not in self._batches:
-            self._batches[key] = DecodingBatch(self._base, self._drawer)
+            # Recorded steps are the base's and adapters'; whole models come and go.
+            self._batches[key] = (
+                DecodingBatch(self._base, self._drawer)
+                if is_whole_model or self._recorder is None
+                else DecodingBatch(
+                    self._base, self._drawer, recorder=self._recorder, kept=self._kept
+                )
+            )
         job.batch = self._batches[key]
         job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
 
-    def _score(self, job: _Job, scorer: PromptScorer, start: int, hidden_TD: Tensor) -> None:
-        needed = scorer.first_needed
-        if needed is None:
+    def _score(self, job: _Job, start: int, hidden_TD: Tensor) -> None:
+        needed = job.scorer.first_needed if job.scorer is not None else None
+        if job.scorer is None or needed is None:
             return
         for row in range(max(needed - start, 0), len(hidden_TD), _SCORED_ROWS):
-            logits_RV = self._logits(job, hidden_TD[row : row + _SCORED_ROWS])
-            scorer.add(start + row, logits_RV)
+            rows_RD = hidden_TD[row : row + _SCORED_ROWS]
+            job.scorer.add(start + row, self._base.logits(rows_RD, route_all(job.weights)))
 
-    def _logits(self, job: _Job, hidden_RD: Tensor) -> Tensor:
-        return self._base.logits(hidden_RD, [Route(slice(None), job.weights)])
+    def _start_samples(self) -> None:
+        """Let as many samples of prompts that are read join as there is room for."""
+        starting: list[tuple[_Job, Running]] = []
+        for job in [job for job in self._jobs if job.is_read]:
+            while job.started < job.request.num_samples and self._has_room(job, starting):
+                sequence = Running(job.request, job.started, job.weights)
+                job.started += 1
+                job.running.append(sequence)
+                starting.append((job, sequence))
+        if starting:
+            jobs = list(dict.fromkeys(job for job, _ in starting))
+            self._guarded(jobs, lambda: self._start(starting))
 
-    def _start_samples(self, job: _Job) -> None:
-        """Let as many of a request's samples join the running batch as there is room for."""
-        batch, logits = job.batch, job.last_logits
-        if batch is None or logits is None or job.cache is None:
-            return
-        prompt: KeyValues = job.cache.key_values()
-        while job.started < job.request.num_samples and self._has_room(batch, job):
-            sequence = Running(job.request, job.started, job.weights)
-            self._drawer.extend([sequence], logits.unsqueeze(0))
-            job.started += 1
-            job.running.append(sequence)
-            if not sequence.is_done:
-                batch.join(sequence, prompt)
+    def _start(self, starting: Sequence[tuple[_Job, Running]]) -> None:
+        """Draw the first tokens of samples, and let those join that go on."""
+        logits = [job.last_logits for job, _ in starting if job.last_logits is not None]
+        self._drawer.extend([sequence for _, sequence in starting], torch.stack(logits))
+        for job, sequence in starting:
+            if not sequence.is_done and job.batch is not None:
+                job.batch.join(sequence, job.key_values)
 
-    def _has_room(self, batch: DecodingBatch, job: _Job) -> bool:
-        count = sum(len(other.sequences) for other in self._batches.values())
-        if count >= self._config.max_running_sequences:
+    def _has_room(self, job: _Job, starting: Sequence[tuple[_Job, Running]]) -> bool:
+        count = sum(len(batch.sequences) for batch in self._batches.values())
+        if count + len(starting) >= self._config.max_running_sequences or job.batch is None:
             return False
-        members = [other for other in self._jobs if other.batch is batch and other.started]
+        members = [other for other in self._jobs if other.batch is job.batch and other.started]
         longest = max([job.longest, *(other.longest for other in members)])
-        return not batch.sequences or (
-            (len(batch.sequences) + 1) * longest <= self._config.max_cached_tokens
-        )
+        joining = sum(other.batch is job.batch for other, _ in starting)
+        running = len(job.batch.sequences) + joining
+        return not running or (running + 1) * longest <= self._config.max_cached_tokens
 
     def _collect(self, job: _Job) -> None:
         """Take a job's ended sequences; answer it when all have."""
@@ -272,6 +352,10 @@ class TorchSampler:
             if key is not None and not any(other.batch is batch for other in self._jobs):
                 del self._batches[key]
         job.resolve(result)
+
+
+def _is_whole_model(weights: ActiveWeights | None) -> bool:
+    return weights is not None and weights.lora_scale is None
 
 
 def _settle(done: "asyncio.Future[SamplingResult]", result: SamplingResult | Exception) -> None:

@@ -1,0 +1,106 @@
+"""Adapters side by side: a row's term is its own adapter's, whatever is beside it."""
+
+import gc
+
+import pytest
+import torch
+
+from tinkercloud_worker.base_model import ActiveWeights
+from tinkercloud_worker.lora import Target
+from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats
+
+TARGETS = [
+    Target("layers.0.mlp", in_features=6, out_features=5, group="mlp"),
+    Target("layers.0.attn", in_features=6, out_features=4, group="attention"),
+    Target("lm_head", in_features=6, out_features=9, group="unembed"),
+]
+ROWS = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def an_adapter(seed: int, rank: int, targets: list[Target] = TARGETS) -> ActiveWeights:
+    """Return an adapter of random values."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for target in targets:
+        tensors[target.a_name] = torch.randn(rank, target.in_features, generator=generator)
+        tensors[target.b_name] = torch.randn(target.out_features, rank, generator=generator)
+    return ActiveWeights(tensors, 32.0 / rank)
+
+
+def terms(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
+    """Return the low-rank terms of all rows."""
+    if weights is None:
+        return torch.zeros(len(ROWS), target.out_features)
+    middle = ROWS @ weights.tensors[target.a_name].T * weights.lora_scale
+    return middle @ weights.tensors[target.b_name].T
+
+
+def check_terms(seats: Seats | None, weights: list[ActiveWeights | None]) -> None:
+    """Check that each row's terms are those of its weights alone."""
+    assert seats is not None
+    assert seats.bank is not None
+    together = seats.bank.weights(torch.tensor(seats.slots), seats.used, seats.scale)
+    for target in TARGETS[:2]:
+        expected = [terms(each, target)[row] for row, each in enumerate(weights)]
+        torch.testing.assert_close(terms(together, target), torch.stack(expected))
+
+
+def test_each_row_has_the_terms_of_its_own_adapter_whatever_their_ranks() -> None:
+    banks = AdapterBanks(TARGETS, torch.float32)
+    small, large, third = an_adapter(1, rank=2), an_adapter(2, rank=8), an_adapter(3, rank=3)
+
+    for weights in (
+        [small] * 4,
+        [small, None, None, small],
+        [small, large, None, third],
+        [third] * 4,
+        [large, third, third, large],
+    ):
+        check_terms(banks.seats(weights), list(weights))
+
+
+def test_what_a_slot_held_before_leaves_nothing_behind() -> None:
+    banks = AdapterBanks(TARGETS, torch.float32)
+    large, small = an_adapter(1, rank=8), an_adapter(2, rank=2)
+
+    banks.seats([large] * 4)
+
+    check_terms(banks.seats([small] * 4), [small] * 4)
+    check_terms(banks.seats([small, None, small, None]), [small, None, small, None])
+
+
+def test_a_step_is_the_same_for_another_version_of_an_adapter() -> None:
+    banks = AdapterBanks(TARGETS, torch.float32)
+    first = banks.seats([an_adapter(1, rank=4)] * 4)
+
+    generation = banks.generation
+    second = banks.seats([an_adapter(2, rank=4)] * 4)
+
+    assert first == second
+    assert banks.generation == generation
+
+
+def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() -> None:
+    banks = AdapterBanks(TARGETS, torch.float32)
+    banks.seats([an_adapter(1, rank=4)] * 4)
+    gc.collect()
+    others = [an_adapter(seed, rank=4) for seed in range(2, 12)]
+
+    for other in others:
+        check_terms(banks.seats([other] * 4), [other] * 4)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [an_adapter(1, rank=2), an_adapter(2, rank=2, targets=TARGETS[:1])],
+        [an_adapter(1, rank=2), ActiveWeights({TARGETS[0].a_name: torch.full((1, 6), 1e30)}, 1.0)],
+        [an_adapter(seed, rank=2) for seed in range(9)],
+        [an_adapter(1, rank=2, targets=TARGETS[2:]), None],
+    ],
+    ids=["of other layers", "with values that overflow", "too many", "of the output alone"],
+)
+def test_adapters_that_cannot_be_beside_each_other_get_no_seats(
+    weights: list[ActiveWeights | None],
+) -> None:
+    assert AdapterBanks(TARGETS, torch.float32).seats(weights) is None

@@ -1,0 +1,135 @@
+"""Recorded decoding steps draw what computed ones draw, by however much the batch changes.
+
+Without a GPU a step is recorded as the list of its operations on tensors, which is all that a CUDA
+graph is: what Python would decide anew, a recording does not.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
+from tinkercloud_worker.torch_sampler.graphs import Compute, Recorder
+
+MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+NEVER = StopRules(frozenset(), ())
+
+
+class Operations:
+    """Records work as operations on the tensors that it used."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def __call__(self, compute: Compute) -> Compute:
+        """See `Recorder`."""
+        with torch.no_grad():
+            operations: Callable[[], Tensor] = make_fx(compute)()  # type: ignore[no-untyped-call]
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            with torch.no_grad():
+                return operations()
+
+        return replay
+
+
+def refuse(_compute: Compute) -> Compute:
+    """Record nothing, as CUDA does where work reads its results."""
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+async def publish_adapter(engine: Engine, name: str, rank: int, seed: int) -> None:
+    """Publish a version with an adapter that changes what the model says."""
+    engine.trainer.add_model(name, LoraConfig(rank=rank, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in engine.trainer._models[name].trainable.tensors.values():
+        tensor.detach().normal_(0, 0.1, generator=generator)
+    await engine.sampler.publish(name, engine.trainer.snapshot(name))
+
+
+def sampled(
+    model: Callable[[], torch.nn.Module], scratch_dir: Path, recorder: Recorder | None
+) -> list[SamplingResult]:
+    """Sample from a base, adapters and a mixture of them, few at a time and many."""
+
+    async def sample(engine: Engine) -> list[SamplingResult]:
+        await engine.sampler.publish("base", None)
+        await publish_adapter(engine, "one", rank=4, seed=1)
+        await publish_adapter(engine, "two", rank=4, seed=2)
+        await publish_adapter(engine, "wide", rank=6, seed=3)
+        requests = {
+            "short": a_sampling_request([1, 2, 3], max_tokens=6, seed=4, stop=NEVER),
+            "group": a_sampling_request([7] * 9, num_samples=3, max_tokens=6, seed=5, stop=NEVER),
+            "long": a_sampling_request([5] * 250, max_tokens=12, temperature=0.0, stop=NEVER),
+        }
+        apart = ["base short", "one group", "two group", "wide short", "one short", "base long"]
+        together = ["base group", "one short", "wide long", "two short"]
+        parts = [[each] for each in apart] + [together]
+        results = [
+            await asyncio.gather(
+                *(engine.sampler.sample(v, requests[name]) for v, name in map(str.split, part))
+            )
+            for part in parts
+        ]
+        return [result for part in results for result in part]
+
+    with an_engine(model(), scratch_dir, SamplerConfig(), recorder=recorder) as engine:
+        return asyncio.run(sample(engine))
+
+
+def check_equal(results: list[SamplingResult], expected: list[SamplingResult]) -> None:
+    """Check that two runs drew the same."""
+    pairs = [
+        (ours, theirs)
+        for one, other in zip(results, expected, strict=True)
+        for ours, theirs in zip(one.sequences, other.sequences, strict=True)
+    ]
+    assert [ours.tokens for ours, _ in pairs] == [theirs.tokens for _, theirs in pairs]
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_steps_draw_what_computed_steps_draw(name: str, tmp_path: Path) -> None:
+    operations = Operations()
+
+    recorded = sampled(MODELS[name], tmp_path / "recorded", operations)
+    computed = sampled(MODELS[name], tmp_path / "computed", None)
+
+    check_equal(recorded, computed)
+    assert 0 < operations.recorded < operations.replayed / 2
+
+
+def test_steps_that_cannot_be_recorded_are_computed(tmp_path: Path) -> None:
+    refused = sampled(tiny_llama, tmp_path / "refused", refuse)
+    computed = sampled(tiny_llama, tmp_path / "computed", None)
+
+    check_equal(refused, computed)
+
+
+async def test_a_long_prompt_is_read_once_though_it_is_asked_for_twice_at_once(
+    tmp_path: Path,
+) -> None:
+    prompts = [list(range(200)) * 2, list(range(200)) * 2, [7, 8, 9]]
+    requests = [a_sampling_request(prompt, max_tokens=3, stop=NEVER) for prompt in prompts]
+    config = SamplerConfig(prefill_chunk_tokens=2048)
+    with an_engine(tiny_llama(), tmp_path, config, recorder=Operations()) as engine:
+        await engine.sampler.publish("base", None)
+
+        results = await asyncio.gather(*(engine.sampler.sample("base", r) for r in requests))
+
+    assert [result.prompt.cached_tokens for result in results] == [0, 399, 0]
+    assert results[0].sequences[0].tokens == results[1].sequences[0].tokens

@@ -1,0 +1,190 @@
+"""A decoding step as one launch: recorded once for each shape, then replayed.
+
+What a step of few rows costs on a GPU is the launching of its thousand kernels. A recorded step
+finds its tokens, its positions, the keys and values and the adapter where they were when it was
+recorded, and leaves its hidden states where the last replay left them; Python is not asked again.
+So shapes are rounded up to powers of two, adapters are copied to places of their own (`banks`)
+before the steps that use them, and whatever moves in memory makes recordings void.
+
+The module knows nothing of CUDA but in `CudaRecorder`: what records is given to it.
+
+Shape legend: B rows, padded, T = 1 new positions, D hidden size.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor
+
+from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
+from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats, padded
+from tinkercloud_worker.torch_sampler.cache import Room, SlotCache
+from tinkercloud_worker.torch_sampler.masks import Masks
+
+log = structlog.get_logger(__name__)
+
+Compute = Callable[[], Tensor]
+"""Computes something anew from tensors that stay where they are."""
+Recorder = Callable[[Compute], Compute]
+"""Returns what does the same work again without Python, and returns the same tensor every time."""
+
+_MOST_STEPS = 32
+_SHORTEST = 256
+"""Positions that a recorded step reads at least."""
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return what records on a device; None where nothing does, or launching costs little."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share their memory: no two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Compute:
+        """Record; see `Recorder`.
+
+        Raises:
+            RuntimeError: the work can't be recorded: it reads results back while it computes.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Libraries and kernels are loaded by the first use, which can't be recorded.
+            compute()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may allocate meanwhile: weights are published from one.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                result = compute()
+        except RuntimeError:
+            self._leave_pool()
+            raise
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _leave_pool(self) -> None:
+        """End what a recording that failed leaves begun: the allocator would free nothing more."""
+        index = self._stream.device.index
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    inputs_3B: Tensor
+    """Token ids, positions and adapters' slots, int64."""
+    compute: Compute
+
+
+class StepGraphs:
+    """Recorded steps over one cache, for rows that run with the base or with adapters."""
+
+    def __init__(self, base: BaseModel, cache: SlotCache, record: Recorder, kept: Room) -> None:
+        self._base = base
+        self._kept = kept
+        self._cache = cache
+        self._masks = Masks(base.config)
+        self._record = record
+        self._banks = AdapterBanks(base.targets, base.dtype)
+        self._generations = (0, 0)
+        self._steps: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
+
+    def make_room(self, rows: int, longest: int) -> None:
+        """Make room at once for what is to come: recorded steps are void when it is made later.
+
+        Args:
+            rows: sequences.
+            longest: positions that one of them may come to hold.
+        """
+        length = max(padded(longest), _SHORTEST)
+        affordable = padded(self._kept.tokens // length + 1) // 2
+        slots = min(padded(self._kept.sequences), affordable)
+        if rows <= slots:
+            self._cache.make_room(slots, length)
+
+    def hidden(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        weights: Sequence[ActiveWeights | None],
+    ) -> Tensor | None:
+        """Return the final hidden states [rows, D] of a step; good until the next call.
+
+        None: these adapters can't be computed together in a recorded step.
+
+        Args:
+            tokens: the newest of each slot's sequence.
+            positions: where it stands.
+            weights: its adapter, or None for the base.
+        """
+        seats = self._banks.seats(weights)
+        if seats is None:
+            return None
+        rows, length = padded(len(tokens)), max(padded(max(positions) + 1), _SHORTEST)
+        self._cache.make_room(rows, length)
+        generations = self._cache.generation, self._banks.generation
+        if self._generations != generations:
+            self._steps.clear()
+            self._generations = generations
+        # Rows of padding write to the first position of slots that nobody has yet.
+        rest = rows - len(tokens)
+        padding = [0] * rest, [0] * rest, [-1] * rest
+        inputs = zip((tokens, positions, seats.slots), padding, strict=True)
+        inputs_3B = torch.tensor([[*values, *more] for values, more in inputs])
+        step = self._step(inputs_3B, length, seats)
+        step.inputs_3B.copy_(inputs_3B, non_blocking=True)
+        return step.compute()[: len(tokens)]
+
+    def _step(self, inputs_3B: Tensor, length: int, seats: Seats) -> _Step:
+        key = inputs_3B.shape[1], length, seats.bank, seats.used, seats.scale
+        if key in self._steps:
+            self._steps.move_to_end(key)
+            return self._steps[key]
+        while len(self._steps) >= _MOST_STEPS:
+            self._steps.popitem(last=False)
+        # Work is done while it is recorded: it must be this step's.
+        there_3B = inputs_3B.to(self._base.device)
+        step = _Step(there_3B, self._recorded(lambda: self._compute(there_3B, length, seats)))
+        self._steps[key] = step
+        return step
+
+    def _recorded(self, compute: Compute) -> Compute:
+        try:
+            return self._record(compute)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("decoding steps of this model can't be recorded", error=str(error))
+            self._record = lambda compute: compute
+            return compute
+
+    def _compute(self, inputs_3B: Tensor, length: int, seats: Seats) -> Tensor:
+        ids_B, positions_B, slots_B = inputs_3B
+        bank = seats.bank
+        weights = bank.weights(slots_B, seats.used, seats.scale) if bank is not None else None
+        self._cache.begin_step(positions_B, length)
+        with torch.no_grad():
+            hidden_BTD = self._base.hidden(
+                ids_B[:, None],
+                route_all(weights),
+                position_ids_BT=positions_B[:, None],
+                attention_mask=self._masks.added(positions_B, length, self._base.dtype),
+                cache=self._cache,
+            )
+        return hidden_BTD[:, 0]
