@@ -141,6 +141,8 @@ class FakeSglang:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     adapters: dict[str, str] = field(default_factory=dict)
     """Name to the torch sampler's version."""
+    forgotten: set[str] = field(default_factory=set)
+    """Adapters that it once had, and has unloaded since."""
     released: set[str] = field(default_factory=set)
     """Kinds of memory it has given away."""
     weight_version: str = "default"
@@ -161,9 +163,15 @@ class FakeSglang:
     def restart(self) -> None:
         """Forget what a new process would not know."""
         self.adapters.clear()
+        self.forgotten.clear()
         self.released.clear()
         self.is_updating, self._weights = False, None
         self.loaded_path, self.weight_version, self._base = self.model_path, "default", "base"
+
+    def evict(self) -> None:
+        """Unload all adapters, as for others that there is no more room beside."""
+        self.forgotten |= self.adapters.keys()
+        self.adapters.clear()
 
     async def generate(self, body: dict[str, Any]) -> web.Response:
         """Answer /generate for a batch."""
@@ -173,6 +181,8 @@ class FakeSglang:
         if name is not None and name not in self.adapters:
             loaded = list(self.adapters)
             words = f"Got LoRA adapter that has never been loaded: {name}\nAll loaded: {loaded}"
+            if name in self.forgotten:
+                words = f"Failed to implicitly load LoRA adapter {name}: Cannot find a snapshot"
             return web.json_response({"error": {"message": words}}, status=400)
         version = self._base if name is None else self.adapters[name]
         items = [await self._one(body, index, version) for index in range(len(body["input_ids"]))]
@@ -265,6 +275,7 @@ class FakeSglang:
         assert not self.released, "an engine without its memory was asked to unload an adapter"
         if self.adapters.pop(body["lora_name"], None) is None:
             return _lora_answer(f"LoRA with name {body['lora_name']} does not exist.", {})
+        self.forgotten.add(body["lora_name"])
         return _lora_answer(None, self.adapters)
 
     async def update_weights_from_disk(self, body: dict[str, Any]) -> web.Response:

@@ -27,6 +27,13 @@ from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
 from tinkercloud_worker.inference.sglang_adapters import SglangAdapters
 
 _CALL_SECONDS = 60.0
+_MISSING = (
+    "never been loaded",
+    "not loaded",
+    # One that it has evicted, or was told to forget, it looks for where files would be.
+    "Failed to implicitly load",
+)
+"""What it says of an adapter that it does not hold."""
 
 Entry = Sequence[Any]
 """[logprob, token id, text or None]; at the first position its logprob is None."""
@@ -106,7 +113,7 @@ class SglangDialect:
         try:
             answer = await self.client.post("/generate", body)
         except InvalidRequest as error:
-            missing = "never been loaded" in error.message or "not loaded" in error.message
+            missing = any(words in error.message for words in _MISSING)
             if adapter is None or not missing:
                 raise
             raise NotThere(error.message) from None

@@ -1,0 +1,263 @@
+"""Our client of SGLang against a real server, and its logprobs beside our trainer's.
+
+The model is small and random: what is asked is whether tensors, names, seeds and memory get where
+they should, not how fast.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.engines import (
+    a_request,
+)
+from benchmarks.gpu.sglang_proof import BASE, DRAWN, VERSIONS, Proof, a_proof, prompt
+from benchmarks.measuring import Measurement
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.payloads import FloatArray
+from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_worker.engine.sampler import (
+    PromptQuestions,
+    StopRules,
+)
+from tinkercloud_worker.inference.client import NotThere
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+COLOCATED = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+_OFF = 1e-3
+
+
+def served(bench: Bench) -> Iterator[Measurement]:
+    """S1 to S9: a server as in a pod, in float32."""
+    with a_proof(bench, torch.float32) as proof:
+        for check in SERVED:
+            yield check(proof)
+        if bench.device.type != "cpu":
+            yield _seeds(proof)
+        # The last ones, since two heads then have changed the server's weights.
+        yield _whole(proof, "S8", "in requests", proof.sampler)
+        yield _whole(proof, "S9", "from its folder", proof.reader)
+
+
+def colocated(bench: Bench) -> Iterator[Measurement]:
+    """S10 to S12: a server that shares its GPU, in bfloat16.
+
+    Raises:
+        Skipped: there is no GPU to share.
+    """
+    if bench.device.type == "cpu":
+        raise Skipped("there is no GPU whose memory could be given away")
+    with a_proof(bench, torch.bfloat16, *COLOCATED) as proof:
+        for check in SHARED:
+            yield check(proof)
+
+
+def _alone(proof: Proof) -> Measurement:
+    gap = np.concatenate([proof.gap(version) for version in VERSIONS])
+    apart = proof.gap("one", against="two").mean()
+    note = f"mean {gap.mean():.1e}; from another adapter's {apart:.2f}"
+    return Measurement(
+        "S1", "SGLang's logprobs - our trainer's: a base, an adapter, another, float32",
+        float(gap.max()), "", "<= 1e-3", "<= 1e-5", note,
+    )  # fmt: skip
+
+
+def _together(proof: Proof) -> Measurement:
+    gap = proof.gap("two", "base", "one", "two")
+    off = int((gap > _OFF).sum())
+    return Measurement(
+        "S2", "the same, all in one batch", float(gap.max()), "", "<= 1e-3", "<= 1e-5",
+        f"mean {gap.mean():.1e}; {off} of {gap.size} tokens are off by more than {_OFF}",
+    )  # fmt: skip
+
+
+def _from_files(proof: Proof) -> Measurement:
+    proof.publish("one", sampler=proof.reader)
+    request = replace(a_request(prompt(7), 1), questions=PromptQuestions(logprobs_from=1))
+    [sent] = proof.sample(("one", request))
+    [read] = proof.sample(("one", request), sampler=proof.reader)
+    return Measurement(
+        "S3", "an adapter that SGLang read from files - the same one sent to it",
+        _gap(read.prompt.logprobs, sent.prompt.logprobs), "", "<= 1e-5",
+    )  # fmt: skip
+
+
+def _scored(proof: Proof) -> Measurement:
+    tokens = prompt(5)
+    targets = np.full((len(tokens) - 1, 2), -1)
+    targets[3], targets[40] = (7, 9), (11, -1)
+    questions = PromptQuestions(logprobs_from=1, top_k=3, targets=targets)
+    request = replace(a_request(tokens, 1), questions=questions)
+    proof.reference.publish("one", proof.trainer.snapshot("one"))
+    [ours] = proof.reference.sample("one", request)
+    [theirs] = proof.sample(("one", request))
+    assert theirs.prompt.top is not None
+    assert ours.prompt.top is not None
+    gaps = [
+        _gap(theirs.prompt.logprobs, ours.prompt.logprobs),
+        _gap(theirs.prompt.targets, ours.prompt.targets),
+        _gap(theirs.prompt.top.logprobs, ours.prompt.top.logprobs),
+    ]
+    return Measurement(
+        "S4", "a prompt's logprobs, named and most likely tokens - our sampler's, float32",
+        float(max(gaps)), "", "<= 1e-3", "<= 1e-4",
+        ", ".join(f"{gap:.1e}" for gap in gaps),
+    )  # fmt: skip
+
+
+def _gap(theirs: FloatArray | None, ours: FloatArray | None) -> float:
+    """Return the largest difference; infinity where one has a value and the other has none."""
+    assert theirs is not None
+    assert ours is not None
+    known = ~np.isnan(ours)
+    if (known != ~np.isnan(theirs)).any():
+        return math.inf
+    return float(np.abs(theirs[known] - ours[known]).max())
+
+
+def _seeds(proof: Proof) -> Measurement:
+    request = a_request(prompt(2), DRAWN, num_samples=2)
+    crowd = [("two", a_request(prompt(seed, 20), DRAWN)) for seed in range(16)]
+    [alone] = proof.sample(("one", request))
+    again, *_ = proof.sample(("one", request), *crowd)
+    [other] = proof.sample(("one", replace(request, seed=99)))
+    differing, others = (
+        sum(
+            int((np.asarray(a.tokens) != b.tokens).sum())
+            for a, b in zip(alone.sequences, result.sequences, strict=True)
+        )
+        for result in (again, other)
+    )
+    first, second = (s.tokens for s in alone.sequences)
+    note = f"with another seed {others}; the two samples of one request: {first != second}"
+    return Measurement(
+        "S5", "tokens that differ when a seed is drawn with again, among 16 others",
+        float(differing), "tokens", "<= 0", note=note,
+    )  # fmt: skip
+
+
+def _stops(proof: Proof) -> Measurement:
+    ends = frozenset(range(60))
+    tokens = prompt(3)
+    by_token, by_length, by_text, best = (
+        result.sequences[0]
+        for result in proof.sample(
+            ("one", replace(a_request(tokens, 200), stop=StopRules(ends, ()))),
+            ("one", a_request(tokens, 20)),
+            ("one", replace(a_request(tokens, 200), stop=StopRules(frozenset(), ("a", "b")))),
+            ("one", replace(a_request(tokens, 20), top_k=1, top_logprobs=2)),
+        )
+    )
+    text = byte_tokenizer().decode(list(by_text.tokens))
+    assert best.top is not None
+    wrong = {
+        "stop tokens": not (by_token.stopped and by_token.tokens[-1] in ends),
+        "a token after the stop": bool(ends & set(by_token.tokens[:-1])),
+        "length": by_length.stopped or len(by_length.tokens) != 20,
+        "stop strings": not (by_text.stopped and text[-1:] in {"a", "b"}),
+        "text after the stop": bool({"a", "b"} & set(text[:-1])),
+        "top_k of 1": best.tokens != best.top.token_ids[:, 0].tolist(),
+    }
+    return _count("S6", "rules of stopping and of top-k that did not hold", wrong)
+
+
+def _lost(proof: Proof) -> Measurement:
+    request = a_request(prompt(4), 4)
+    # In the order in which they were published; names count.
+    name, gone = sorted(path.name for path in (proof.scratch / "sent").iterdir())
+    proof.runner.run(proof.dialect.unload_adapter(name))
+    [again] = proof.sample(("one", request))
+    proof.runner.run(proof.sampler.retire("two"))
+    proof.runner.run(_settled(proof.sampler))
+    wrong = {
+        "an adapter that was lost": len(again.sequences[0].tokens) != 4,
+        "a retired version": not _raises(NotFound, lambda: proof.sample(("two", request))),
+        "its name in the server": not _raises(
+            NotThere, lambda: proof.runner.run(proof.dialect.draw(request, gone))
+        ),
+        "an adapter of too high a rank": not _raises(
+            InvalidRequest, lambda: proof.publish("large")
+        ),
+    }
+    proof.runner.run(proof.dialect.check_health())
+    return _count("S7", "wrong answers about adapters that are not there", wrong)
+
+
+def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Measurement:
+    proof.publish("whole", BASE, sampler=sampler)
+    gap = proof.gap("whole", sampler=sampler).max()
+    apart = proof.gap("whole", against=BASE, sampler=sampler).mean()
+    back = max(proof.gap(version, sampler=sampler).max() for version in (BASE, "one"))
+    note = f"from the base model's {apart:.2f}; base and adapter afterwards {back:.1e}"
+    return Measurement(
+        figure, f"SGLang's logprobs - our trainer's: a whole model {how}, float32",
+        float(gap), "", "<= 1e-3", "<= 1e-5", note,
+    )  # fmt: skip
+
+
+def _rounded(proof: Proof) -> Measurement:
+    gap = proof.gap(*VERSIONS)
+    note = f"mean exp of it {float(np.exp(gap).mean()):.4f}, at most {gap.max():.3f}"
+    return Measurement(
+        "S10", "mean gap of SGLang's logprobs and our trainer's, bfloat16",
+        float(gap.mean()), "", "<= 0.02", "<= 1e-3", note,
+    )  # fmt: skip
+
+
+def _memory(proof: Proof) -> Measurement:
+    async def given() -> int:
+        before = torch.cuda.mem_get_info()[0]
+        async with proof.sampler.training():
+            return torch.cuda.mem_get_info()[0] - before
+
+    freed = proof.runner.run(given())
+    return Measurement(
+        "S11", "memory that the server gives away for training", freed / (1 << 30), "GiB", ">= 1"
+    )
+
+
+def _afterwards(proof: Proof) -> Measurement:
+    asked = [(version, a_request(prompt(6), DRAWN)) for version in VERSIONS]
+
+    async def nothing() -> None:
+        async with proof.sampler.training():
+            pass
+
+    before = proof.sample(*asked)
+    proof.runner.run(nothing())
+    after = proof.sample(*asked)
+    gaps = [
+        np.abs(np.asarray(b.sequences[0].logprobs) - a.sequences[0].logprobs).max()
+        for b, a in zip(before, after, strict=True)
+    ]
+    return Measurement(
+        "S12", "logprobs of base and adapters after that - before", float(max(gaps)), "", "<= 1e-6"
+    )
+
+
+Check = Callable[[Proof], Measurement]
+SERVED: tuple[Check, ...] = (_alone, _together, _from_files, _scored, _stops, _lost)
+SHARED: tuple[Check, ...] = (_rounded, _memory, _afterwards)
+
+
+def _raises(error: type[Exception], work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except error:
+        return True
+    return False
+
+
+async def _settled(sampler: InferenceSampler) -> None:
+    await asyncio.gather(*sampler._cleaning)
+
+
+def _count(figure: str, what: str, wrong: dict[str, bool]) -> Measurement:
+    failed = [name for name, is_wrong in wrong.items() if is_wrong]
+    note = ", ".join(failed) or ", ".join(wrong)
+    return Measurement(figure, what, float(len(failed)), f"of {len(wrong)}", "<= 0", note=note)

@@ -1,0 +1,209 @@
+"""A real SGLang server with our client, and our trainer with the same weights."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.engines import (
+    RunningSampler,
+    a_prompt,
+    a_request,
+    a_sampler,
+    fill,
+    trained_logprobs,
+)
+from benchmarks.gpu.sglang_server import Server, a_server
+from benchmarks.gpu.workloads import Shape
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.build_sampler import inference_sampler
+from tinkercloud_worker.engine.sampler import (
+    SamplingRequest,
+    SamplingResult,
+)
+from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.inference import sglang_adapters, sglang_weights
+from tinkercloud_worker.inference.client import InferenceClient
+from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import SglangDialect
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
+SMALL = Shape("smaller", "llama", 256, 4, 4, 2, 64, 512, VOCAB_SIZE, tied=False)
+"""On a CPU."""
+RANK = 32
+SEEDS = {"one": 1, "two": 2}
+"""Adapters, and what their weights are drawn with."""
+BASE = "base"
+"""The trainer's model that is the base model's equal: an adapter without effect."""
+VERSIONS = (BASE, *SEEDS)
+DRAWN = 48
+_PROMPT = 100
+
+
+@dataclass
+class Proof:
+    """A server, the sampler that asks it, and what the answers are held against."""
+
+    sampler: InferenceSampler
+    """Sends weights in requests."""
+    reader: InferenceSampler
+    """Of another head; lets the server read weights from files."""
+    dialect: SglangDialect
+    """For what no sampler asks."""
+    scratch: Path
+    reference: RunningSampler
+    trainer: TorchTrainer
+    runner: asyncio.Runner
+
+    def publish(self, *models: str, sampler: InferenceSampler | None = None) -> None:
+        """Publish the trainer's weights of models under their own names."""
+        for model in models:
+            weights = self.trainer.snapshot(model) if model != BASE else None
+            self.runner.run((sampler or self.sampler).publish(model, weights))
+
+    def sample(
+        self, *asked: tuple[str, SamplingRequest], sampler: InferenceSampler | None = None
+    ) -> list[SamplingResult]:
+        """Answer requests, each with its version, that come at once."""
+        asking = sampler or self.sampler
+
+        async def everything() -> list[SamplingResult]:
+            return await asyncio.gather(*[asking.sample(*each) for each in asked])
+
+        return self.runner.run(everything())
+
+    def gap(
+        self, *versions: str, against: str | None = None, sampler: InferenceSampler | None = None
+    ) -> np.ndarray:
+        """Return how far drawn tokens' logprobs are from the trainer's.
+
+        Args:
+            versions: all are drawn from at once.
+            against: the trainer's model to compare with; None for that of the version's name.
+            sampler: which to ask; None for the one that sends.
+        """
+        prompts = [prompt(seed) for seed in range(len(versions))]
+        asked = [
+            (version, a_request(tokens, DRAWN, num_samples=2))
+            for version, tokens in zip(versions, prompts, strict=True)
+        ]
+        results = self.sample(*asked, sampler=sampler)
+        return np.concatenate(
+            [
+                np.abs(
+                    trained_logprobs(self.trainer, tokens, s.tokens, against or model)
+                    - np.asarray(s.logprobs)
+                )
+                for model, tokens, result in zip(versions, prompts, results, strict=True)
+                for s in result.sequences
+            ]
+        )
+
+
+def prompt(seed: int, length: int = _PROMPT) -> list[int]:
+    """Return random tokens, none of them the one that ends a text."""
+    return [token for token in a_prompt(SHAPE, length, seed) if token != EOS_TOKEN_ID]
+
+
+@contextmanager
+def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
+    """Run a server of the base model, with adapters published to it.
+
+    Raises:
+        Skipped: there is no SGLang.
+    """
+    if find_spec("sglang") is None:
+        raise Skipped("sglang is not installed (pip install sglang)")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        base = BaseModel(_saved(bench, dtype, folder / "model"), packed=False)
+        server = stack.enter_context(
+            a_server(
+                folder / "model",
+                folder,
+                device=bench.device,
+                dtype=str(dtype).removeprefix("torch."),
+                max_lora_rank=RANK,
+                options=options,
+            )
+        )
+        reference = stack.enter_context(a_sampler(base, 4, recorder=None))
+        runner = stack.enter_context(asyncio.Runner())
+        sampler = _sampler(server, folder, "sent", colocated=bool(options))
+        with (
+            patch.object(sglang_adapters, "_MOST_SENT_BYTES", 0),
+            patch.object(sglang_weights, "_MOST_SENT_BYTES", 0),
+        ):
+            reader = _sampler(server, folder, "read", colocated=bool(options))
+        dialect = SglangDialect(
+            InferenceClient(server.url, key=server.key_file.read_text(), max_concurrent=8)
+        )
+        for close in (sampler.close, reader.close, dialect.client.close):
+            stack.callback(_run, runner, close)
+        proof = Proof(sampler, reader, dialect, folder, reference, _trainer(base), runner)
+        proof.publish(*VERSIONS)
+        yield proof
+
+
+def _run(runner: asyncio.Runner, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    runner.run(work())
+
+
+def _saved(bench: Bench, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    """Return a model, and write it with a tokenizer as the server reads it."""
+    shape = SHAPE if bench.device.type != "cpu" else SMALL
+    model = shape.build(bench.device, dtype)
+    model.config.eos_token_id = EOS_TOKEN_ID
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model
+
+
+def _trainer(base: BaseModel) -> TorchTrainer:
+    """Return a trainer of the base, two adapters, one of too high a rank, and a whole model."""
+    trainer = TorchTrainer(base, max_batch_tokens=1024)
+    trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1))
+    for name, seed in SEEDS.items():
+        trainer.add_model(name, LoraConfig(rank=RANK, seed=seed))
+        fill(trainer, name, seed)
+    trainer.add_model("large", LoraConfig(rank=2 * RANK, seed=1))
+    trainer.add_model("whole", None)
+    tensors = trainer.export_state("whole").weights.tensors
+    changed = {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 1.5}
+    trainer.import_state("whole", TrainingState(WeightsSnapshot(None, changed), None, 0))
+    return trainer
+
+
+def _sampler(server: Server, folder: Path, name: str, *, colocated: bool) -> InferenceSampler:
+    """Return the sampler of a head of that name, which has a folder of that name for weights."""
+    inference = InferenceConfig(
+        urls=(server.url,),
+        key_file=str(server.key_file),
+        adapters_dir=str(folder / name),
+        colocated=colocated,
+    )
+    return inference_sampler(
+        HeadConfig(
+            head=name,
+            generation="g1",
+            model=BaseModelSource(name=SHAPE.name, path=str(folder / "model")),
+            token_file="",
+            checkpoint_root="",
+            scratch_dir=str(folder),
+            sampler=SamplerConfig(backend="sglang", inference=inference),
+        )
+    )

@@ -1,0 +1,65 @@
+"""SGLang engines as the sampler: what is asked of them, and what happens when they fail.
+
+The engines speak SGLang's API as its own source defines it, over our torch sampler: so answers are
+compared with that sampler's, and requests with SGLang's definitions. `python -m benchmarks.gpu`
+asks SGLang itself.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from prometheus_client.metrics import MetricWrapperBase
+
+from tinkercloud_testing.engines import Engine, an_engine
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+    a_fake_sglang,
+)
+from tinkercloud_testing.sglang_sampling import a_sampler
+from tinkercloud_worker import metrics
+from tinkercloud_worker.inference import sglang_adapters, sglang_weights
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def _counters() -> None:
+    """Begin to count: a port may have been another engine's."""
+    for metric in vars(metrics).values():
+        if isinstance(metric, MetricWrapperBase):
+            metric.clear()
+
+
+@pytest.fixture
+def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take weights of a kilobyte for large ones."""
+    monkeypatch.setattr(sglang_adapters, "_MOST_SENT_BYTES", 1000)
+    monkeypatch.setattr(sglang_weights, "_MOST_SENT_BYTES", 1000)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    with an_engine(tiny_llama(), tmp_path / "engine") as running:
+        yield running
+
+
+@pytest.fixture
+async def fakes(engine: Engine, model_folder: Path) -> AsyncIterator[list[FakeSglang]]:
+    """Two engines."""
+    async with AsyncExitStack() as stack:
+        contexts = [a_fake_sglang(engine, model_folder) for _ in range(2)]
+        yield [await stack.enter_async_context(context) for context in contexts]
+
+
+@pytest.fixture
+async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[InferenceSampler]:
+    running = a_sampler(fakes, tmp_path)
+    yield running
+    await running.close()

@@ -1,0 +1,203 @@
+"""Adapters: sent in requests or read from files, loaded once, lost and loaded again."""
+
+import asyncio
+import base64
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+    listening,
+    read_tensors,
+)
+from tinkercloud_testing.sglang_sampling import (
+    FILES,
+    NEVER,
+    PROMPTS,
+    TENSORS,
+    a_sampler,
+    an_adapter,
+    assert_same,
+    publish,
+)
+from tinkercloud_worker.inference.client import ServerUnreachable
+from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang_tensors import flattened
+
+pytestmark = pytest.mark.slow
+
+
+async def test_an_adapter_is_loaded_once_however_many_wait_for_it(
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    await sampler.publish("one", an_adapter(engine, 1))
+    request = a_sampling_request([1, 2], max_tokens=2)
+    for fake in fakes:
+        fake.restart()
+
+    await asyncio.gather(*[sampler.sample("one", request) for _ in range(7)])
+
+    # Once when it was published, once after the restart.
+    assert sum(len(fake.called(TENSORS)) for fake in fakes) == 2
+
+
+async def test_an_adapter_that_the_engine_has_evicted_is_loaded_again(
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request([1, 2], stop=NEVER)
+    for fake in fakes:
+        fake.evict()
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert sum(len(fake.called(TENSORS)) for fake in fakes) == 2
+
+
+async def test_the_files_of_what_is_retired_go_though_its_engine_is_gone(
+    engine: Engine, model_folder: Path, tmp_path: Path
+) -> None:
+    fake = FakeSglang(engine, model_folder)
+    await engine.sampler.publish("base", None)
+    async with listening(fake):
+        sampler = a_sampler([fake], tmp_path, recovery_seconds=0.2)
+        await sampler.publish("one", an_adapter(engine, 1))
+    with pytest.raises(ServerUnreachable):
+        await sampler.sample("one", a_sampling_request([1]))
+
+    await sampler.retire("one")
+    await asyncio.gather(*sampler._cleaning)
+
+    assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
+    await sampler.close()
+
+
+async def test_a_retired_version_goes_when_its_last_request_has_ended(
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    await sampler.publish("one", an_adapter(engine, 1))
+    running = asyncio.create_task(
+        sampler.sample("one", a_sampling_request([1, 2], max_tokens=200, stop=NEVER))
+    )
+    await asyncio.sleep(0)
+
+    await sampler.retire("one")
+    with pytest.raises(NotFound):
+        await sampler.sample("one", a_sampling_request([1]))
+    [sequence] = (await running).sequences
+    await asyncio.gather(*sampler._cleaning)
+
+    assert len(sequence.tokens) == 200
+    assert [fake.adapters for fake in fakes] == [{}, {}]
+    assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
+
+
+async def test_an_adapter_the_engine_refuses_is_the_users_error(
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    for fake in fakes:
+        fake.max_lora_rank = 2
+
+    with pytest.raises(InvalidRequest, match="with rank 4 is incompatible"):
+        await sampler.publish("one", an_adapter(engine, 1))
+
+    asked = [path for fake in fakes for path, _ in fake.calls if "load_lora" in path]
+    assert asked == [TENSORS, FILES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, ranks
+) -> None:
+    fakes[0].tp_size = ranks
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert len(fakes[0].called(TENSORS)) == 1
+    await sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "offers"),
+    [
+        ({"lacks": frozenset({TENSORS})}, 1),
+        ({"refuses": frozenset({TENSORS})}, 1),
+        ({"tp_size": None}, 0),
+    ],
+)
+async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_given_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state, offers
+) -> None:
+    vars(fakes[0]).update(state)
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    await publish(engine, sampler, "two", an_adapter(engine, 2))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = [await sampler.sample(version, request) for version in ("one", "two")]
+
+    assert_same(theirs[0], await engine.sampler.sample("one", request))
+    assert_same(theirs[1], await engine.sampler.sample("two", request))
+    assert len(fakes[0].called(TENSORS)) == offers
+    assert len(fakes[0].called(FILES)) == 2
+    await sampler.close()
+
+
+async def test_an_engine_that_ends_over_tensors_again_is_given_files(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkercloud_worker.inference.engine._RECOVERY_SECONDS", 0.01)
+    fakes[0].ends_over = frozenset({TENSORS})
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert [path for path, _ in fakes[0].calls if "load_lora" in path] == [TENSORS, TENSORS, FILES]
+    await sampler.close()
+
+
+@pytest.mark.usefixtures("_all_is_large")
+@pytest.mark.parametrize(
+    ("place", "ways"),
+    [
+        ({}, [FILES]),
+        ({"adapters_dir_there": "/nowhere"}, [FILES, TENSORS]),
+        ({"adapters_seen": False}, [TENSORS]),
+    ],
+)
+async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_seen(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, place, ways
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path, **place)
+
+    await sampler.publish("one", an_adapter(engine, 1))
+
+    assert [path for path, _ in fakes[0].calls if "load_lora" in path] == ways
+    await sampler.close()
+
+
+def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
+    sent = {
+        "odd": torch.randn(3).bfloat16(),
+        "view": torch.randn(4, 6).T,
+        "wide": torch.randn(2, 2, dtype=torch.float64),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+
+    read = read_tensors(base64.b64encode(flattened(sent)).decode())
+
+    assert read.keys() == sent.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in sent.items())
+    assert all(read[name].dtype == tensor.dtype for name, tensor in sent.items())

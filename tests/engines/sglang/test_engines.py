@@ -1,0 +1,186 @@
+"""Which engine is asked, and what happens when one ends or begins again."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+    listening,
+)
+from tinkercloud_testing.sglang_sampling import (
+    NEVER,
+    PROMPTS,
+    TENSORS,
+    a_sampler,
+    a_whole_model,
+    an_adapter,
+    assert_same,
+    counted,
+    publish,
+)
+from tinkercloud_worker.inference.client import ServerUnreachable
+from tinkercloud_worker.inference.colocation import ColocatedThread
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_session_keeps_to_one_engine_and_different_ones_to_different_ones(
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    for number in range(8):
+        await sampler.publish(f"s:sample:{number}", an_adapter(engine, number))
+
+    for number in range(8):
+        for prompt in PROMPTS:
+            await sampler.sample(f"s:sample:{number}", a_sampling_request(prompt))
+
+    asked = [
+        {body.get("lora_path") for body in fake.called("/generate")} - {None} for fake in fakes
+    ]
+    assert len(asked[0]) + len(asked[1]) == 8
+    assert asked[0]
+    assert asked[1]
+    assert [set(fake.adapters) for fake in fakes] == asked
+
+
+async def test_what_is_too_much_for_one_engine_goes_to_the_other(
+    sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    await sampler.publish("base", None)
+
+    requests = [a_sampling_request([1, number], max_tokens=30) for number in range(64)]
+    await asyncio.gather(*[sampler.sample("base", request) for request in requests])
+
+    assert all(len(fake.called("/generate")) > 16 for fake in fakes)
+
+
+async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
+    engine: Engine, model_folder: Path, tmp_path: Path
+) -> None:
+    fake = FakeSglang(engine, model_folder)
+    await engine.sampler.publish("base", None)
+    async with listening(fake):
+        port = int(fake.url.rpartition(":")[2])
+        sampler = a_sampler([fake], tmp_path)
+        await publish(engine, sampler, "one", an_adapter(engine, 1))
+    fake.restart()
+    request = a_sampling_request([1, 2], stop=NEVER)
+    waiting = asyncio.create_task(sampler.sample("one", request))
+    await asyncio.wait({waiting}, timeout=0.2)
+
+    async with listening(fake, port):
+        assert_same(await waiting, await engine.sampler.sample("one", request))
+        await sampler.close()
+
+    assert len(fake.called(TENSORS)) == 2
+    # Drawing and scoring without an adapter is how an engine is examined, each time it comes.
+    assert len([body for body in fake.called("/generate") if "lora_path" not in body]) == 4
+
+
+@pytest.mark.usefixtures("_counters")
+async def test_requests_go_to_the_engine_that_is_left(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    gone = FakeSglang(engine, fakes[0].model_path)
+    async with listening(gone):
+        pass
+    sampler = a_sampler([gone, fakes[0]], tmp_path)
+
+    for number in range(6):
+        await sampler.publish(f"s:sample:{number}", an_adapter(engine, number))
+        await sampler.sample(f"s:sample:{number}", a_sampling_request([1, 2]))
+
+    assert len(fakes[0].called(TENSORS)) == 6
+    assert [counted(each, "up") for each in (gone, fakes[0])] == [0, 1]
+    assert [counted(each, "losses_total") for each in (gone, fakes[0])] == [1, 0]
+    await sampler.close()
+
+
+async def test_when_no_engine_comes_back_the_request_ends_and_says_so(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    gone = FakeSglang(engine, fakes[0].model_path)
+    async with listening(gone):
+        pass
+    sampler = a_sampler([gone], tmp_path, recovery_seconds=0.2)
+    await sampler.publish("base", None)
+
+    with pytest.raises(ServerUnreachable, match="no inference server answers") as raised:
+        await sampler.sample("base", a_sampling_request([1]))
+
+    assert raised.value.category == "server"
+    await sampler.close()
+
+
+async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_again(
+    engine: Engine, model_folder: Path, tmp_path: Path
+) -> None:
+    fake = FakeSglang(engine, model_folder)
+    await engine.sampler.publish("base", None)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    async with listening(fake):
+        port = int(fake.url.rpartition(":")[2])
+        sampler = a_sampler([fake], tmp_path, colocated=True)
+        await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+        await sampler.publish("base", None)
+        await sampler.sample("sharp", request)
+        async with sampler.training():
+            assert fake.released
+    waiting = asyncio.create_task(sampler.sample("base", request))
+    await asyncio.wait({waiting}, timeout=0.2)
+
+    async with listening(fake, port):
+        assert_same(await waiting, await engine.sampler.sample("base", request))
+        await sampler.close()
+
+
+async def test_an_engine_that_began_again_meanwhile_is_not_told_to_take_its_memory_back(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request([1, 2])
+    async with sampler.training():
+        fakes[0].restart()
+
+    theirs = await sampler.sample("one", request)
+
+    assert_same(theirs, await engine.sampler.sample("one", request))
+    assert fakes[0].called("/resume_memory_occupation") == []
+    await sampler.close()
+
+
+async def test_colocated_engines_give_their_memory_away_while_the_trainer_computes(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes, tmp_path, colocated=True)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request([1, 2], max_tokens=30)
+    thread = ColocatedThread(sampler.training, on_crash=lambda _: None)
+    thread.start(thread._background)
+
+    async def train() -> list[set[str]]:
+        return await thread.run(lambda _: [set(fake.released) for fake in fakes])
+
+    released = await asyncio.gather(
+        *[sampler.sample("one", request) for _ in range(3)],
+        train(),
+        train(),
+        *[sampler.sample("one", request) for _ in range(3)],
+    )
+
+    everything = {"kv_cache", "weights", "cuda_graph"}
+    assert released[3] == released[4] == [everything, everything]
+    assert [len(fake.called("/release_memory_occupation")) for fake in fakes] == [1, 1]
+    for result in [*released[:3], *released[5:]]:
+        assert_same(result, await engine.sampler.sample("one", request))
+    await train()
+    await sampler.retire("one")
+    await asyncio.gather(*sampler._cleaning)
+    assert [fake.adapters for fake in fakes] == [{}, {}]
+    thread.stop()
+    await sampler.close()

@@ -1,0 +1,82 @@
+"""Drawing and scoring: what is asked of engines, and that answers are the torch sampler's."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+    definition,
+)
+from tinkercloud_testing.sglang_sampling import (
+    NEVER,
+    PROMPTS,
+    an_adapter,
+    assert_same,
+    publish,
+)
+from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+pytestmark = pytest.mark.slow
+
+
+async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    versions = ["base", "one", "two"]
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    await publish(engine, sampler, "two", an_adapter(engine, 2))
+    targets = np.array([[-1, -1], [3, -1], [40, 50], [-1, 7], [1, 2]])
+    requests = [
+        a_sampling_request(PROMPTS[0], num_samples=3, seed=9, temperature=0.7, top_p=0.8, top_k=50),
+        a_sampling_request(PROMPTS[1], stop=NEVER, top_logprobs=3, max_tokens=20),
+        a_sampling_request(PROMPTS[1], stop=StopRules(frozenset(range(60)), ()), max_tokens=40),
+        a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), ("a", "b")), max_tokens=40),
+        a_sampling_request(PROMPTS[2], questions=PromptQuestions(logprobs_from=3, top_k=2)),
+        a_sampling_request(PROMPTS[2], questions=PromptQuestions(top_k=2, targets=targets)),
+        a_sampling_request([3], questions=PromptQuestions(logprobs_from=1)),
+    ]
+    pairs = [(version, request) for version in versions for request in requests]
+
+    theirs = await asyncio.gather(*[sampler.sample(*pair) for pair in pairs])
+    ours = await asyncio.gather(*[engine.sampler.sample(*pair) for pair in pairs])
+
+    for their, our in zip(theirs, ours, strict=True):
+        assert_same(their, our)
+
+
+async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
+    sampler: InferenceSampler, fakes: list[FakeSglang]
+) -> None:
+    await sampler.publish("base", None)
+    questions = PromptQuestions(logprobs_from=4)
+
+    await sampler.sample("base", a_sampling_request(PROMPTS[2], questions=questions))
+
+    bodies = [body for fake in fakes for body in fake.called("/generate")]
+    assert [body["logprob_start_len"] for body in bodies].count(3) == 1
+
+
+async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believed(
+    fakes: list[FakeSglang], sampler: InferenceSampler
+) -> None:
+    for fake in fakes:
+        fake.gives_tempered_logprobs = True
+    await sampler.publish("base", None)
+
+    with pytest.raises(ServerError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
+        await sampler.sample("base", a_sampling_request([1]))
+
+
+def test_the_definitions_refuse_what_sglang_does_not_know() -> None:
+    known = definition("LoadLoRAAdapterReqInput")
+
+    known.model_validate({"lora_name": "a", "lora_path": "b"})
+    for wrong in ({"lora_name": "a"}, {"lora_name": "a", "lora_path": "b", "upsert": True}):
+        with pytest.raises(ValueError, match=r"lora_path|upsert"):
+            known.model_validate(wrong)

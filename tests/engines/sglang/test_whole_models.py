@@ -1,0 +1,130 @@
+"""Whole models: in turn with the base, in parts or from a folder, never in part."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+)
+from tinkercloud_testing.sglang_sampling import (
+    FOLDER,
+    NEVER,
+    PROMPTS,
+    WHOLE,
+    a_sampler,
+    a_whole_model,
+    an_adapter,
+    assert_same,
+    publish,
+)
+from tinkercloud_worker.inference import sglang_weights
+from tinkercloud_worker.inference.client import ServerError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("state", [{}, {"tp_size": 2}, {"refuses": frozenset({WHOLE})}])
+async def test_whole_models_take_turns_with_the_base_on_one_engine(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state
+) -> None:
+    vars(fakes[0]).update(state)
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
+    await publish(engine, sampler, "adapted", an_adapter(engine, 1))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    versions = ["base", "sharp", "adapted", "flat", "sharp", "base"]
+
+    theirs = await asyncio.gather(*[sampler.sample(version, request) for version in versions])
+
+    for version, their in zip(versions, theirs, strict=True):
+        assert_same(their, await engine.sampler.sample(version, request))
+    assert all(body["flush_cache"] for path in (WHOLE, FOLDER) for body in fakes[0].called(path))
+    await sampler.close()
+
+
+async def test_a_whole_model_reaches_an_engine_that_sees_none_of_our_files_in_parts(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = a_whole_model(engine, 3.0)
+    monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", weights.size_bytes // 4)
+    # Whoever was before us has left in the middle of it.
+    fakes[0].is_updating = True
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
+    await publish(engine, sampler, "sharp", weights)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    theirs = await sampler.sample("sharp", request)
+
+    assert_same(theirs, await engine.sampler.sample("sharp", request))
+    assert len(fakes[0].called(WHOLE)) >= 4
+    assert fakes[0].called(FOLDER) == []
+    assert not fakes[0].is_updating
+    await sampler.close()
+
+
+@pytest.mark.usefixtures("_all_is_large")
+async def test_a_large_model_is_read_from_its_folder(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path)
+
+    await sampler.publish("sharp", a_whole_model(engine, 3.0))
+
+    assert fakes[0].called(WHOLE) == []
+    assert len(fakes[0].called(FOLDER)) == 1
+    await sampler.close()
+
+
+async def test_weights_that_came_in_part_are_never_drawn_from(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    fakes[0].refuses = frozenset({"/end_weight_update"})
+    sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
+    await publish(engine, sampler, "base", None)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    await sampler.sample("base", request)
+    with pytest.raises(ServerError, match=r"failed \(500\): refused"):
+        await sampler.publish("sharp", a_whole_model(engine, 3.0))
+
+    theirs = await sampler.sample("base", request)
+
+    assert_same(theirs, await engine.sampler.sample("base", request))
+    assert [Path(body["model_path"]) for body in fakes[0].called(FOLDER)][-1] == fakes[0].model_path
+    await sampler.close()
+
+
+async def test_an_engine_that_has_lost_a_whole_model_loads_it_again(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    fakes[0].restart()
+
+    theirs = await sampler.sample("sharp", request)
+
+    assert_same(theirs, await engine.sampler.sample("sharp", request))
+    await sampler.close()
+
+
+@pytest.mark.parametrize("left", ["sharp", "base"])
+async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_own(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, left
+) -> None:
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    first = a_sampler(fakes[:1], tmp_path / "first")
+    await publish(engine, first, "sharp", a_whole_model(engine, 3.0))
+    await first.publish("base", None)
+    await first.sample(left, request)
+    second = a_sampler(fakes[:1], tmp_path / "second", generation="g2")
+    await second.publish("base", None)
+
+    theirs = await second.sample("base", request)
+
+    assert_same(theirs, await engine.sampler.sample("base", request))
+    await asyncio.gather(first.close(), second.close())

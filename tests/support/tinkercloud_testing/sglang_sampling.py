@@ -1,0 +1,91 @@
+"""A sampler over SGLang engines that are played, and what tests compare of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import REGISTRY
+
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.engines import Engine
+from tinkercloud_testing.sglang import (
+    FakeSglang,
+)
+from tinkercloud_worker.build_sampler import inference_sampler
+from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+MODEL = "tiny/llama"
+NEVER = StopRules(frozenset(), ())
+TENSORS, FILES = "/load_lora_adapter_from_tensors", "/load_lora_adapter"
+WHOLE, FOLDER = "/update_weights_from_tensor", "/update_weights_from_disk"
+PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
+
+
+def counted(fake: FakeSglang, name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"tinkercloud_engine_{name}", {"engine": fake.url, **labels})
+
+
+def a_sampler(
+    fakes: list[FakeSglang], folder: Path, generation: str = "g1", **options: Any
+) -> InferenceSampler:
+    urls = tuple(fake.url for fake in fakes)
+    inference = InferenceConfig(urls=urls, **{"recovery_seconds": 60.0, **options})
+    config = HeadConfig(
+        head="tiny",
+        generation=generation,
+        model=BaseModelSource(name=MODEL, path=str(fakes[0].model_path)),
+        token_file="",
+        checkpoint_root="",
+        scratch_dir=str(folder / "scratch"),
+        sampler=SamplerConfig(backend="sglang", inference=inference),
+    )
+    return inference_sampler(config)
+
+
+def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:
+    """Return an adapter that changes what the model says."""
+    name = f"model-{seed}"
+    engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
+    weights = engine.trainer.snapshot(name)
+    for tensor in weights.tensors.values():
+        tensor.normal_(0, 0.1)
+    return weights
+
+
+def a_whole_model(engine: Engine, scale: float) -> WeightsSnapshot:
+    """Return the base model with a scaled output embedding."""
+    engine.trainer.add_model(f"whole-{scale}", None)
+    weights = engine.trainer.snapshot(f"whole-{scale}")
+    weights.tensors["lm_head.weight"].mul_(scale)
+    return weights
+
+
+async def publish(
+    engine: Engine, sampler: InferenceSampler, name: str, weights: WeightsSnapshot | None
+) -> None:
+    """Publish weights here and at the engines."""
+    await engine.sampler.publish(name, weights)
+    await sampler.publish(name, weights)
+
+
+def assert_same(theirs: SamplingResult, ours: SamplingResult) -> None:
+    """Compare what was drawn, and what was asked of the prompt."""
+    for their, our in zip(theirs.sequences, ours.sequences, strict=True):
+        assert list(their.tokens) == list(our.tokens)
+        assert their.stopped == our.stopped
+        np.testing.assert_allclose(their.logprobs, our.logprobs, atol=1e-5)
+        if our.top is not None:
+            assert their.top is not None
+            assert (their.top.token_ids == our.top.token_ids).all()
+    for name in ("logprobs", "targets"):
+        their, our = getattr(theirs.prompt, name), getattr(ours.prompt, name)
+        assert (their is None) == (our is None)
+        if our is not None:
+            np.testing.assert_allclose(their, our, atol=1e-5)
+    if ours.prompt.top is not None:
+        assert theirs.prompt.top is not None
+        assert (theirs.prompt.top.token_ids == ours.prompt.top.token_ids).all()
+        np.testing.assert_allclose(theirs.prompt.top.logprobs, ours.prompt.top.logprobs, atol=1e-5)
