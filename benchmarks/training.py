@@ -13,7 +13,8 @@ from benchmarks.measuring import Measurement, medians, peak_rss_bytes
 from tinkercloud_protocol.payloads import Datum, ForwardBackwardRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import Batch, micro_batches, prepare
+from tinkercloud_worker.engine.batch import Batch, packs, prepare
+from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.torch_trainer.unembed import Unembedding, logprobs_and_gradient
@@ -95,15 +96,19 @@ def _adapters_together(trainer: TorchTrainer, vocab_size: int) -> Measurement:
     for name in names:
         trainer.add_model(name, LORA)
     data = random_data([16] * 8, vocab_size)
-    whole, parts = a_batch(trainer, data), [a_batch(trainer, [datum]) for datum in data]
+    whole = a_batch(trainer, data)
+    passes = [
+        TrainingPass(name, a_batch(trainer, [datum]))
+        for name, datum in zip(names, data, strict=True)
+    ]
 
     def one_adapter() -> None:
         trainer.forward_backward("m", whole, lambda: None)
         trainer.discard_gradient("m")
 
     def eight_adapters() -> None:
-        for name, part in zip(names, parts, strict=True):
-            trainer.forward_backward(name, part, lambda: None)
+        trainer.run_together(passes, lambda: None)
+        for name in names:
             trainer.discard_gradient(name)
 
     one, eight = medians(one_adapter, eight_adapters)
@@ -152,7 +157,7 @@ def _head_peak(which: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_rss_bytes()
     if which == "ours":
-        layer = Unembedding(FrozenLinear(weight, None, packed=False), None)
+        layer = Unembedding(FrozenLinear(weight, None, packed=False), ())
         logprobs_and_gradient(layer, hidden.detach(), targets, lambda _, lp: torch.ones_like(lp))
     else:
         logits = hidden @ weight.T
@@ -164,13 +169,11 @@ def _head_peak(which: str) -> int:
 def _packing() -> Measurement:
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(5, 1, 64).astype(int), 8, 2048).tolist()
-    padded = sum(
-        len(group) * max(lengths[i] for i in group) for group in micro_batches(lengths, 2048)
-    )
+    room = 2048 * len(packs(lengths, 2048))
     return Measurement(
         "C22",
-        "tokens / padded tokens, lognormal lengths",
-        sum(lengths) / padded,
+        "tokens / room for them in packs, lognormal lengths",
+        sum(lengths) / room,
         "",
         ">= 0.9",
         ">= 0.97",

@@ -25,10 +25,18 @@ from benchmarks.gpu.workloads import WORKLOADS
 from benchmarks.measuring import Measurement
 
 ROOT = Path(__file__).parents[2]
-ENGINE = [str(ROOT / folder / "src") for folder in ("protocol", "worker_image")]
+PACKAGES_OF_OURS = ("protocol", "worker_image", "crds", "operator")
+ENGINE = [
+    *(str(ROOT / folder / "src") for folder in PACKAGES_OF_OURS),
+    str(ROOT / "tests" / "support"),
+]
 COMPARED_WITH = "H200"
 """The GPU that the wanted figures are for."""
+NUMERICS = ("N", "M", "S")
+"""Figures that have bounds anywhere."""
 BUDGET_SECONDS = 540.0
+DISTRIBUTIONS = {"megatron": "megatron-core"}
+"""Of modules that are called otherwise."""
 PACKAGES = ("torch", "transformers", "peft", "tinker", "megatron-core", "sglang", "vllm")
 
 
@@ -45,20 +53,31 @@ PARTS = (
     Part(("N1",), "unembedding", "gradient"),
     Part(("N2", "N3", "N4"), "numerics", "float32"),
     Part(("N5",), "numerics", "bfloat16"),
-    Part(("N6", "G13"), "numerics", "sampling"),
+    Part(("N6", "N7", "G13"), "numerics", "sampling"),
     Part(("G6",), "unembedding", "memory"),
     Part(("G7",), "unembedding", "speed"),
+    Part(("M1", "M2", "M5"), "megatron", "dense"),
+    Part(("M3", "M4"), "megatron", "mixture"),
+    Part(("M6", "M7"), "megatron", "steps"),
+    Part(("M8",), "megatron", "bfloat16"),
     Part(("G11a",), "decoding", "small"),
     Part(("G3",), "training", "small"),
     Part(("G4", "G5"), "training", "bare"),
     Part(("G2",), "training", "middle"),
     Part(("G8",), "training", "tenants"),
     Part(("G9",), "training", "adapter_cost"),
+    Part(("G2m",), "megatron", "middle"),
     Part(("G1",), "training", "large"),
     Part(("G11b", "G12", "G14"), "decoding", "large"),
     Part(("G10",), "training", "longest_context"),
+    Part(("G1m",), "megatron", "large"),
+    Part(("P1", "P2", "P3", "P4", "P5"), "memory", "torch_trainer"),
+    Part(("P6", "P7", "P8", "P9", "P10"), "memory", "megatron"),
+    Part(tuple(f"S{number}" for number in range(1, 10)), "sglang", "served"),
+    Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
-"""Numerics first; then from small models to large ones, what takes most memory last."""
+"""Numerics first; then from small models to large ones, what takes most memory last, and
+servers of others at the end."""
 
 
 @dataclass
@@ -80,12 +99,12 @@ class Report:
     @property
     def is_good(self) -> bool:
         """Whether nothing failed and the engine computes what Hugging Face does."""
-        numerics = [m for m in self.measured if m.id.startswith("N")]
+        numerics = [m for m in self.measured if m.id.startswith(NUMERICS)]
         return not self.failed and all(m.verdict != "below" for m in numerics)
 
     def verdict(self, measurement: Measurement) -> str:
         """Return how a figure compares; speeds and memory only where the bounds are for."""
-        compared = measurement.id.startswith("N") or (
+        compared = measurement.id.startswith(NUMERICS) or (
             self.size == "full" and COMPARED_WITH in self.bench.name
         )
         return measurement.verdict if compared else "not compared"
@@ -134,9 +153,8 @@ def versions() -> dict[str, str | None]:
 
 def not_written(gpus: int) -> Iterator[tuple[str, str]]:
     """Yield what this command does not measure, and why: for lack of it, or of a measurement."""
-    for name, module in (("megatron-core", "megatron"), ("sglang", "sglang"), ("vllm", "vllm")):
-        found = find_spec(module) is not None
-        yield name, "is installed, but not measured by this command" if found else "not installed"
+    found = find_spec("vllm") is not None
+    yield "vllm", "is installed, but not measured by this command" if found else "not installed"
     several = f"{gpus} are here, but ranks are not measured by this command"
     yield "several GPUs", several if gpus > 1 else "there is one at most"
 
@@ -166,7 +184,8 @@ def measure(report: Report, part: Part) -> None:
     except Skipped as skipped:
         reason = str(skipped)
     except ModuleNotFoundError as missing:
-        name = str(missing.name).partition(".")[0]
+        module = str(missing.name).partition(".")[0]
+        name = DISTRIBUTIONS.get(module, module)
         reason = f"{name} is not installed (pip install {name})"
     except Exception as error:  # noqa: BLE001 - the other parts are measured none the less
         traceback.print_exc()

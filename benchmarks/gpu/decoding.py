@@ -15,12 +15,13 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.workloads import Shape
 from benchmarks.measuring import Measurement
+from tinkercloud_worker.torch_sampler.graphs import recorder_for
 
 
 def small(bench: Bench) -> Iterator[Measurement]:
     """G11 with a small model."""
     shape = bench.work.decoding
-    with a_sampler(base_of(bench, shape), 1) as sampler:
+    with a_sampler(base_of(bench, shape), 1, recorder_for(bench.device)) as sampler:
         yield _alone(bench, "G11a", shape, sampler, (">= 300", ">= 900"))
 
 
@@ -28,7 +29,7 @@ def large(bench: Bench) -> Iterator[Measurement]:
     """G11 and G12 with the largest model, and G14: how soon its adapter is sampled."""
     work = bench.work
     base = base_of(bench, work.large)
-    with a_sampler(base, work.together) as sampler:
+    with a_sampler(base, work.together, recorder_for(bench.device)) as sampler:
         yield _alone(bench, "G11b", work.large, sampler, (">= 130", ">= 190"))
         yield _together(bench, sampler)
         trainer = a_trainer(base, work.rank, max_batch_tokens=1024)
@@ -67,7 +68,7 @@ def _together(bench: Bench, sampler: RunningSampler) -> Measurement:
         prompts = [a_prompt(work.large, work.prompt, next(seeds)) for _ in range(work.together)]
         sampler.sample("base", *[a_request(prompt, work.drawn) for prompt in prompts])
 
-    seconds = bench.first_seconds(draw)
+    (seconds,) = bench.seconds(draw, rounds=1)
     speed = work.together * work.drawn / seconds
     what = f"{work.large.name}: {work.together} sequences drawn, their prompts read"
     note = f"{work.prompt} + {work.drawn} tokens each"

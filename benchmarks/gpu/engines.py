@@ -21,13 +21,16 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
+from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 MODEL = "m"
 _SAMPLER_BYTES = 8 << 30
+_CHUNK_TOKENS = 2048
+"""As many as a GPU computes in about the time that it takes to launch their kernels."""
 
 _held: dict[tuple[str, torch.dtype], BaseModel] = {}
 
@@ -36,10 +39,15 @@ def base_of(bench: Bench, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> 
     """Return a base model; the one that was made before is given up if it is another."""
     key = (shape.name, dtype)
     if key not in _held:
-        _held.clear()
-        bench.tidy()
+        give_up_base(bench)
         _held[key] = BaseModel(shape.build(bench.device, dtype), packed=False)
     return _held[key]
+
+
+def give_up_base(bench: Bench) -> None:
+    """Forget the base model that was made last."""
+    _held.clear()
+    bench.tidy()
 
 
 def random_data(shape: Shape, lengths: Sequence[int]) -> list[Datum]:
@@ -54,7 +62,7 @@ def random_data(shape: Shape, lengths: Sequence[int]) -> list[Datum]:
     ]
 
 
-def a_batch(trainer: TorchTrainer, data: Sequence[Datum]) -> Batch:
+def a_batch(trainer: Trainer, data: Sequence[Datum]) -> Batch:
     """Return data as the trainer takes them."""
     request = ForwardBackwardRequest(
         "s:train:0", 1, tuple(data), "cross_entropy", loss_fn_config={}, forward_only=False
@@ -62,10 +70,10 @@ def a_batch(trainer: TorchTrainer, data: Sequence[Datum]) -> Batch:
     return prepare(request, trainer.limits)
 
 
-def fill(trainer: TorchTrainer, model_id: str) -> dict[str, torch.Tensor]:
+def fill(trainer: Trainer, model_id: str, seed: int = 1) -> dict[str, torch.Tensor]:
     """Give an adapter random weights, neither half of them zero, and return them."""
     state = trainer.export_state(model_id)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: 0.02 * torch.randn(tensor.shape, generator=generator)
         for name, tensor in state.weights.tensors.items()
@@ -77,14 +85,17 @@ def fill(trainer: TorchTrainer, model_id: str) -> dict[str, torch.Tensor]:
 
 
 def a_trainer(base: BaseModel, rank: int, max_batch_tokens: int, **limits: int) -> TorchTrainer:
-    """Return a trainer with one model, an adapter of random weights."""
+    """Return a trainer with one model, an adapter of random weights.
+
+    Experts are not adapted.
+    """
     trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens, **limits)
-    trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
+    trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1, train_mlp=not base.has_fused_experts))
     fill(trainer, MODEL)
     return trainer
 
 
-def step(trainer: TorchTrainer, batch: Batch, model_id: str = MODEL) -> None:
+def step(trainer: Trainer, batch: Batch, model_id: str = MODEL) -> None:
     """Compute a batch's gradient, and forget it."""
     trainer.forward_backward(model_id, batch, lambda: None)
     trainer.discard_gradient(model_id)
@@ -102,18 +113,26 @@ class RunningSampler:
 
     def sample(self, version: str, *requests: SamplingRequest) -> list[SamplingResult]:
         """Answer requests that come at once."""
+        return self.sample_all([(version, request) for request in requests])
+
+    def sample_all(self, requests: Sequence[tuple[str, SamplingRequest]]) -> list[SamplingResult]:
+        """Answer requests of versions that come at once."""
 
         async def everything() -> list[SamplingResult]:
-            return await asyncio.gather(*[self.sampler.sample(version, r) for r in requests])
+            return await asyncio.gather(*[self.sampler.sample(v, r) for v, r in requests])
 
         return asyncio.run(everything())
 
 
 @contextmanager
-def a_sampler(base: BaseModel, max_running_sequences: int) -> Iterator[RunningSampler]:
+def a_sampler(
+    base: BaseModel, max_running_sequences: int, recorder: Recorder | None
+) -> Iterator[RunningSampler]:
     """Run a sampler over a base model."""
     thread = EngineThread(on_crash=lambda error: print("the engine failed:", repr(error)))
-    config = SamplerConfig(max_running_sequences=max_running_sequences)
+    config = SamplerConfig(
+        max_running_sequences=max_running_sequences, prefill_chunk_tokens=_CHUNK_TOKENS
+    )
     make: Any = PreTrainedTokenizerFast
     tokenizer = make(tokenizer_object=Tokenizer(models.WordLevel({"?": 0})))
     with tempfile.TemporaryDirectory() as folder:
@@ -123,6 +142,7 @@ def a_sampler(base: BaseModel, max_running_sequences: int) -> Iterator[RunningSa
             config,
             versions=Versions(Path(folder), _SAMPLER_BYTES, base.device),
             wake=thread.wake,
+            recorder=recorder,
         )
         thread.start(sampler)
         try:
@@ -152,11 +172,11 @@ def a_request(prompt: Sequence[int], max_tokens: int, num_samples: int = 1) -> S
 
 
 def trained_logprobs(
-    trainer: TorchTrainer, prompt: Sequence[int], drawn: Sequence[int]
+    trainer: TorchTrainer, prompt: Sequence[int], drawn: Sequence[int], model_id: str = MODEL
 ) -> np.ndarray:
     """Return the trainer's logprobs of tokens that a sampler drew after a prompt."""
     ids = np.asarray([*prompt, *drawn], np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
-    output = trainer.forward(MODEL, a_batch(trainer, [datum]), lambda: None)
+    output = trainer.forward(model_id, a_batch(trainer, [datum]), lambda: None)
     logprobs: np.ndarray = output.logprobs[0][len(prompt) - 1 :]
     return logprobs

@@ -1,6 +1,7 @@
 """The engine against a plain Hugging Face model with the adapter added into its weights."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,24 +20,31 @@ from benchmarks.gpu.engines import (
     random_data,
     trained_logprobs,
 )
+from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement
-from tinkercloud_protocol.payloads import Datum
+from tinkercloud_protocol.payloads import Datum, SampledSequence
 from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.torch_sampler.graphs import Recorder, recorder_for
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
-_LENGTHS = (24, 9, 17)
+LENGTHS = (24, 9, 17)
 
 
 class Merged:
     """A Hugging Face model, an adapter's product added to its weights."""
 
     def __init__(
-        self, bench: Bench, base: BaseModel, trainer: TorchTrainer, dtype: torch.dtype
+        self,
+        bench: Bench,
+        shape: Shape,
+        base: BaseModel,
+        trainer: TorchTrainer,
+        dtype: torch.dtype,
     ) -> None:
         snapshot = trainer.snapshot(MODEL)
         assert snapshot.lora is not None
-        self.model: PreTrainedModel = bench.work.checked.build(bench.device, torch.float32)
+        self.model: PreTrainedModel = shape.build(bench.device, torch.float32)
         with torch.no_grad():
             for name, weight in base.named_weights().items():
                 self.model.get_parameter(name).copy_(weight)
@@ -90,30 +98,31 @@ def float32(bench: Bench) -> Iterator[Measurement]:
     shape = bench.work.checked
     base = base_of(bench, shape, torch.float32)
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
-    data = random_data(shape, _LENGTHS)
+    data = random_data(shape, LENGTHS)
     batch = a_batch(trainer, data)
     output = trainer.forward_backward(MODEL, batch, lambda: None)
     ours = trainer.export_gradient(MODEL)
-    merged = Merged(bench, base, trainer, torch.float32)
-    theirs = merged.gradients(data)
-    with torch.no_grad():
-        gaps = [
-            np.abs(merged.logprobs(datum).cpu().numpy() - logprobs).max()
-            for datum, logprobs in zip(data, output.logprobs, strict=True)
-        ]
+    with plain_transformers():
+        merged = Merged(bench, shape, base, trainer, torch.float32)
+        theirs = merged.gradients(data)
+        with torch.no_grad():
+            gaps = [
+                np.abs(merged.logprobs(datum).cpu().numpy() - logprobs).max()
+                for datum, logprobs in zip(data, output.logprobs, strict=True)
+            ]
     yield Measurement(
         "N2", "trainer's logprobs - Hugging Face's, float32", float(max(gaps)), "", "<= 1e-4"
     )
     assert ours is not None
     yield Measurement(
-        "N3", "gradients / Hugging Face's, float32", _worst(ours, theirs), "", "<= 1e-3"
+        "N3", "gradients / Hugging Face's, float32", worst(ours, theirs), "", "<= 1e-3"
     )
     again = a_trainer(base, bench.work.rank, max_batch_tokens=64, max_kept_tokens=0)
     again.forward_backward(MODEL, batch, lambda: None)
     repeated = again.export_gradient(MODEL)
     assert repeated is not None
     yield Measurement(
-        "N4", "gradients of layers computed again / kept", _worst(repeated, ours), "", "<= 1e-4"
+        "N4", "gradients of layers computed again / kept", worst(repeated, ours), "", "<= 1e-4"
     )
 
 
@@ -122,12 +131,12 @@ def bfloat16(bench: Bench) -> Iterator[Measurement]:
     shape = bench.work.checked
     base = base_of(bench, shape)
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
-    data = random_data(shape, _LENGTHS)
+    data = random_data(shape, LENGTHS)
     output = trainer.forward(MODEL, a_batch(trainer, data), lambda: None)
-    exact, rounded = (
-        Merged(bench, base, trainer, dtype) for dtype in (torch.float32, torch.bfloat16)
-    )
-    with torch.no_grad():
+    with plain_transformers(), torch.no_grad():
+        exact, rounded = (
+            Merged(bench, shape, base, trainer, dtype) for dtype in (torch.float32, torch.bfloat16)
+        )
         truth = torch.cat([exact.logprobs(datum) for datum in data]).cpu().numpy()
         theirs = torch.cat([rounded.logprobs(datum) for datum in data]).cpu().numpy()
     ours = np.concatenate(output.logprobs)
@@ -140,13 +149,19 @@ def bfloat16(bench: Bench) -> Iterator[Measurement]:
 
 
 def sampling(bench: Bench) -> Iterator[Measurement]:
-    """N6, G13: logprobs of drawn tokens beside the trainer's, in float32 and bfloat16."""
+    """N6, N7, G13: logprobs of drawn tokens beside the trainer's, and beside computed steps'."""
     for dtype in (torch.float32, torch.bfloat16):
-        gap = _sampling_gap(bench, dtype)
+        base = base_of(bench, bench.work.checked, dtype)
+        trainer = a_trainer(base, bench.work.rank, max_batch_tokens=1024)
+        # Where nothing records steps they are computed, padded as recorded ones are.
+        recorder = recorder_for(bench.device) or (lambda compute: compute)
+        drawn = _sampled(bench, base, trainer, recorder)
+        gap = _gap(drawn, [trained_logprobs(trainer, _prompt(bench), s.tokens) for s in drawn])
         if dtype == torch.float32:
             yield Measurement(
                 "N6", "sampling - training logprobs, float32", float(gap.max()), "", "<= 1e-4"
             )
+            yield _recorded(bench, base, trainer, recorder)
             continue
         note = f"mean exp of it {float(np.exp(gap).mean()):.4f} (wanted: 1.05 at most)"
         yield Measurement(
@@ -155,22 +170,50 @@ def sampling(bench: Bench) -> Iterator[Measurement]:
         )  # fmt: skip
 
 
-def _sampling_gap(bench: Bench, dtype: torch.dtype) -> np.ndarray:
-    work = bench.work
-    base = base_of(bench, work.checked, dtype)
-    trainer = a_trainer(base, work.rank, max_batch_tokens=1024)
-    prompt = a_prompt(work.checked, work.prompt, seed=0)
-    with a_sampler(base, work.together) as sampler:
-        sampler.publish("v1", trainer.snapshot(MODEL))
-        (result,) = sampler.sample("v1", a_request(prompt, work.drawn, num_samples=2))
-    gaps = [
-        np.abs(trained_logprobs(trainer, prompt, s.tokens) - np.asarray(s.logprobs))
-        for s in result.sequences
-    ]
+def _recorded(
+    bench: Bench, base: BaseModel, trainer: TorchTrainer, recorder: Recorder
+) -> Measurement:
+    """N7: an adapter's sequences alone, and beside the base's."""
+    recorded, computed = (
+        _sampled(bench, base, trainer, each, ("v1",))
+        + _sampled(bench, base, trainer, each, ("v1", "base"))
+        for each in (recorder, None)
+    )
+    same = [s.tokens for s in recorded] == [s.tokens for s in computed]
+    gap = _gap(recorded, [np.asarray(s.logprobs) for s in computed])
+    return Measurement(
+        "N7", "recorded - computed decoding steps, same tokens, float32",
+        float(gap.max()) if same else math.inf, "", "<= 1e-4",
+    )  # fmt: skip
+
+
+def _gap(drawn: Sequence[SampledSequence], others: Sequence[np.ndarray]) -> np.ndarray:
+    gaps = [np.abs(s.logprobs - other) for s, other in zip(drawn, others, strict=True)]
     return np.concatenate(gaps)
 
 
-def _worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+def _sampled(
+    bench: Bench,
+    base: BaseModel,
+    trainer: TorchTrainer,
+    recorder: Recorder | None,
+    versions: Sequence[str] = ("v1",),
+) -> list[SampledSequence]:
+    """Return sequences drawn at once with the trainer's adapter ("v1") or the base."""
+    work = bench.work
+    with a_sampler(base, work.together, recorder) as sampler:
+        sampler.publish("v1", trainer.snapshot(MODEL))
+        sampler.publish("base", None)
+        request = a_request(_prompt(bench), work.drawn, num_samples=3)
+        results = sampler.sample_all([(version, request) for version in versions])
+    return [sequence for result in results for sequence in result.sequences]
+
+
+def _prompt(bench: Bench) -> list[int]:
+    return a_prompt(bench.work.checked, bench.work.prompt, seed=0)
+
+
+def worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """Return the largest relative difference of two gradients, tensor by tensor."""
     assert ours.keys() == theirs.keys()
-    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in ours)
+    return max(float((ours[n].cpu() - t.cpu()).norm() / t.norm()) for n, t in theirs.items())

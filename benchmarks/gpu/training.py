@@ -1,7 +1,8 @@
 """How fast adapters are trained, how long sequences may be, and what adapters cost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from benchmarks.bare_loop import BareLoop
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, fill, random_data, step
-from benchmarks.gpu.workloads import Batch, Shape
+from benchmarks.gpu.workloads import Batch, Shape, plain_transformers
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
 from tinkercloud_worker.torch_trainer.unembed import Unembedding, logprobs_and_gradient
 
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)
@@ -42,26 +44,50 @@ def large(bench: Bench) -> Iterator[Measurement]:
 def _throughput(
     bench: Bench, name: str, shape: Shape, batch: Batch, wanted: tuple[float, float]
 ) -> Measurement:
-    base = base_of(bench, shape)
+    make = partial(a_trainer, base_of(bench, shape), bench.work.rank)
+    return throughput(bench, make, shape, batch).figure(name, shape.name, wanted)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How fast a batch is trained."""
+
+    rank: int
+    batch: Batch
+    micro_batch: int
+    """Tokens."""
+    tokens_per_second: float
+    share: float | None
+    """Of the GPU's peak; None if that is not known."""
+
+    def figure(self, name: str, what: str, wanted: tuple[float, float]) -> Measurement:
+        """Return it as a figure; `wanted` and strong shares of the peak."""
+        batch, speed = self.batch, self.tokens_per_second
+        what = f"{what}, {batch.sequences} x {batch.length} tokens, rank {self.rank}"
+        note = f"{speed:.0f} tokens/s in micro-batches of {self.micro_batch}"
+        if self.share is None:
+            return Measurement(name, what, speed, "tokens/s", ">= 0", note=f"{note}; peak unknown")
+        least, strong = (f">= {bound}" for bound in wanted)
+        return Measurement(name, what, self.share, "MFU", least, strong, note)
+
+
+def throughput(
+    bench: Bench, make: Callable[[int], Trainer], shape: Shape, batch: Batch
+) -> Throughput:
+    """Measure a trainer, made for a number of tokens in a micro-batch, of which many are tried."""
     data = random_data(shape, [batch.length] * batch.sequences)
     tokens, (seconds, adapter) = bench.largest(
-        _MICRO_BATCHES, lambda tokens: _step_seconds(bench, base, data, tokens)
+        _MICRO_BATCHES, lambda tokens: _step_seconds(bench, make(tokens), data)
     )
     speed = batch.tokens / seconds
-    what = f"{shape.name}, {batch.sequences} x {batch.length} tokens, rank {bench.work.rank}"
-    note = f"{speed:.0f} tokens/s in micro-batches of {tokens}"
-    if bench.peak_flops is None:
-        return Measurement(name, what, speed, "tokens/s", ">= 0", note=f"{note}; peak unknown")
-    share = shape.training_flops(batch.length, adapter) * speed / bench.peak_flops
-    least, strong = (f">= {bound}" for bound in wanted)
-    return Measurement(name, what, share, "MFU", least, strong, note)
+    share = None
+    if bench.peak_flops is not None:
+        share = shape.training_flops(batch.length, adapter) * speed / bench.peak_flops
+    return Throughput(bench.work.rank, batch, tokens, speed, share)
 
 
-def _step_seconds(
-    bench: Bench, base: BaseModel, data: Sequence[Datum], max_batch_tokens: int
-) -> tuple[float, int]:
+def _step_seconds(bench: Bench, trainer: Trainer, data: Sequence[Datum]) -> tuple[float, int]:
     """Return the time of a step and the adapter's elements."""
-    trainer = a_trainer(base, bench.work.rank, max_batch_tokens)
     batch = a_batch(trainer, data)
     (seconds,) = bench.seconds(lambda: step(trainer, batch))
     elements = sum(tensor.numel() for tensor in trainer.snapshot(MODEL).tensors.values())
@@ -71,7 +97,8 @@ def _step_seconds(
 def bare(bench: Bench) -> Iterator[Measurement]:
     """G4, G5: the trainer beside a plain loop, with real lengths and with equal ones."""
     work = bench.work
-    loop = BareLoop(work.small.build(bench.device, bench.dtype), work.rank)
+    with plain_transformers():
+        loop = BareLoop(work.small.build(bench.device, bench.dtype), work.rank)
     base = base_of(bench, work.small)
     rng = np.random.default_rng(1)
     most = work.longest_ragged
@@ -94,7 +121,12 @@ def _beside(
 ) -> list[float]:
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens)
     batch = a_batch(trainer, data)
-    return bench.seconds(lambda: step(trainer, batch), lambda: loop.step(data))
+
+    def plain_step() -> None:
+        with plain_transformers():
+            loop.step(data)
+
+    return bench.seconds(lambda: step(trainer, batch), plain_step)
 
 
 def tenants(bench: Bench) -> Iterator[Measurement]:
@@ -103,35 +135,41 @@ def tenants(bench: Bench) -> Iterator[Measurement]:
     batch = work.tenants_batch
     trainer = a_trainer(base_of(bench, work.middle), work.rank, batch.tokens)
     data = random_data(work.middle, [batch.length] * batch.sequences)
-    together = a_batch(trainer, data)
-    alone = [(f"tenant-{index}", a_batch(trainer, [datum])) for index, datum in enumerate(data)]
-    for model_id, _ in alone:
-        trainer.add_model(model_id, LoraConfig(rank=work.rank, seed=1))
-        fill(trainer, model_id)
+    alone = a_batch(trainer, data)
+    passes = [
+        TrainingPass(f"tenant-{index}", a_batch(trainer, [datum]))
+        for index, datum in enumerate(data)
+    ]
+    for each in passes:
+        trainer.add_model(each.model_id, LoraConfig(rank=work.rank, seed=1))
+        fill(trainer, each.model_id)
 
-    def each() -> None:
-        for model_id, part in alone:
-            step(trainer, part, model_id)
+    def together() -> None:
+        trainer.run_together(passes, lambda: None)
+        for each in passes:
+            trainer.discard_gradient(each.model_id)
 
-    many, one = bench.seconds(each, lambda: step(trainer, together))
-    what = f"{work.middle.name}: {batch.sequences} models in turn / one, {batch.length} tokens each"
+    many, one = bench.seconds(together, lambda: step(trainer, alone))
+    what = f"{work.middle.name}: {batch.sequences} models / one, {batch.length} tokens each"
     yield Measurement("G8", what, many / one, "x", "<= 1.15", "<= 1.05")
 
 
 def adapter_cost(bench: Bench) -> Iterator[Measurement]:
     """G9: a step with an adapter, beside the frozen base forward and back to its input."""
     work = bench.work
+    batch = work.middle_batch
     base = base_of(bench, work.middle)
-    data = random_data(work.middle, [work.middle_batch.length])
-    trainer = a_trainer(base, work.rank, work.middle_batch.length)
-    batch = a_batch(trainer, data)
-    ids = torch.from_numpy(data[0].tokens.astype(np.int64))[None].to(bench.device)
-    targets = torch.from_numpy(data[0].inputs["target_tokens"])[:, None].to(bench.device)
-    adapted, frozen = bench.seconds(
-        lambda: step(trainer, batch), lambda: _frozen_step(base, ids, targets)
+    data = random_data(work.middle, [batch.length] * batch.sequences)
+    trainer = a_trainer(base, work.rank, batch.tokens)
+    adapted = a_batch(trainer, data)
+    ids = torch.from_numpy(np.stack([datum.tokens for datum in data]).astype(np.int64))
+    targets = np.concatenate([datum.inputs["target_tokens"] for datum in data])
+    rows = torch.from_numpy(targets)[:, None].to(bench.device)
+    with_adapter, frozen = bench.seconds(
+        lambda: step(trainer, adapted), lambda: _frozen_step(base, ids.to(bench.device), rows)
     )
-    what = f"{work.middle.name}: step with adapter / frozen base, {len(data[0].tokens)} tokens"
-    yield Measurement("G9", what, adapted / frozen, "x", "<= 1.20", "<= 1.08")
+    what = f"{work.middle.name}: step with adapter / frozen base, {batch.tokens} tokens"
+    yield Measurement("G9", what, with_adapter / frozen, "x", "<= 1.20", "<= 1.08")
 
 
 def _frozen_step(base: BaseModel, ids: torch.Tensor, targets: torch.Tensor) -> None:
@@ -140,12 +178,12 @@ def _frozen_step(base: BaseModel, ids: torch.Tensor, targets: torch.Tensor) -> N
     # The trunk itself: a pass of the engine begins with token ids, which have no gradient.
     hidden = base._trunk(inputs_embeds=inputs, use_cache=False).last_hidden_state
     _, gradient = logprobs_and_gradient(
-        Unembedding(base.frozen_head, None),
-        hidden.detach()[0],
+        Unembedding(base.frozen_head, ()),
+        hidden.detach().flatten(0, 1),
         targets,
         lambda _, lp: torch.full_like(lp, -1.0),
     )
-    hidden.backward(gradient[None])
+    hidden.backward(gradient.view_as(hidden))
 
 
 def longest_context(bench: Bench) -> Iterator[Measurement]:

@@ -16,11 +16,17 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
-ABSENT = {"megatron-core", "sglang", "vllm", "several GPUs"}
+ABSENT = {"vllm", "several GPUs"}
+MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
+MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
+SERVED = {f"S{number}" for number in range(1, 13)}
+"""Of a server of others."""
 EVERY_FIGURE = {
-    *("N1", "N2", "N3", "N4", "N5", "N6"),
+    *("N1", "N2", "N3", "N4", "N5", "N6", "N7"),
     *("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G10"),
     *("G11a", "G11b", "G12", "G13", "G14"),
+    *MEGATRON,
+    *MEMORY,
 }
 
 
@@ -51,11 +57,27 @@ def test_every_part_runs_on_a_device_that_is_not_the_cpu_and_computes_what_huggi
     verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}
     assert written["device"]["name"] == "elsewhere"
     assert written["failed"] == {}
-    assert verdicts.keys() == EVERY_FIGURE - {"G6"}
-    assert {verdicts[f"N{number}"] for number in range(1, 7)} == {"pass"}
+    assert verdicts.keys() == EVERY_FIGURE - MEMORY - MEGATRON
+    assert {verdicts[f"N{number}"] for number in range(1, 8)} == {"pass"}
     assert {verdict for name, verdict in verdicts.items() if name[0] == "G"} == {"not compared"}
-    assert "does not count" in written["skipped"]["G6"]
-    assert written["skipped"].keys() == ABSENT | {"G6"}
+    assert {"does not count" in written["skipped"][name] for name in MEMORY} == {True}
+    assert {"not on elsewhere" in written["skipped"][name] for name in MEGATRON} == {True}
+    assert "sglang is not installed" in written["skipped"]["S1"]
+    assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | SERVED
+
+
+def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do(
+    tmp_path: Path,
+) -> None:
+    figures = ["M1", "M3", "M6", "G2m"]
+
+    written = results(tmp_path / "out.json", "", "--device", "cpu", "--only", *figures)
+
+    verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}
+    assert written["failed"] == {}
+    assert verdicts["G2m"] == "not compared"
+    assert {verdicts[f"M{number}"] for number in (1, 2, 3, 4, 6, 7)} == {"strong"}
+    assert verdicts["M5"] == "pass"
 
 
 def test_what_is_not_installed_is_named_and_the_rest_is_measured(tmp_path: Path) -> None:
@@ -64,7 +86,7 @@ def test_what_is_not_installed_is_named_and_the_rest_is_measured(tmp_path: Path)
     )
 
     measured = {m["id"] for m in written["measurements"]}
-    missing = EVERY_FIGURE - {"N1", "G6", "G7"}
+    missing = SERVED | EVERY_FIGURE - {"N1", "G6", "G7"}
     assert measured == {"N1", "G7"}
     assert {written["skipped"][name] for name in missing} == {
         "tinker is not installed (pip install tinker)"
