@@ -258,11 +258,17 @@ async def _post(
 
 
 async def _watch(client: aiohttp.ClientSession, path: str, kind: str, seen: Seen) -> None:
-    """Note all that a watch delivers, from its beginning, for as long as it is not cancelled."""
-    async with client.get(path, params={"watch": "1"}, raise_for_status=True) as stream:
-        async for line in stream.content:
-            event = json.loads(line)
-            seen.note(kind, event["object"], time.monotonic())
+    """Note all that a watch delivers, from its beginning, for as long as it is not cancelled.
+
+    An API server ends a watch that is behind: another begins with what there is.
+    """
+    while True:
+        async with client.get(path, params={"watch": "1"}, raise_for_status=True) as stream:
+            async for line in stream.content:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    break
+                seen.note(kind, event["object"], time.monotonic())
 
 
 @contextlib.asynccontextmanager
