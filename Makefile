@@ -11,7 +11,8 @@ BIN := .venv/bin
 MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
-LONG_CLUSTER_TESTS := test_installation.py test_operator_faults.py
+E2E_TESTS := test_installation.py test_trainer_pods.py
+LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
 TRAINER_TESTS := $(addprefix tests/conformance/test_,training_with_the_sdk.py checkpoints_with_the_sdk.py \
   sampling_with_the_sdk.py suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
@@ -55,8 +56,8 @@ test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled h
 test-faults: .venv/.installed ## let the API server fail, kill the operator at every write, make 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
-e2e: .venv/.installed $(MODEL_FOLDER) ## install, train, upgrade, resume and uninstall on that Kubernetes
-	@$(BIN)/pytest tests/cluster/test_installation.py
+e2e: .venv/.installed $(MODEL_FOLDER) ## install, train (in trainer pods too), upgrade, resume and uninstall on that Kubernetes
+	@$(PYTEST) $(E2E_TESTS:%=tests/cluster/%)
 
 scale: .venv/.installed ## measure the operator with 1,000 sessions on played nodes
 	@$(BIN)/python -m benchmarks.operator_scale

@@ -1,5 +1,6 @@
 """The test cluster itself: what the other tests rely on when they use it."""
 
+import contextlib
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +21,19 @@ from tinkercloud_testing.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+FETCH = """
+import sys, time, urllib.request
+
+deadline = time.monotonic() + 120
+while True:
+    try:
+        print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())
+        break
+    except OSError:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(0.5)
+"""
 
 
 def a_config_map(name: str, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -92,8 +106,18 @@ def a_pod(name: str, namespace: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetching(url: str) -> tuple[str, ...]:
-    script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=10).read().decode())"
-    return ("python", "-c", script)
+    """Return a command that prints what is there, for as long as the network may not know of it."""
+    return ("python", "-c", FETCH, url)
+
+
+def content_of(url: str) -> bytes:
+    """Return what is there; nothing while there is no answer."""
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(url, timeout=10) as answer,
+    ):
+        return bytes(answer.read())
+    return b""
 
 
 def answers(cluster: Cluster, pod: str, namespace: str) -> bool:
@@ -182,8 +206,7 @@ def test_a_deployment_runs_real_pods_that_reach_each_other_through_a_service(
         url = f"http://web.{namespace}.svc.cluster.local/pyvenv.cfg"
         cluster.apply(a_pod("visitor", namespace, a_restricted_pod(*fetching(url))))
 
-        cluster.wait_for("pod/visitor", "jsonpath={.status.phase}=Succeeded", namespace)
-        assert "home = " in cluster.kubectl("logs", "visitor", f"--namespace={namespace}")
+        assert "home = " in cluster.output_of("visitor", namespace)
 
 
 def test_a_service_is_reached_from_this_machine(
@@ -194,8 +217,7 @@ def test_a_service_is_reached_from_this_machine(
         cluster.wait_for("deployment/web", "condition=Available", namespace)
 
         address = cluster.get("service", "web", namespace)["spec"]["clusterIP"]
-        with urllib.request.urlopen(f"http://{address}/pyvenv.cfg", timeout=10) as answer:
-            assert b"home = " in answer.read()
+        wait_until(lambda: b"home = " in content_of(f"http://{address}/pyvenv.cfg"), "the Service")
 
 
 def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
@@ -205,9 +227,7 @@ def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
     with cluster.a_namespace(**RESTRICTED) as namespace:
         cluster.apply(a_pod("nobody", namespace, a_restricted_pod("python", "-c", script)))
 
-        cluster.wait_for("pod/nobody", "jsonpath={.status.phase}=Succeeded", namespace)
-        said = cluster.kubectl("logs", "nobody", f"--namespace={namespace}")
-        assert said.split() == [str(USER), "False"]
+        assert cluster.output_of("nobody", namespace).split() == [str(USER), "False"]
 
 
 def test_a_pod_reaches_the_api_server_with_its_own_token(
@@ -224,8 +244,7 @@ def test_a_pod_reaches_the_api_server_with_its_own_token(
     with cluster.a_namespace(**RESTRICTED) as namespace:
         cluster.apply(a_pod("asker", namespace, a_restricted_pod("python", "-c", script)))
 
-        cluster.wait_for("pod/asker", "jsonpath={.status.phase}=Succeeded", namespace)
-        assert '"gitVersion"' in cluster.kubectl("logs", "asker", f"--namespace={namespace}")
+        assert '"gitVersion"' in cluster.output_of("asker", namespace)
 
 
 def test_a_pod_reaches_a_server_of_this_machine(
@@ -243,9 +262,10 @@ def test_a_pod_reaches_a_server_of_this_machine(
         fetch = a_restricted_pod(*fetching(f"http://{HOST_ADDRESS}:{port}/greeting"))
         cluster.apply(a_pod("visitor", namespace, fetch))
 
-        cluster.wait_for("pod/visitor", "jsonpath={.status.phase}=Succeeded", namespace)
-        server.kill()
-        assert cluster.kubectl("logs", "visitor", f"--namespace={namespace}") == "from outside\n"
+        try:
+            assert cluster.output_of("visitor", namespace) == "from outside\n"
+        finally:
+            server.kill()
 
 
 def test_a_killed_kubelet_comes_back_to_pods_that_went_on(

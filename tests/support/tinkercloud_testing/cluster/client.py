@@ -11,10 +11,12 @@ from typing import Any
 
 from tinkercloud_testing.cluster.certificates import write_kubeconfig
 from tinkercloud_testing.cluster.programs import binary
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 Manifest = Mapping[str, Any]
 FIELD_MANAGER = "tests"
+ENDED = ("Succeeded", "Failed")
+"""Phases that a pod does not leave again."""
 
 
 class Refused(Exception):
@@ -120,6 +122,22 @@ class Cluster:
         """
         options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds:.0f}s")
         self.kubectl("wait", what, *options)
+
+    def output_of(self, pod: str, namespace: str) -> str:
+        """Wait for the end of a pod that is not started again, and return what it printed.
+
+        Raises:
+            Refused: It failed; the message is what it printed.
+            TimeoutError: It does not end.
+        """
+        wait_until(lambda: self._phase_of(pod, namespace) in ENDED, f"the end of the pod {pod}")
+        printed = self.kubectl("logs", pod, f"--namespace={namespace}")
+        if self._phase_of(pod, namespace) == "Failed":
+            raise Refused(f"the pod {pod} failed: {printed}")
+        return printed
+
+    def _phase_of(self, pod: str, namespace: str) -> str:
+        return str(self.get("pod", pod, namespace)["status"]["phase"])
 
     @contextlib.contextmanager
     def a_namespace(self, name: str = "test", **labels: str) -> Iterator[str]:
