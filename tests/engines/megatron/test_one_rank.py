@@ -34,9 +34,20 @@ pytestmark = [
 LENGTHS = [5, 17, 3, 11]
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "llama": tiny_llama,
     "tied llama": lambda: tiny_llama(tied=True),
+    "llama 3": lambda: tiny_llama(rope=LLAMA3),
+    "stretched by yarn": lambda: tiny_llama(rope=YARN),
+    "stretched": lambda: tiny_llama(rope={"rope_type": "linear", "factor": 2.0}),
     "qwen3": tiny_qwen3,
     "mistral": tiny_mistral,
 }
@@ -186,6 +197,22 @@ def test_an_adapters_state_is_refused_for_a_whole_model(alone, tmp_path) -> None
 def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*backend torch"):
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type.*'dynamic'"),
+        ({"rope": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"bias": True}, r"o_proj\.bias"),
+        ({"activation": "gelu"}, "hidden_act.*gelu"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(alone, tmp_path, options, named) -> None:
+    folder = str(save(tiny_llama(**options), tmp_path))
+
+    with pytest.raises(UnsupportedModelError, match=f"{named}.*backend torch"):
+        megatron_trainer(folder, 1, 1)
 
 
 def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:

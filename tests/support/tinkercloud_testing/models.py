@@ -1,8 +1,10 @@
 """Tiny random language models with a byte-level tokenizer, made on the spot; and one real one."""
 
 import os
+from collections.abc import Mapping
 from importlib.metadata import files
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -31,8 +33,25 @@ EOS_TOKEN_ID = 256
 VOCAB_SIZE = 264
 
 
-def tiny_llama(*, tied: bool = False, layers: int = 2, hidden_size: int = 32) -> PreTrainedModel:
-    """Return a random Llama with grouped-query attention, as seeded every time."""
+def tiny_llama(
+    *,
+    tied: bool = False,
+    layers: int = 2,
+    hidden_size: int = 32,
+    bias: bool = False,
+    activation: str = "silu",
+    rope: Mapping[str, object] = MappingProxyType({"rope_type": "default"}),
+) -> PreTrainedModel:
+    """Return a random Llama with grouped-query attention, as seeded every time.
+
+    Args:
+        tied: whether its output layer is its embedding.
+        layers: how many.
+        hidden_size: a multiple of 8.
+        bias: whether its attention has biases.
+        activation: of its MLP.
+        rope: how its rotary positions are scaled, in transformers' terms.
+    """
     torch.manual_seed(7)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -44,6 +63,9 @@ def tiny_llama(*, tied: bool = False, layers: int = 2, hidden_size: int = 32) ->
             num_key_value_heads=2,
             max_position_embeddings=512,
             tie_word_embeddings=tied,
+            attention_bias=bias,
+            hidden_act=activation,
+            rope_parameters={"rope_theta": 10000.0, **rope},
             initializer_range=0.15,
             bos_token_id=None,
             eos_token_id=EOS_TOKEN_ID,

@@ -3,6 +3,7 @@
 mbridge knows the families; what it takes for granted and is not always so is checked here first.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,14 @@ from mbridge.core import register_model
 from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
 from tinkercloud_worker.architecture import UnsupportedModelError, find_targets
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.megatron_trainer import mixtures
+from tinkercloud_worker.megatron_trainer import mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,
     Merge,
@@ -42,6 +44,8 @@ _SETTINGS = {
 }
 
 
+_MIXTURE = (".mlp.gate.", ".mlp.experts.")
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 _HEADS = ("output_layer.weight", "embedding.word_embeddings.weight")
 
 
@@ -114,18 +118,24 @@ def blank(
         device.seed()
         bridge = _bridge(config, dtype)
         bridge.set_extra_args(
-            **_SETTINGS, **mixtures.settings(mixture), **device.configure(bridge, parallelism)
+            **_SETTINGS,
+            **rotary.settings(config),
+            **mixtures.settings(mixture),
+            **device.configure(bridge, parallelism),
         )
         module = _module(bridge, device, dtype)
+        rotary.set_frequencies(module, config)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
+    sources = _sources(bridge, module)
+    _check_complete(whole, sources)
     targets = find_targets(whole, "model", "lm_head")
     linears = _adapt(bridge, module, targets)
     # The output layer is called by the trainer.
     module.post_process = False
     return MegatronModel(
         module,
-        _sources(bridge, module),
+        sources,
         Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
         linears,
         RepeatableLayers(module.decoder.layers),
@@ -158,11 +168,11 @@ def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # no
             f" {device.torch_device} it takes {', '.join(sorted(device.families))}; use backend"
             " torch"
         )
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope != "default":
+    rotary.check(config)
+    if config.hidden_act != "silu":
         raise UnsupportedModelError(
-            f"the megatron trainer does not compute rotary positions of type {rope!r}; use backend"
-            " torch"
+            f"hidden_act: the megatron trainer computes silu, but this model {config.hidden_act};"
+            " use backend torch"
         )
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -215,6 +225,25 @@ def _sources(bridge: Any, module: GPTModel) -> dict[str, Sequence[str]]:  # noqa
         name: bridge._weight_name_mapping_mcore_to_hf(names[name])
         for name, _ in module.named_parameters()
     }
+
+
+def _check_complete(whole: nn.Module, sources: Mapping[str, Sequence[str]]) -> None:
+    """Check that this rank's layers are made of all that the Hugging Face ones have.
+
+    Routers and experts are named otherwise in files; they are missed as they are loaded.
+
+    Raises:
+        UnsupportedModelError: the bridge would leave weights out.
+    """
+    used = {name for names in sources.values() for name in names}
+    layers = {match[0] for name in used if (match := _LAYER.match(name))}
+    for name, _ in whole.named_parameters():
+        match = _LAYER.match(name)
+        is_here = match is not None and match[0] in layers
+        if is_here and name not in used and not any(part in name for part in _MIXTURE):
+            raise UnsupportedModelError(
+                f"{name}: the megatron trainer has no such weight in this family; use backend torch"
+            )
 
 
 def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedLinears:  # noqa: ANN401 - as above

@@ -1,0 +1,64 @@
+"""Rotary positions with the frequencies that Hugging Face gives them.
+
+megatron-core has scalings of its own, with numbers of one release of Llama in them; those of a
+configuration are transformers' to compute, whatever the scaling is called.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tinkercloud_worker.architecture import UnsupportedModelError
+
+_SCALED = frozenset({"linear", "llama3", "yarn"})
+"""Types whose frequencies are the same for sequences of every length."""
+
+
+def check(config: Any) -> None:  # noqa: ANN401 - transformers' own
+    """Check that positions can be computed as a configuration says.
+
+    Raises:
+        UnsupportedModelError: frequencies depend on the length of a sequence, or not all of a
+            head's features are rotated.
+    """
+    kind = config.rope_parameters["rope_type"]
+    if kind not in _SCALED | {"default"}:
+        raise UnsupportedModelError(
+            f"rope_type: the megatron trainer does not compute rotary positions of type {kind!r},"
+            f" only of {', '.join(sorted(_SCALED))} and default; use backend torch"
+        )
+    rotated = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor: the megatron trainer rotates whole heads, but this model"
+            f" {rotated} of each; use backend torch"
+        )
+
+
+def settings(config: Any) -> Mapping[str, object]:  # noqa: ANN401 - transformers' own
+    """Return what a TransformerConfig says about the scaling of positions.
+
+    transformers multiplies the cosines and sines of queries and keys by a factor, which is to
+    multiply what the softmax gets of both by its square.
+    """
+    _, factor = _frequencies(config)
+    return {} if factor == 1.0 else {"softmax_scale": factor**2 / config.head_dim**0.5}
+
+
+def set_frequencies(module: GPTModel, config: Any) -> None:  # noqa: ANN401 - transformers' own
+    """Give a module the frequencies of a configuration."""
+    scaled, _ = _frequencies(config)
+    if scaled is not None:
+        module.rotary_pos_emb.inv_freq = scaled
+
+
+def _frequencies(config: Any) -> tuple[Tensor | None, float]:  # noqa: ANN401 - transformers' own
+    """Return scaled frequencies, float32 [head_dim / 2], None if there is no scaling; a factor."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        return None, 1.0
+    scaled, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return scaled, factor
