@@ -11,7 +11,13 @@ from megatron.core import parallel_state
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.models import (
+    save,
+    tiny_deepseek_v3,
+    tiny_llama,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer import vocabulary
@@ -35,6 +41,7 @@ CASES = {
     "untied, adapter": (tiny_llama, ADAPTER),
     "whole": (tiny_qwen3, None),
     "mixture": (tiny_qwen3_moe, ATTENTION),
+    "deepseek": (tiny_deepseek_v3, ATTENTION),
 }
 
 

@@ -1,6 +1,7 @@
 """Mixtures of experts divided over megatron ranks against the torch trainer in this process."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import save, tiny_qwen3_moe
+from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_qwen3_moe
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
@@ -26,23 +27,28 @@ pytestmark = [
 LENGTHS = [5, 17, 3, 11, 8]
 LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
 ADAM = AdamParams(learning_rate=1e-2)
+MODELS = {"qwen3": tiny_qwen3_moe, "deepseek": partial(tiny_deepseek_v3, num_hidden_layers=4)}
 SHAPES = {
-    "ep2": (1, 1, 2, 2),
-    "cp2 ep2": (1, 2, 2, 2),
-    "tp2 ep2": (2, 1, 2, 4),
+    "ep2": ("qwen3", 1, 1, 1, 2, 2),
+    "cp2 ep2": ("qwen3", 1, 1, 2, 2, 2),
+    "tp2 ep2": ("qwen3", 2, 1, 1, 2, 4),
+    "deepseek tp2": ("deepseek", 2, 1, 1, 1, 2),
+    "deepseek pp2": ("deepseek", 1, 2, 1, 1, 2),
+    "deepseek cp2 ep2": ("deepseek", 1, 1, 2, 2, 2),
+    "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
 }
-"""Tensor, context and expert parallelism, ranks."""
+"""Model; tensor, pipeline, context and expert parallelism; ranks."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
-    tensor, context, expert, ranks = SHAPES[request.param]
-    folder = save(tiny_qwen3_moe(), tmp_path_factory.mktemp("model"))
-    factory = megatron_factory(str(folder), tensor, 1, context, expert, max_kept_tokens=KEPT[ranks])
+    name, *parallelism, ranks = SHAPES[request.param]
+    folder = save(MODELS[name](), tmp_path_factory.mktemp("model"))
+    factory = megatron_factory(str(folder), *parallelism, max_kept_tokens=KEPT[ranks])
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
-    yield ranked, TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=BATCH_TOKENS)
+    yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
     ranked.close()
 
 

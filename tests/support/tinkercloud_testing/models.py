@@ -5,10 +5,15 @@ from collections.abc import Mapping
 from importlib.metadata import files
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -136,6 +141,77 @@ def tiny_mixtral() -> PreTrainedModel:
             initializer_range=0.15,
         )
     )
+
+
+def tiny_deepseek_v3(**changes: Any) -> PreTrainedModel:
+    """Return a random DeepSeek-V3: a dense layer before two with experts in groups.
+
+    All that its family is peculiar for makes a difference: stretched positions whose factors are
+    not one, biases that turn the choice of experts, norms of another epsilon than the layers'.
+
+    Args:
+        changes: of its configuration.
+    """
+    torch.manual_seed(11)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**_DEEPSEEK | _DEEPSEEK_V3 | changes))
+    return _with_biases(model)
+
+
+def tiny_deepseek_v2(**changes: Any) -> PreTrainedModel:
+    """Return a random DeepSeek-V2: its experts are chosen, and weighed, in another way.
+
+    Args:
+        changes: of its configuration.
+    """
+    torch.manual_seed(12)
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**_DEEPSEEK | _DEEPSEEK_V2 | changes))
+
+
+_DEEPSEEK: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "max_position_embeddings": 160,
+    "rms_norm_eps": 1e-4,
+    "initializer_range": 0.15,
+    "eos_token_id": EOS_TOKEN_ID,
+    "bos_token_id": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 10.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.6,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+_DEEPSEEK_V3: dict[str, Any] = {"norm_topk_prob": True}
+_DEEPSEEK_V2: dict[str, Any] = {"topk_method": "group_limited_greedy"}
+
+
+def _with_biases(model: PreTrainedModel) -> PreTrainedModel:
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    return model
 
 
 def tiny_gemma2() -> PreTrainedModel:

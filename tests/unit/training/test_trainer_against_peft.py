@@ -15,7 +15,13 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import (
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3,
+)
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel
@@ -27,7 +33,10 @@ MODELS = {
     "tied llama": lambda: tiny_llama(tied=True),
     "qwen3": tiny_qwen3,
     "gpt2": tiny_gpt2,
+    "deepseek v2": tiny_deepseek_v2,
+    "deepseek v3": tiny_deepseek_v3,
 }
+MIXTURES = {"deepseek v2", "deepseek v3"}
 
 
 class PeftTwin:
@@ -86,7 +95,9 @@ def gradients(trainer: TorchTrainer, model_id: str = "m") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_loss_and_every_lora_gradient_equal_pefts(name: str) -> None:
-    trainer = make_trainer(MODELS[name](), LoraConfig(rank=4, seed=1))
+    trainer = make_trainer(
+        MODELS[name](), LoraConfig(rank=4, seed=1, train_mlp=name not in MIXTURES)
+    )
     twin = PeftTwin(MODELS[name](), trainer, "m")
     data = random_data(LENGTHS)
 

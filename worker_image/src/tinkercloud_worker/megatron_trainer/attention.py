@@ -4,7 +4,7 @@ Queries stay where they are; keys and values, of which grouped queries need few,
 rank waits for another in the midst of it, and the kernels are torch's own on every device.
 
 Shape legend: T positions of the whole, S of them held here, L of a chunk; B examples, H heads and G
-groups of them at this rank, D a head's width.
+groups of them at this rank, D a head's width, E that of its values.
 """
 
 import torch
@@ -33,6 +33,8 @@ class CausalAttention(nn.Module):
         attention_type: str,  # noqa: ARG002 - as above
         attention_dropout: float | None = None,  # noqa: ARG002 - as above
         softmax_scale: float | None = None,
+        k_channels: int | None = None,  # noqa: ARG002 - as above
+        v_channels: int | None = None,  # noqa: ARG002 - as above
         cp_comm_type: str | None = None,  # noqa: ARG002 - as above
         pg_collection: ProcessGroupCollection | None = None,  # noqa: ARG002 - as above
     ) -> None:
@@ -46,17 +48,17 @@ class CausalAttention(nn.Module):
         self,
         query_SBHD: Tensor,
         key_SBGD: Tensor,
-        value_SBGD: Tensor,
+        value_SBGE: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002 - as in `__init__`
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return [S, B, H x D]: what the positions held here attend to."""
+        """Return [S, B, H x E]: what the positions held here attend to."""
         given = (attention_mask, attention_bias, packed_seq_params)
         assert given == (None, None, None), given  # noqa: S101 - the trainer gives none
-        both = self._division.whole(torch.cat([key_SBGD, value_SBGD], -1)).permute(1, 2, 0, 3)
-        keys_BGTD, values_BGTD = both.split([key_SBGD.shape[-1], value_SBGD.shape[-1]], -1)
+        both = self._division.whole(torch.cat([key_SBGD, value_SBGE], -1)).permute(1, 2, 0, 3)
+        keys_BGTD, values_BGTE = both.split([key_SBGD.shape[-1], value_SBGE.shape[-1]], -1)
         chunks = query_SBHD.permute(1, 2, 0, 3).chunk(len(self._division.chunks), 2)
         results = []
         for number, query_BHLD in zip(self._division.chunks, chunks, strict=True):
@@ -65,7 +67,7 @@ class CausalAttention(nn.Module):
                 nn.functional.scaled_dot_product_attention(
                     query_BHLD,
                     keys_BGTD[:, :, :seen],
-                    values_BGTD[:, :, :seen],
+                    values_BGTE[:, :, :seen],
                     attn_mask=_causal(query_BHLD, seen),
                     scale=self._scale,
                     enable_gqa=True,

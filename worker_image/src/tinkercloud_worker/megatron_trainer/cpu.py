@@ -56,7 +56,6 @@ class Cpu:
     """See `device.Device`."""
 
     torch_device = torch.device("cpu")
-    families = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -79,5 +78,5 @@ class Cpu:
 
     def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401, ARG002 - part of the interface
         """See `Device.configure`."""
-        use_local_layers(bridge, lambda spec: spec)
+        use_local_layers(bridge, lambda _layer: None)
         return _SETTINGS

@@ -32,8 +32,6 @@ class Device(Protocol):
 
     torch_device: torch.device
     """Where tensors are."""
-    families: frozenset[str]
-    """The `model_type`s that can be trained."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Return what everything that megatron-core computes must run in."""

@@ -23,7 +23,6 @@ class Gpu:
     """See `device.Device`. The GPU is the only one that this process sees."""
 
     torch_device = torch.device("cuda")
-    families = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """See `Device.computing`."""
@@ -40,13 +39,13 @@ class Gpu:
         return {**UNFUSED, "sequence_parallel": HAVE_TE and parallelism.tensor > 1}
 
 
-def _finish(spec: ModuleSpec) -> ModuleSpec:
+def _finish(spec: ModuleSpec) -> None:
     if not HAVE_TE:
-        return spec
+        return
     from megatron.core.extensions.transformer_engine import TENorm  # noqa: PLC0415 - not everywhere
 
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
-    if attention.q_layernorm is not IdentityOp:
-        attention.q_layernorm = attention.k_layernorm = TENorm
-    return spec
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, IdentityOp) is not IdentityOp:
+            setattr(attention, name, TENorm)

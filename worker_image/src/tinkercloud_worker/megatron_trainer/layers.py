@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.attention import CausalAttention
 
 _NORMS = {
@@ -36,23 +38,27 @@ UNFUSED: Mapping[str, object] = {
 off."""
 
 
-def use_local_layers(bridge: Any, finish: Callable[[ModuleSpec], ModuleSpec]) -> None:  # noqa: ANN401 - mbridge has no types
+def use_local_layers(bridge: Any, finish: Callable[[ModuleSpec], None]) -> None:  # noqa: ANN401 - mbridge has no types
     """Make a bridge build such layers, and load their weights.
 
     Args:
         bridge: of mbridge.
-        finish: returns a layer's specification as this device wants it.
+        finish: makes a layer's specification what this device wants.
     """
 
-    def specification(_stage: int | None = None) -> ModuleSpec:
+    def specification(_stage: int | None = None) -> TransformerBlockSubmodules:
         config = bridge.config
-        spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            qk_layernorm=config.qk_layernorm,
-            normalization=config.normalization,
+        block = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization
         )
-        spec.submodules.self_attention.submodules.core_attention = CausalAttention
-        return finish(spec)
+        # Layers that are built alike have one.
+        for layer in {id(layer): layer for layer in block.layer_specs}.values():
+            layer.submodules.self_attention.submodules.core_attention = CausalAttention
+            if config.multi_latent_attention:
+                deepseek.use_latent_attention(layer, bridge.hf_config)
+            finish(layer)
+        block.layer_norm = block.layer_specs[0].submodules.input_layernorm
+        return block
 
     bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS
     bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS

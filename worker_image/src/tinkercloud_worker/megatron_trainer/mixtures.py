@@ -18,6 +18,7 @@ from torch import nn
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.collate import MicroBatch
 from tinkercloud_worker.losses import LossInputs
+from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
@@ -41,11 +42,18 @@ def mixture_of(config: Any) -> Mixture | None:  # noqa: ANN401 - transformers' c
     """Return what a Hugging Face configuration says about experts; None if it has none.
 
     Raises:
-        UnsupportedModelError: not all of its layers have experts.
+        UnsupportedModelError: layers without experts are among those that have them.
     """
     if config.model_type == "mixtral":
         chosen = config.num_experts_per_tok
         return Mixture(config.num_local_experts, chosen, config.intermediate_size, normed=True)
+    if config.model_type in deepseek.FAMILIES:
+        return Mixture(
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            config.moe_intermediate_size,
+            normed=bool(config.norm_topk_prob),
+        )
     if config.model_type != "qwen3_moe":
         return None
     if config.mlp_only_layers or config.decoder_sparse_step != 1:

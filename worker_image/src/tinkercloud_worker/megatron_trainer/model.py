@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tinkercloud_worker.architecture import UnsupportedModelError, find_targets
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.megatron_trainer import mixtures, rotary
+from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,
     Merge,
@@ -46,6 +46,23 @@ _SETTINGS = {
 
 _MIXTURE = (".mlp.gate.", ".mlp.experts.")
 _LAYER = re.compile(r"model\.layers\.\d+\.")
+_FAMILIES = deepseek.FAMILIES | {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+
+_ADAPTED = frozenset(
+    {
+        "linear_qkv",
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    }
+)
+"""megatron-core's names of the linear layers that adapters are for."""
+
 _HEADS = ("output_layer.weight", "embedding.word_embeddings.weight")
 
 
@@ -105,7 +122,9 @@ def blank(
 
     Args and errors are those of `load`, but for the configuration in place of its folder.
     """
-    _check(config, parallelism, device)
+    _check(config, parallelism)
+    # Latent attention rotates by itself.
+    is_latent = config.model_type in deepseek.FAMILIES
     mixture = mixtures.mixture_of(config)
     mixtures.check(mixture, parallelism)
     parallel_state.initialize_model_parallel(
@@ -119,12 +138,13 @@ def blank(
         bridge = _bridge(config, dtype)
         bridge.set_extra_args(
             **_SETTINGS,
-            **rotary.settings(config),
+            **({} if is_latent else rotary.settings(config)),
             **mixtures.settings(mixture),
             **device.configure(bridge, parallelism),
         )
         module = _module(bridge, device, dtype)
-        rotary.set_frequencies(module, config)
+        if not is_latent:
+            rotary.set_frequencies(module, config)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     sources = _sources(bridge, module)
@@ -161,13 +181,19 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
     return module
 
 
-def _check(config: Any, parallelism: Parallelism, device: Device) -> None:  # noqa: ANN401 - transformers' own
-    if config.model_type not in device.families:
+def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
+    if config.model_type not in _FAMILIES:
         raise UnsupportedModelError(
-            f"the megatron trainer does not know the family {config.model_type!r}: on a"
-            f" {device.torch_device} it takes {', '.join(sorted(device.families))}; use backend"
-            " torch"
+            f"the megatron trainer does not know the family {config.model_type!r}: it takes"
+            f" {', '.join(sorted(_FAMILIES))}; use backend torch"
         )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            "quantization_config: the megatron trainer reads no quantized weights; give it a copy"
+            " of the model in bfloat16, whose config.json does not have this field"
+        )
+    if config.model_type in deepseek.FAMILIES:
+        deepseek.check(config, parallelism)
     rotary.check(config)
     if config.hidden_act != "silu":
         raise UnsupportedModelError(
@@ -253,7 +279,7 @@ def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedL
     names = bridge._weight_name_mapping_mcore_local_to_global(module)
     for name, submodule in module.named_modules():
         last = name.rpartition(".")[2]
-        if last in {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}:
+        if last in _ADAPTED:
             if ".experts." in name:
                 continue
             weights = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])

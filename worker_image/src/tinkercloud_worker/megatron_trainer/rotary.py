@@ -7,6 +7,7 @@ configuration are transformers' to compute, whatever the scaling is called.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -44,21 +45,24 @@ def settings(config: Any) -> Mapping[str, object]:  # noqa: ANN401 - transformer
     transformers multiplies the cosines and sines of queries and keys by a factor, which is to
     multiply what the softmax gets of both by its square.
     """
-    _, factor = _frequencies(config)
+    _, factor = frequencies(config)
     return {} if factor == 1.0 else {"softmax_scale": factor**2 / config.head_dim**0.5}
 
 
 def set_frequencies(module: GPTModel, config: Any) -> None:  # noqa: ANN401 - transformers' own
     """Give a module the frequencies of a configuration."""
-    scaled, _ = _frequencies(config)
-    if scaled is not None:
-        module.rotary_pos_emb.inv_freq = scaled
+    module.rotary_pos_emb.inv_freq, _ = frequencies(config)
 
 
-def _frequencies(config: Any) -> tuple[Tensor | None, float]:  # noqa: ANN401 - transformers' own
-    """Return scaled frequencies, float32 [head_dim / 2], None if there is no scaling; a factor."""
-    kind = config.rope_parameters["rope_type"]
-    if kind == "default":
-        return None, 1.0
-    scaled, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+def frequencies(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - transformers' own
+    """Return radians per position, float32 [head_dim / 2], and what to multiply rotated values by.
+
+    Args:
+        config: of Hugging Face; its head_dim is the number of features that are rotated.
+    """
+    rope, size = config.rope_parameters, config.head_dim
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    scaled, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
     return scaled, factor

@@ -1,0 +1,225 @@
+"""DeepSeek's models at one megatron rank, in this process, against torch and Hugging Face.
+
+Tolerances: logprobs 1e-5, LoRA gradients and the losses of ten steps 1e-4 relative.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import random_data
+from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.models import save, tiny_deepseek_v2, tiny_deepseek_v3
+from tinkercloud_testing.trainers import assert_close, assert_equal, run
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.deepseek import check, choose, routing_of
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+pytestmark = [
+    pytest.mark.slow,
+    # megatron-core warns of its own defaults.
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+
+LENGTHS = [5, 17, 3, 60]
+LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
+ADAM = AdamParams(learning_rate=3e-3)
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "v3": tiny_deepseek_v3,
+    "v3, queries not compressed": lambda: tiny_deepseek_v3(q_lora_rank=None),
+    "v3, positions not stretched, pairs apart": lambda: tiny_deepseek_v3(
+        rope_parameters=PLAIN, rope_interleave=False
+    ),
+    "v3, weights as they are, one group": lambda: tiny_deepseek_v3(
+        norm_topk_prob=False, n_group=1, topk_group=1
+    ),
+    "v2": tiny_deepseek_v2,
+    "v2, greedy": lambda: tiny_deepseek_v2(topk_method="greedy"),
+}
+
+
+def pair(make: Callable[[], PreTrainedModel], folder: Path):
+    """Return both trainers with the same adapter, whose B has moved off zero."""
+    torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
+    torch_trainer.add_model("m", LORA)
+    run(torch_trainer, random_data([6, 9], seed=9))
+    torch_trainer.optim_step("m", AdamParams(learning_rate=5e-2))
+    megatron = megatron_trainer(str(save(make(), folder)), 1, 1)
+    megatron.add_model("m", LORA)
+    megatron.import_state("m", torch_trainer.export_state("m"))
+    return megatron, torch_trainer
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(alone, tmp_path, name) -> None:
+    megatron, torch_trainer = pair(MODELS[name], tmp_path)
+    data = random_data(LENGTHS)
+
+    got, expected = run(megatron, data), run(torch_trainer, data)
+
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["v3", "v2"])
+def test_logprobs_of_a_fresh_adapter_are_huggingfaces(alone, tmp_path, name) -> None:
+    megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
+    megatron.add_model("m", LORA)
+    data = random_data(LENGTHS)
+
+    output = run(megatron, data)
+
+    reference = MODELS[name]().eval()
+    for got, datum in zip(output.logprobs, data, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor(datum.tokens[None].astype(np.int64))).logits
+        targets = torch.tensor(datum.inputs["target_tokens"])[:, None]
+        expected = torch.log_softmax(logits[0], -1).gather(1, targets)[:, 0]
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_all_of_attention_is_adapted_under_huggingfaces_names(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_deepseek_v3(), tmp_path)), 1, 1)
+    megatron.add_model("m", LORA)
+    run(megatron, random_data(LENGTHS))
+
+    gradient = megatron.export_gradient("m")
+
+    attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+    names = {f"model.layers.{n}.self_attn.{name}" for n in range(3) for name in attention}
+    assert {name.partition(".lora_")[0] for name in gradient} - {"lm_head"} == names
+    # Of a fresh adapter only B has one.
+    assert all(gradient[f"{name}.lora_B.weight"].any() for name in names)
+
+
+def test_ten_steps_go_alike_and_a_state_moves_back(alone, tmp_path) -> None:
+    trainers = pair(tiny_deepseek_v3, tmp_path)
+    losses: list[list[float]] = []
+    for trainer in trainers:
+        losses.append([])
+        for seed in range(10):
+            losses[-1].append(run(trainer, random_data(LENGTHS, seed=seed)).metrics["loss:sum"])
+            trainer.optim_step("m", ADAM)
+    megatron, torch_trainer = trainers
+
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    torch_trainer.add_model("moved", LORA)
+    torch_trainer.import_state("moved", megatron.export_state("m"))
+    assert_equal(torch_trainer.snapshot("moved").tensors, megatron.snapshot("m").tensors, atol=0)
+    there = run(torch_trainer, random_data(LENGTHS), model_id="moved")
+    here = run(megatron, random_data(LENGTHS))
+    np.testing.assert_allclose(
+        np.concatenate(there.logprobs), np.concatenate(here.logprobs), atol=1e-5
+    )
+
+
+def test_layers_that_predict_further_tokens_are_not_read(alone, tmp_path) -> None:
+    folder = save(tiny_deepseek_v3(), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    further = {
+        name.replace("layers.2.", "layers.3."): torch.full_like(weight, 7.0)
+        for name, weight in weights.items()
+        if "layers.2." in name
+    }
+    save_file(weights | further, folder / "model.safetensors", {"format": "pt"})
+    megatron = megatron_trainer(str(folder), 1, 1)
+    megatron.add_model("m", LORA)
+    torch_trainer = TorchTrainer(BaseModel(tiny_deepseek_v3()), max_batch_tokens=32)
+    torch_trainer.add_model("m", LORA)
+
+    got, expected = (run(trainer, random_data([9])) for trainer in (megatron, torch_trainer))
+
+    np.testing.assert_allclose(got.logprobs[0], expected.logprobs[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["v2", "v2, greedy", "v3", "v3, one group"])
+def test_experts_are_chosen_and_weighed_as_huggingface_does(model) -> None:
+    torch.manual_seed(1)
+    sizes = {"n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 16}
+    sizes |= {"num_attention_heads": 2, "n_group": 4, "topk_group": 2}
+    router: DeepseekV2TopkRouter | DeepseekV3TopkRouter
+    bias = None
+    if model.startswith("v2"):
+        method = "greedy" if "greedy" in model else "group_limited_greedy"
+        config = DeepseekV2Config(**sizes, topk_method=method, routed_scaling_factor=3.0)
+        router = DeepseekV2TopkRouter(config)
+    else:
+        one = {"n_group": 1, "topk_group": 1} if "one group" in model else {}
+        config = DeepseekV3Config(**sizes | one)
+        router = DeepseekV3TopkRouter(config)
+        bias = router.e_score_correction_bias.normal_(std=0.3)
+    router.weight.data.copy_(torch.eye(16))
+    logits = torch.randn(200, 16)
+
+    weights, chosen = choose(logits, bias, routing_of(config))
+
+    _, theirs, experts = router(logits)
+    expected = torch.zeros(200, 16).scatter(1, experts, theirs.detach())
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+    assert torch.equal(chosen, torch.zeros(200, 16).scatter(1, experts, 1.0).bool())
+
+
+def test_biases_of_experts_stay_float32_in_a_bfloat16_model(alone, tmp_path) -> None:
+    model = tiny_deepseek_v3()
+    base = load(str(save(model, tmp_path)), torch.bfloat16, Parallelism(), Cpu())
+
+    ours = base.module.decoder.layers[1].mlp.router.expert_bias
+
+    theirs = model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert not torch.equal(theirs, theirs.bfloat16().float())
+    assert torch.equal(ours, theirs)
+
+
+def test_full_fine_tuning_is_refused_by_name(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_deepseek_v3(), tmp_path)), 1, 1)
+
+    with pytest.raises(InvalidRequest, match=r"of a mixture of experts .* adapters only"):
+        megatron.add_model("m", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias: .*without biases"),
+        ({"n_shared_experts": 0}, "n_shared_experts: .*backend torch"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*in bfloat16"),
+        (
+            {"rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type: .*'dynamic'",
+        ),
+    ],
+)
+def test_what_would_come_out_wrong_is_refused_by_name(tmp_path, changes, message) -> None:
+    config = tiny_deepseek_v3().config
+    config.update(changes)
+    config.save_pretrained(tmp_path)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        megatron_trainer(str(tmp_path), 1, 1)
+
+
+def test_what_compresses_is_divided_evenly() -> None:
+    config = DeepseekV3Config(q_lora_rank=None, kv_lora_rank=12, qk_rope_head_dim=8)
+
+    with pytest.raises(UnsupportedModelError, match=r"parallelism 3 .*kv_lora_rank \+ .* 20"):
+        check(config, Parallelism(tensor=3))
+    with pytest.raises(UnsupportedModelError, match=r"parallelism 4 .*q_lora_rank 6"):
+        check(DeepseekV3Config(q_lora_rank=6), Parallelism(tensor=4))

@@ -1,0 +1,341 @@
+"""DeepSeek's models (V2, V3, and what is built like them): latent attention, shared experts.
+
+mbridge knows their weights' names, megatron-core their linear layers. Between the two they compute
+as Hugging Face does here: rotary positions of its own frequencies, its way to choose experts, its
+scale of scores. Layers that predict further tokens (MTP) are not built, and their weights not read.
+
+Shape legend: S positions held, B examples, H heads at this rank, R rotary elements of a head; N
+tokens, E experts of a layer, G groups of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from mbridge.core import register_model
+from mbridge.core.safetensor_io import SafeTensorIO
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.megatron_trainer import rotary
+from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
+
+# It takes Transformer Engine for installed wherever megatron-core has names for what is in it.
+vars(multi_latent_attention)["HAVE_TE"] = HAVE_TE
+
+FAMILIES = frozenset({"deepseek_v2", "deepseek_v3"})
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms inside attention: Hugging Face gives them this, whatever `rms_norm_eps` says."""
+
+
+@register_model(sorted(FAMILIES))
+class DeepseekBridge(DeepseekV3Bridge):  # type: ignore[misc]
+    """mbridge's, for configurations of transformers 5, norms beside linear layers and no MTP."""
+
+    _ATTENTION_MAPPING = DeepseekV3Bridge._ATTENTION_MAPPING | {
+        "self_attention.q_layernorm.weight": [
+            "model.layers.{layer_number}.self_attn.q_a_layernorm.weight"
+        ],
+        "self_attention.kv_layernorm.weight": [
+            "model.layers.{layer_number}.self_attn.kv_a_layernorm.weight"
+        ],
+    }
+
+    def _build_config(self) -> MLATransformerConfig:
+        config = self.hf_config
+        rope = config.rope_parameters
+        stretched = rope["rope_type"] != "default"
+        dense = min(config.first_k_dense_replace, config.num_hidden_layers)
+        sigmoid = config.model_type == "deepseek_v3"
+        return self._build_base_config(
+            qk_layernorm=True,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_head_dim=config.qk_nope_head_dim,
+            qk_pos_emb_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            # megatron-core takes from these what it multiplies scores by; positions are ours.
+            rope_type="rope",
+            rotary_base=rope["rope_theta"],
+            rotary_scaling_factor=rope["factor"] if stretched else 1.0,
+            mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
+            num_moe_experts=config.n_routed_experts,
+            moe_layer_freq=[0] * dense + [1] * (config.num_hidden_layers - dense),
+            moe_ffn_hidden_size=config.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=config.moe_intermediate_size
+            * config.n_shared_experts,
+            # It takes streams of a GPU.
+            moe_shared_expert_overlap=False,
+            moe_router_topk=config.num_experts_per_tok,
+            moe_router_score_function="sigmoid" if sigmoid else "softmax",
+            moe_router_enable_expert_bias=sigmoid,
+            moe_router_dtype="fp32",
+        )
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        return SafeTensorIO(self._get_actual_hf_path(weights_path))
+
+
+def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Check that a DeepSeek model can be computed and divided so.
+
+    Raises:
+        UnsupportedModelError: it can't.
+    """
+    if config.attention_bias:
+        raise UnsupportedModelError(
+            "attention_bias: the megatron trainer computes DeepSeek's attention without biases; use"
+            " backend torch"
+        )
+    if not config.n_shared_experts:
+        raise UnsupportedModelError(
+            "n_shared_experts: the megatron trainer takes DeepSeek's models with shared experts"
+            " only; use backend torch"
+        )
+    for name, size in {
+        "q_lora_rank": config.q_lora_rank or 0,
+        "kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
+    }.items():
+        if size % parallelism.tensor:
+            raise UnsupportedModelError(
+                f"tensor parallelism {parallelism.tensor} does not divide {name} {size}"
+            )
+
+
+def use_latent_attention(layer: ModuleSpec, config: Any) -> None:  # noqa: ANN401 - as above
+    """Make a layer's specification compute attention, and choose experts, as Hugging Face does.
+
+    Args:
+        layer: of megatron-core's own modules.
+        config: Hugging Face's.
+    """
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+    attention.module = LatentAttention
+    attention.params = attention.params | {"positions": rotary_of(config)}
+    if mlp.module is MoELayer:
+        routing = routing_of(config)
+
+        def router(config: MLATransformerConfig, pg_collection: ProcessGroupCollection) -> Router:
+            return Router(config, pg_collection, routing)
+
+        mlp.submodules.router = router
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """Rotary positions."""
+
+    frequencies_R: Tensor
+    """Of pairs of elements, R / 2 of them, float32: radians per position."""
+    factor: float
+    """That rotated elements are multiplied by."""
+    interleaved: bool
+    """Whether a pair's elements are neighbours; else they are half a head apart."""
+
+    def rotate(self, heads_SBHR: Tensor, positions_S: Tensor) -> Tensor:
+        """Return elements rotated by their positions, the first ones of all pairs first.
+
+        Their order does not count: it is that of queries and keys alike.
+        """
+        angles_SR = positions_S[:, None].float() * self.frequencies_R.to(positions_S.device)
+        cos, sin = (
+            (turned * self.factor).to(heads_SBHR.dtype)[:, None, None]
+            for turned in (angles_SR.cos(), angles_SR.sin())
+        )
+        first, second = (
+            (heads_SBHR[..., 0::2], heads_SBHR[..., 1::2])
+            if self.interleaved
+            else heads_SBHR.chunk(2, -1)
+        )
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rotary_of(config: Any) -> Rotary:  # noqa: ANN401 - as above
+    """Return what a Hugging Face configuration says about positions."""
+    # All of V2's are neighbours, and V3's say so.
+    return Rotary(*rotary.frequencies(config), getattr(config, "rope_interleave", True))
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Multi-head latent attention: keys and values come from one compressed state of a position.
+
+    What compresses is divided over tensor-parallel ranks, as everything is, and gathered.
+    """
+
+    def __init__(  # noqa: PLR0917 - megatron-core builds it
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        positions: Rotary,
+    ) -> None:
+        super().__init__(
+            config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection
+        )
+        self._rotary = positions
+        self._division = SequenceDivision(parallel_state.get_context_parallel_group())
+        self.kv_layernorm.eps = _LATENT_NORM_EPS
+        if config.q_lora_rank is not None:
+            self.q_layernorm.eps = _LATENT_NORM_EPS
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_none: object, **_nothing: object
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Return queries and keys [S, B, H, qk], values [S, B, H, v], and no compressed ones.
+
+        Args:
+            hidden_states: [S, B, hidden], or where tensor-parallel ranks divide sequences too, the
+                positions of this rank.
+            _none: key-value states, positions, packed sequences and inference; there are none.
+            _nothing: the same, by name.
+        """
+        config = self.config
+        query_SBHE = self._heads(self._queries(hidden_states))
+        compressed = _gathered(self.linear_kv_down_proj(hidden_states)[0])
+        latent, key_SBR = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        kv_SBHE = self._heads(self.linear_kv_up_proj(self.kv_layernorm(self._held(latent)))[0])
+        positions_S = self._positions(len(query_SBHE), query_SBHE.device)
+        plain, turning = query_SBHE.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        query = torch.cat([plain, self._rotary.rotate(turning, positions_S)], -1)
+        # All heads share it, but each rank has its own ones' part of its gradient.
+        shared = copy_to_tensor_model_parallel_region(key_SBR).unsqueeze(2)
+        shared = self._rotary.rotate(shared, positions_S).expand(-1, -1, kv_SBHE.shape[2], -1)
+        plain, value = kv_SBHE.split([config.qk_head_dim, config.v_head_dim], -1)
+        return query, torch.cat([plain, shared], -1), value, None, None
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        if self.config.q_lora_rank is None:
+            plain: Tensor = self.linear_q_proj(hidden)[0]
+            return plain
+        latent = self._held(_gathered(self.linear_q_down_proj(hidden)[0]))
+        expanded: Tensor = self.linear_q_up_proj(self.q_layernorm(latent))[0]
+        return expanded
+
+    def _held(self, latent: Tensor) -> Tensor:
+        """Return the positions that linear layers take at this rank."""
+        if not self.config.sequence_parallel:
+            return latent
+        result: Tensor = scatter_to_sequence_parallel_region(latent)
+        return result
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        heads: int = self.num_attention_heads_per_partition
+        by_head: Tensor = projected.unflatten(-1, (heads, -1))
+        return by_head
+
+    def _positions(self, held: int, device: torch.device) -> Tensor:
+        whole = held * parallel_state.get_context_parallel_world_size()
+        return self._division.part(torch.arange(whole, device=device)[None])[0]
+
+
+def _gathered(part: Tensor) -> Tensor:
+    """Return all features of what a layer computes that is divided by its outputs."""
+    whole: Tensor = gather_from_tensor_model_parallel_region(part)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose experts."""
+
+    chosen: int
+    """Experts that a token is sent to."""
+    groups: int
+    """Of equally many experts each."""
+    chosen_groups: int
+    """Those that a token's experts may be of."""
+    best: int
+    """How many experts of a group speak for it: the sum of their scores is its."""
+    score: Literal["sigmoid", "softmax"]
+    normed: bool
+    """Whether the weights of the chosen experts sum to one, before they are scaled."""
+    scale: float
+
+
+def routing_of(config: Any) -> Routing:  # noqa: ANN401 - as above
+    """Return what a Hugging Face configuration says about the choice of experts."""
+    version_3 = config.model_type == "deepseek_v3"
+    grouped = version_3 or config.topk_method == "group_limited_greedy"
+    return Routing(
+        config.num_experts_per_tok,
+        config.n_group if grouped else 1,
+        config.topk_group if grouped else 1,
+        best=2 if version_3 else 1,
+        score="sigmoid" if version_3 else "softmax",
+        normed=version_3 and bool(config.norm_topk_prob),
+        scale=config.routed_scaling_factor,
+    )
+
+
+def choose(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Choose experts, as DeepSeek-V3's report (arXiv 2412.19437, 2.1.2) and V2's say.
+
+    Args:
+        logits_NE: float32.
+        bias_E: added to scores when experts are chosen, and only then.
+        routing: how.
+
+    Returns:
+        Weights of experts, 0 of those that are not chosen, and which are, each [N, E].
+    """
+    scores_NE = logits_NE.sigmoid() if routing.score == "sigmoid" else logits_NE.softmax(-1)
+    merits_NE = scores_NE.detach() if bias_E is None else scores_NE.detach() + bias_E
+    merits_NGE = merits_NE.unflatten(1, (routing.groups, -1))
+    best_NG = merits_NGE.topk(routing.best, -1).values.sum(-1)
+    groups = best_NG.topk(routing.chosen_groups, -1).indices
+    allowed_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter(1, groups, value=True)
+    merits_NE = merits_NGE.masked_fill(~allowed_NG[..., None], float("-inf")).flatten(1)
+    experts = merits_NE.topk(routing.chosen, -1).indices
+    weights = scores_NE.gather(1, experts)
+    if routing.normed:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    chosen_NE = torch.zeros_like(scores_NE, dtype=torch.bool).scatter(1, experts, value=True)
+    return torch.zeros_like(scores_NE).scatter(1, experts, weights * routing.scale), chosen_NE
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """What sends tokens to experts."""
+
+    def __init__(
+        self, config: MLATransformerConfig, pg_collection: ProcessGroupCollection, routing: Routing
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self._routing = routing
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":  # noqa: FBT001, FBT002 - torch's
+        super()._apply(fn, recurse)
+        # In less, experts of nearly equal scores would change places.
+        self._maintain_float32_expert_bias()
+        return self
+
+    def routing(
+        self,
+        logits: Tensor,
+        padding_mask: None = None,  # noqa: ARG002 - megatron-core gives none
+    ) -> tuple[Tensor, Tensor]:
+        """Return weights and choice of experts, each [S * B, E], from logits [S, B, E]."""
+        return choose(logits.flatten(0, -2), self.expert_bias, self._routing)
