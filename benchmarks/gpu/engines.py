@@ -85,12 +85,9 @@ def fill(trainer: Trainer, model_id: str, seed: int = 1) -> dict[str, torch.Tens
 
 
 def a_trainer(base: BaseModel, rank: int, max_batch_tokens: int, **limits: int) -> TorchTrainer:
-    """Return a trainer with one model, an adapter of random weights.
-
-    Experts are not adapted.
-    """
+    """Return a trainer with one model, an adapter of random weights."""
     trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens, **limits)
-    trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1, train_mlp=not base.has_fused_experts))
+    trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
     fill(trainer, MODEL)
     return trainer
 

@@ -83,7 +83,7 @@ def made(bench: Bench, shape: Shape, device: Device) -> MegatronModel:
 def a_megatron(base: MegatronModel, rank: int, max_batch_tokens: int, **limits: int) -> Trainer:
     """Return a trainer with one model, an adapter of random weights, as `engines.a_trainer`."""
     trainer = MegatronTrainer(base, max_batch_tokens=max_batch_tokens, **limits)
-    trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1, train_mlp=not base.has_experts))
+    trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
     fill(trainer, MODEL)
     return trainer
 
@@ -108,7 +108,7 @@ def dense(bench: Bench) -> Iterator[Measurement]:
 
 
 def mixture(bench: Bench) -> Iterator[Measurement]:
-    """M3, M4: logprobs and gradients of a mixture of experts, whose attention is adapted."""
+    """M3, M4: logprobs and gradients of a mixture of experts, which are adapted too."""
     shape = bench.work.mixture
     with alone(bench) as device:
         base = loaded(bench, shape, device, torch.float32)

@@ -57,7 +57,7 @@ class Merged:
         with torch.no_grad():
             for name in self.names:
                 a, b = self.halves(name)
-                _weight(self.model.get_submodule(name)).add_(b @ a, alpha=self.scale)
+                _own(self._weight(name), name).add_(b @ a, alpha=self.scale)
         nn.Module.to(self.model, dtype)
 
     def halves(self, name: str) -> tuple[Tensor, Tensor]:
@@ -75,22 +75,39 @@ class Merged:
     def gradients(self, data: list[Datum]) -> dict[str, Tensor]:
         """Return the gradient of A and B that follows from that of the merged weights."""
         for name in self.names:
-            _weight(self.model.get_submodule(name)).requires_grad_()
+            self._weight(name).requires_grad_()
         sum(-self.logprobs(datum).sum() for datum in data).backward()  # type: ignore[union-attr]
         found = {}
         for name in self.names:
             a, b = self.halves(name)
-            gradient = _weight(self.model.get_submodule(name)).grad
-            assert gradient is not None
-            found[f"{name}.lora_A.weight"] = self.scale * b.T @ gradient
-            found[f"{name}.lora_B.weight"] = self.scale * gradient @ a.T
+            whole = self._weight(name).grad
+            assert whole is not None
+            gradient = _own(whole, name)
+            found[f"{name}.lora_A.weight"] = self.scale * b.mT @ gradient
+            found[f"{name}.lora_B.weight"] = self.scale * gradient @ a.mT
         return found
+
+    def _weight(self, name: str) -> Tensor:
+        """Return the weight that an adapter adds to: a layer's own, or one of all experts."""
+        before, _, leaf = name.rpartition(".")
+        if before.endswith(".experts"):
+            fused = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+            return self.model.get_parameter(f"{before}.{fused}")
+        return _weight(self.model.get_submodule(name))
 
 
 def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def _own(weight: Tensor, name: str) -> Tensor:
+    """Return the part of a weight, or of its gradient, that an adapter is about."""
+    if not name.endswith((".experts.gate_proj", ".experts.up_proj")):
+        return weight
+    gate, up = weight.chunk(2, -2)
+    return up if name.endswith("up_proj") else gate
 
 
 def float32(bench: Bench) -> Iterator[Measurement]:

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 LENGTHS = [5, 17, 3, 60]
-LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
+LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=3e-3)
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -9,7 +9,7 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.trainers import assert_equal, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.megatron_trainer.device import Parallelism
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 LENGTHS = [5, 17, 3, 11]
-LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
+LORA = LoraConfig(rank=4, seed=1)
 MODELS = {
     "qwen3": tiny_qwen3_moe,
     "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
@@ -69,11 +69,31 @@ def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(alone, t
         np.testing.assert_allclose(single.logprobs[0], expected, atol=1e-5)
 
 
-def test_adapters_of_experts_are_refused_by_name(alone, tmp_path) -> None:
-    megatron = megatron_trainer(str(save(tiny_qwen3_moe(), tmp_path)), 1, 1)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
+    alone, tmp_path, name
+) -> None:
+    trainers = [
+        megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1),
+        TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32),
+    ]
+    losses = []
+    for trainer in trainers:
+        trainer.add_model("m", LORA)
+        losses.append([])
+        for seed in range(10):
+            losses[-1].append(run(trainer, random_data(LENGTHS, seed=seed)).metrics["loss:sum"])
+            trainer.optim_step("m", AdamParams(learning_rate=1e-2))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    state = trainers[0].export_state("m")
 
-    with pytest.raises(InvalidRequest, match=r"train_mlp: .*set train_mlp to false"):
-        megatron.add_model("m", LoraConfig(rank=4))
+    trainers[1].import_state("m", state)
+
+    back = trainers[1].export_state("m")
+    assert_equal(back.weights.tensors, state.weights.tensors, atol=0)
+    assert_equal(back.moments, state.moments, atol=0)
+    outputs = [run(trainer, random_data(LENGTHS, seed=11)) for trainer in trainers]
+    np.testing.assert_allclose(*(np.concatenate(o.logprobs) for o in outputs), atol=1e-5)
 
 
 def test_full_fine_tuning_of_a_mixture_is_refused_by_name(alone, tmp_path) -> None:

@@ -25,10 +25,11 @@ pytestmark = [
 ]
 
 LENGTHS = [5, 17, 3, 11, 8]
-LORA = LoraConfig(rank=4, seed=1, train_mlp=False)
+LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
 MODELS = {"qwen3": tiny_qwen3_moe, "deepseek": partial(tiny_deepseek_v3, num_hidden_layers=4)}
 SHAPES = {
+    "tp2": ("qwen3", 2, 1, 1, 1, 2),
     "ep2": ("qwen3", 1, 1, 1, 2, 2),
     "cp2 ep2": ("qwen3", 1, 1, 2, 2, 2),
     "tp2 ep2": ("qwen3", 2, 1, 1, 2, 4),

@@ -99,11 +99,12 @@ def tiny_qwen3() -> PreTrainedModel:
     )
 
 
-def tiny_qwen3_moe(*, normed: bool = True) -> PreTrainedModel:
+def tiny_qwen3_moe(*, normed: bool = True, positions: int = 128) -> PreTrainedModel:
     """Return a random mixture of four experts, two of which each token is sent to.
 
     Args:
         normed: whether the weights of the two sum to one.
+        positions: of its longest sequence.
     """
     torch.manual_seed(3)
     config = Qwen3MoeConfig(
@@ -117,7 +118,7 @@ def tiny_qwen3_moe(*, normed: bool = True) -> PreTrainedModel:
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=normed,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         initializer_range=0.15,
     )
     config.update({"head_dim": 16})

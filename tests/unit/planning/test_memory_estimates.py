@@ -28,7 +28,7 @@ from tinkercloud_crds.planning.memory import (
     training,
 )
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.models import smollm2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import smollm2, tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe
 from tinkercloud_worker.adam import new_adapter
 from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
 from tinkercloud_worker.packing import Packed
@@ -118,7 +118,7 @@ def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
     return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
 
 
-@every_model
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, a_smollm2, tiny_qwen3_moe, tiny_mixtral])
 def test_an_adapter_takes_what_is_estimated(make: Any) -> None:
     model = make()
 

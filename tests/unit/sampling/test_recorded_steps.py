@@ -17,11 +17,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
 from tinkercloud_worker.torch_sampler.graphs import Compute, Recorder
 
-MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+MODELS = {
+    "llama": tiny_llama,
+    "qwen3": tiny_qwen3,
+    "gpt2": tiny_gpt2,
+    "mixture": lambda: tiny_qwen3_moe(positions=512),
+}
 NEVER = StopRules(frozenset(), ())
 
 

@@ -171,19 +171,13 @@ def test_models_of_an_architecture_that_takes_one_sequence_at_a_time_do_not_join
 
 
 def test_a_mixture_of_experts_is_shared_as_well() -> None:
-    def attention_only(trainer: TorchTrainer, *names: str) -> TorchTrainer:
-        for seed, name in enumerate(names):
-            trainer.add_model(name, LoraConfig(rank=4, seed=seed, train_mlp=False))
-        return trainer
-
-    together, alone = (
-        attention_only(TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=64), "a", "bb")
-        for _ in range(2)
-    )
-    passes = [a_pass(together, name, [5, 6]) for name in ("a", "bb")]
+    together, alone = a_trainer(tiny_qwen3_moe()), a_trainer(tiny_qwen3_moe())
+    passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
 
     outputs = together.run_together(passes, lambda: None)
 
     for each, output in zip(passes, outputs, strict=True):
         expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
         np.testing.assert_allclose(output.logprobs[0], expected.logprobs[0], atol=1e-5)
+        theirs = gradient(alone, each.model_id)
+        assert (gradient(together, each.model_id) - theirs).norm() <= 1e-5 * theirs.norm()

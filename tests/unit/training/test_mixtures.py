@@ -1,10 +1,12 @@
-"""Mixtures of experts with the torch trainer: what is adapted, and what is refused by name."""
+"""Mixtures of experts with the torch trainer: attention is adapted, or all is fine-tuned.
+
+Adapters of experts have their own page: `test_adapters_of_experts`.
+"""
 
 import numpy as np
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_qwen3_moe
@@ -15,11 +17,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 def a_trainer() -> TorchTrainer:
     return TorchTrainer(BaseModel(tiny_qwen3_moe(normed=False)), max_batch_tokens=64)
-
-
-def test_adapters_of_experts_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="train_mlp: this model keeps its experts in fused"):
-        a_trainer().add_model("m", LoraConfig(rank=4))
 
 
 def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.experts import find_experts
 from tinkercloud_worker.lora import Group, Target
 
 
@@ -98,10 +99,13 @@ def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> lis
     Raises:
         UnsupportedModelError: the output embedding is not linear.
     """
-    targets = []
+    targets: list[Target] = []
+    experts = {each.name: each.targets for each in find_experts(model)}
     for name, module in model.named_modules():
         shape = _linear_shape(module)
-        if name == head_name and shape:
+        if name in experts:
+            targets.extend(experts[name])
+        elif name == head_name and shape:
             targets.append(Target(name, *shape, group="unembed"))
         elif shape and name.startswith(f"{trunk_name}.") and _is_in_a_layer(name):
             targets.append(Target(name, *shape, group=_group(name)))

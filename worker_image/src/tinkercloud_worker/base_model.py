@@ -34,6 +34,13 @@ from tinkercloud_worker.architecture import (
     name_of,
     trunk_and_head,
 )
+from tinkercloud_worker.experts import (
+    ExpertTerms,
+    FusedExperts,
+    find_experts,
+    others_than,
+    with_terms,
+)
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import LowRankTerms, Parts, Term, add_terms
@@ -102,8 +109,13 @@ class BaseModel:
         self._head_name = name_of(model, self._head)
         self.targets = find_targets(model, self._trunk_name, self._head_name)
         for target in self.targets:
-            if target.group != "unembed":
+            if target.group != "unembed" and not target.experts:
                 self._adapt(target, model.get_submodule(target.name), packed=packed)
+        experts = find_experts(model)
+        for each in experts:
+            self._adapt_experts(each, model.get_submodule(each.name))
+        self.other_experts = others_than(experts, model)
+        """The class of experts that no adapter can be added to, if there are such."""
         self._recomputes = False
         for name, layer in layers_of(self._trunk):
             self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
@@ -143,11 +155,6 @@ class BaseModel:
         )
         nn.Module.to(model, torch.device(device))
         return cls(model, packed=packed)
-
-    @property
-    def has_fused_experts(self) -> bool:
-        """Whether experts are kept as one three-dimensional tensor, which no hook can adapt."""
-        return any(parameter.ndim == 3 for parameter in self._trunk.parameters())
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
@@ -344,6 +351,20 @@ class BaseModel:
         # Assigned to the instance, so that the module stays what it is, names and all.
         module.forward = forward
 
+    def _adapt_experts(self, experts: FusedExperts, module: nn.Module) -> None:
+        """Have the experts of a layer add the terms of the adapters that a pass runs with."""
+        plain = module.forward
+
+        # The names are transformers'.
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            parts = [(route.rows, _expert_terms(experts, route.weights)) for route in self._routes]
+            adapted = any(terms for _, terms in parts)
+            compute = with_terms(module, plain, parts) if adapted else plain
+            return compute(hidden_states, top_k_index, top_k_weights)
+
+        # Assigned to the instance, so that the module stays what it is, names and all.
+        module.forward = forward
+
     def _add_terms(
         self, target: Target, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
@@ -431,6 +452,12 @@ def _term(target: Target, weights: ActiveWeights | None) -> Term | None:
         return None
     tensors = weights.tensors
     return Term(tensors[target.a_name], tensors[target.b_name], weights.lora_scale)
+
+
+def _expert_terms(experts: FusedExperts, weights: ActiveWeights | None) -> ExpertTerms | None:
+    gate, up, down = (_term(target, weights) for target in experts.targets)
+    # One switch is about all three: all of them are adapted, or none.
+    return ExpertTerms(gate, up, down) if gate and up and down else None
 
 
 def _distance(ours_TN: Tensor, theirs_TN: Tensor) -> float:

@@ -6,11 +6,16 @@ A begins uniform in +-1/sqrt(in) (PEFT's kaiming_uniform with a = sqrt 5), B at 
 fresh adapter is the base model exactly. Each A has its own random stream, keyed by the seed and
 the weight's name: its values do not depend on which other weights are adapted, nor on how the
 model is split over ranks.
+
+The experts of a layer have an adapter each, of the same rank, stacked in one tensor: A
+[experts, rank, in] and B [experts, out, rank]. Files have them one by one, by their numbers.
 """
 
 import hashlib
 import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +29,8 @@ from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 
 ALPHA = 32.0
 _PEFT_PREFIX = "base_model.model."
+_EXPERTS = ".experts."
+_NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 
 Group = Literal["attention", "mlp", "unembed"]
 
@@ -37,6 +44,8 @@ class Target:
     in_features: int
     out_features: int
     group: Group
+    experts: int = 0
+    """How many experts have such a weight, stacked in one tensor; 0: it is none of experts."""
 
     @property
     def a_name(self) -> str:
@@ -47,6 +56,14 @@ class Target:
     def b_name(self) -> str:
         """Name of its B [out, rank]."""
         return f"{self.name}.lora_B.weight"
+
+    def specs(self, rank: int) -> list[TensorSpec]:
+        """Return its A and its B."""
+        stacked = (self.experts,) if self.experts else ()
+        return [
+            TensorSpec(self.a_name, (*stacked, rank, self.in_features)),
+            TensorSpec(self.b_name, (*stacked, self.out_features, rank)),
+        ]
 
 
 def scale(rank: int) -> float:
@@ -76,11 +93,7 @@ def select(targets: Iterable[Target], config: LoraConfig) -> list[Target]:
 
 def layout(targets: Iterable[Target], rank: int) -> Layout:
     """Return the flat layout of an adapter."""
-    specs = []
-    for target in targets:
-        specs.append(TensorSpec(target.a_name, (rank, target.in_features)))
-        specs.append(TensorSpec(target.b_name, (target.out_features, rank)))
-    return Layout(specs)
+    return Layout(spec for target in targets for spec in target.specs(rank))
 
 
 def initialize(tensors: Mapping[str, Tensor], targets: Iterable[Target], seed: int) -> None:
@@ -101,13 +114,47 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors as PEFT writes them."""
-    return {_PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+    """Name tensors as PEFT writes them, each expert's by itself.
+
+    The seventh expert's are `...mlp.experts.7.gate_proj.lora_A.weight` and so on, the names that
+    its layers have in checkpoints: vLLM, SGLang and PEFT look for those, whatever they make of them
+    (of Mixtral `...block_sparse_moe.experts.7.w1.lora_A.weight`).
+    """
+    named = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            named[_PEFT_PREFIX + name] = tensor
+            continue
+        before, after = name.rsplit(_EXPERTS, 1)
+        for number, part in enumerate(tensor):
+            named[f"{_PEFT_PREFIX}{before}{_EXPERTS}{number}.{after}"] = part
+    return named
 
 
 def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `to_peft_names`."""
-    return {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    """Undo `to_peft_names`.
+
+    Raises:
+        InvalidRequest: experts are missing, or are of several shapes.
+    """
+    named: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix(_PEFT_PREFIX)
+        if found := _NUMBERED.fullmatch(name):
+            experts[found[1] + found[3]][int(found[2])] = tensor
+        else:
+            named[name] = tensor
+    for name, parts in experts.items():
+        shapes = {part.shape for part in parts.values()}
+        if len(shapes) > 1 or parts.keys() != set(range(len(parts))):
+            raise InvalidRequest(
+                f"adapter: {name!r} is there of experts {sorted(parts)[:9]}... in shapes"
+                f" {[list(shape) for shape in shapes][:3]}; every expert from 0 on must have one,"
+                " all of one shape"
+            )
+        named[name] = torch.stack([parts[number] for number in range(len(parts))])
+    return named
 
 
 def peft_config(config: LoraConfig, names: Iterable[str], base_model: str) -> bytes:

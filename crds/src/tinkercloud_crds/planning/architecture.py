@@ -23,9 +23,6 @@ class Matrix:
     """Which side tensor parallelism cuts: outputs, inputs, none."""
     experts: int = 0
     """Copies of it, one for each routed expert; 0 if it belongs to none."""
-    chosen: int = 1
-    """How many of the copies a token is sent to. Each copy's adapter has that fraction of the rank,
-    so that a token passes through as much adapter as in a dense layer."""
 
     @property
     def parameters(self) -> int:

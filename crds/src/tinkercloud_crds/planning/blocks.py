@@ -155,9 +155,9 @@ def mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int =
     always = gated_mlp(hidden, shared * width).matrices if shared else ()
     return Mlp(
         matrices=(
-            Matrix(hidden, width, "column", experts, chosen),
-            Matrix(hidden, width, "column", experts, chosen),
-            Matrix(width, hidden, "row", experts, chosen),
+            Matrix(hidden, width, "column", experts),
+            Matrix(hidden, width, "column", experts),
+            Matrix(width, hidden, "row", experts),
             *always,
         ),
         others=hidden * experts,

@@ -2,10 +2,11 @@
 
 What is assumed of the engines, and which of the figures have been measured, is told in
 docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
-two moments in float32, on every data-parallel rank; only the inputs of layers are kept for the
-backward pass and the rest is computed again, one layer at a time; with tensor parallelism sequences
-are split between layers too; ranks that divide sequences gather a layer's keys and values; logits
-exist a few rows at a time, and are gone when the first layer is computed again.
+two moments in float32, adapters whole on every rank, other models on every data-parallel one; only
+the inputs of layers are kept for the backward pass and the rest is computed again, one layer at a
+time; with tensor parallelism sequences are split between layers too; ranks that divide sequences
+gather a layer's keys and values; logits exist a few rows at a time, and are gone when the first
+layer is computed again.
 """
 
 from collections.abc import Iterator
@@ -196,7 +197,8 @@ def sampling(
     """
     layout = Layout(tensor=tensor)
     [stage] = _stages(architecture, layout, lora_rank)
-    adapters = _ADAPTER_SLOTS * stage.trained * _WEIGHT_BYTES // _TRAINED_BYTES if lora_rank else 0
+    adapter = _adapters(architecture, lora_rank or 0, layout)
+    adapters = _ADAPTER_SLOTS * adapter * _WEIGHT_BYTES
     reading = max(layer_values(architecture, kind, layout, 0) for kind in _kinds(architecture))
     activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
@@ -221,15 +223,23 @@ def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
 
 
 def adapter_parameters(architecture: Architecture, rank: int) -> int:
-    """Return the elements of a LoRA adapter of all linear layers and the output embedding."""
+    """Return the elements of a LoRA adapter of all linear layers and the output embedding.
+
+    Every expert of a mixture has one of the same rank.
+    """
+    return _adapters(architecture, rank, Layout())
+
+
+def _adapters(architecture: Architecture, rank: int, layout: Layout) -> int:
+    """Return the elements of such an adapter that each of the ranks holds which divide it."""
     layers = [*architecture.leading, *[architecture.repeated] * architecture.repeats]
-    whole = Layout()
-    head = _adapter(_head(architecture), rank, whole)
-    return head + sum(_adapter(m, rank, whole) for layer in layers for m in layer.matrices)
+    head = _adapter(_head(architecture), rank, layout)
+    return head + sum(_adapter(m, rank, layout) for layer in layers for m in layer.matrices)
 
 
 def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -> Iterator[_Stage]:
     per_stage = architecture.layers // layout.pipeline
+    adapter = None if lora_rank is None else adapter_parameters(architecture, lora_rank)
     for number in range(layout.pipeline):
         start = number * per_stage
         runs = architecture.between(start, start + per_stage)
@@ -237,18 +247,16 @@ def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -
         embeddings = is_first + (is_last and not (is_first and architecture.tied))
         embedding = _held(_head(architecture), layout)
         parameters = embeddings * embedding + (architecture.hidden_size if is_last else 0)
-        adapted = _adapter(_head(architecture), lora_rank or 0, layout) if is_last else 0
         for layer, count in runs:
             held = sum(_held(matrix, layout) for matrix in layer.matrices)
             parameters += count * (held + layer.others)
-            adapted += count * sum(_adapter(m, lora_rank or 0, layout) for m in layer.matrices)
         # One forward, one backward: stage 0 has begun as many micro-batches as there are stages
         # before the first of them comes back.
         kept = _kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
         kinds = [layer for layer, _ in runs]
         yield _Stage(
             weights=parameters * _WEIGHT_BYTES,
-            trained=(parameters if lora_rank is None else adapted) * _TRAINED_BYTES,
+            trained=_TRAINED_BYTES * (parameters if adapter is None else adapter),
             per_token=kept + _working_per_token(architecture, layout, kinds, lora_rank or 0),
             logits=_LOGITS_BYTES if is_last else 0,
             per_token_at_logits=kept + _final_per_token(architecture, layout),
@@ -296,7 +304,8 @@ def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_
     sent = layer.mlp_width / layout.tensor + 2 * hidden * layer.copies
     busiest = _IMBALANCE if layout.expert > 1 else 1.0
     width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
-    return _WEIGHT_BYTES * width + _LOW_RANK_BYTES * lora_rank * len(layer.matrices)
+    low = sum(layer.copies if matrix.experts else 1 for matrix in layer.matrices)
+    return _WEIGHT_BYTES * width + _LOW_RANK_BYTES * lora_rank * low
 
 
 def layer_gradients(architecture: Architecture, layer: Layer, layout: Layout) -> float:
@@ -335,8 +344,7 @@ def _held(matrix: Matrix, layout: Layout) -> int:
 def _adapter(matrix: Matrix, rank: int, layout: Layout) -> int:
     """Return the elements of a matrix's A and B that one rank holds."""
     inputs, outputs = _cut(matrix, layout)
-    share = max(1, rank // matrix.chosen)
-    return _copies(matrix, layout) * share * (inputs + outputs)
+    return _copies(matrix, layout) * rank * (inputs + outputs)
 
 
 def _cut(matrix: Matrix, layout: Layout) -> tuple[int, int]:

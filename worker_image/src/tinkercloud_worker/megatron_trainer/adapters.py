@@ -101,7 +101,7 @@ class AdaptedLinears:
         b = [_slice(active.tensors[target.b_name], 0) for target in targets]
         low = spread(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
-        return _plus(y, low, merge(_beside(b)), active.scale), bias
+        return plus(y, low, merge(beside(b)), active.scale), bias
 
     def _add_rows(
         self,
@@ -121,16 +121,23 @@ class AdaptedLinears:
         )
         low = add_up(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
-        return _plus(y, low, b.T, active.scale), bias
+        return plus(y, low, b.T, active.scale), bias
 
 
-def _plus(y: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return y + scale * low @ b, computed as one."""
+def plus(y: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return y + scale * low @ b, computed as one.
+
+    Args:
+        y: [..., out], what a layer makes of its input.
+        low: [..., rank], of the layer's type.
+        b: [rank, out], float32.
+        scale: of the adapter.
+    """
     flat, low = y.flatten(0, -2), low.flatten(0, -2)
     return torch.addmm(flat, low, b.to(y.dtype), alpha=scale).view_as(y)
 
 
-def _beside(bs: Sequence[Tensor]) -> list[Tensor]:
+def beside(bs: Sequence[Tensor]) -> list[Tensor]:
     """Return the B of several adapters, transposed, for all their low-rank values in one row.
 
     Each has rows of zeros for those of the others, so that one product serves all.

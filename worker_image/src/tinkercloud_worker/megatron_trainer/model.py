@@ -14,6 +14,7 @@ from mbridge.core import register_model
 from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
@@ -29,6 +30,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
     interleaved,
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
+from tinkercloud_worker.megatron_trainer.expert_adapters import AdaptedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
@@ -83,7 +85,7 @@ class MegatronModel:
     hf_config: PretrainedConfig
     device: Device
     has_experts: bool
-    """Whether its layers are mixtures, whose experts are never adapted."""
+    """Whether its layers are mixtures, which are not trained as a whole."""
 
     @property
     def head_weight(self) -> str:
@@ -280,12 +282,31 @@ def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedL
     for name, submodule in module.named_modules():
         last = name.rpartition(".")[2]
         if last in _ADAPTED:
-            if ".experts." in name:
+            if ".local_experts." in name:
                 continue
             weights = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])
             adapted = [by_name[weight.removesuffix(".weight")] for weight in weights]
             linears.attach(submodule, adapted, merges.get(last, concatenated))
+        if isinstance(submodule, SequentialMLP):
+            _adapt_experts(bridge, linears, submodule, f"{name}.local_experts.0", by_name, names)
     if module.post_process:
         head = next(target for target in targets if target.group == "unembed")
         linears.attach(module.output_layer, [head], concatenated)
     return linears
+
+
+def _adapt_experts(  # noqa: PLR0917 - as above
+    bridge: Any,  # noqa: ANN401 - as above
+    linears: AdaptedLinears,
+    experts: SequentialMLP,
+    first: str,
+    targets: Mapping[str, Target],
+    names: Mapping[str, str],
+) -> None:
+    weights = [
+        weight
+        for linear in ("linear_fc1", "linear_fc2")
+        for weight in bridge._weight_name_mapping_mcore_to_hf(names[f"{first}.{linear}.weight"])
+    ]
+    gate, up, down = (targets[located(weight)[0]] for weight in weights)
+    AdaptedExperts(linears, experts, (gate, up, down), first=located(weights[0])[1])

@@ -113,11 +113,6 @@ class MegatronTrainer(ReplicatedTrainer):
         if lora_config is None:
             parts = DividedModel(self._base.module, self._base.sources, self._base.layout)
             return TrainedModel(None, parts.trainable, parts)
-        if lora_config.train_mlp and self._base.has_experts:
-            raise InvalidRequest(
-                "train_mlp: the megatron trainer does not adapt the experts of a mixture; set"
-                " train_mlp to false"
-            )
         return new_adapter(self._base.targets, lora_config, self._device)
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:

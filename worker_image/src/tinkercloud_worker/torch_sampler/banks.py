@@ -1,9 +1,10 @@
 """Where recorded steps find adapters: side by side in matrices that stay where they are.
 
-The A's of a bank are blocks of rows of one matrix, the B's blocks of columns of another, so that
-one product has the terms of all adapters for all rows of a batch; of those a row keeps its own
-adapter's and multiplies the others' with zero. So a step is recorded for a number of adapters, not
-for which they are, and a published version is copied to its place before the first step it is in.
+The A's of a bank are blocks of rows of one matrix, the B's blocks of columns of another (of one for
+each expert, where those are adapted), so that one product has the terms of all adapters for all
+rows of a batch; of those a row keeps its own adapter's and multiplies the others' with zero. So a
+step is recorded for a number of adapters, not for which they are, and a published version is copied
+to its place before the first step it is in.
 
 Shape legend: B rows of a step, K ranks of all adapters that a step uses.
 """
@@ -193,4 +194,5 @@ def _scale(adapter: ActiveWeights) -> float:
 
 
 def _rank_axis(name: str) -> int:
-    return 0 if name.endswith(".lora_A.weight") else 1
+    # From the end: those of experts have one more before.
+    return -2 if name.endswith(".lora_A.weight") else -1

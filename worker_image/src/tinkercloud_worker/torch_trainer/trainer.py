@@ -68,10 +68,10 @@ class TorchTrainer(AdamTrainer):
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
             return self._full_model()
-        if lora_config.train_mlp and self._base.has_fused_experts:
+        if lora_config.train_mlp and self._base.other_experts:
             raise InvalidRequest(
-                "train_mlp: this model keeps its experts in fused tensors, which the torch trainer"
-                " can't adapt; set train_mlp to false"
+                f"train_mlp: true, but this model keeps its experts as {self._base.other_experts},"
+                " which the torch trainer can't adapt; set train_mlp to false"
             )
         return new_adapter(self._base.targets, lora_config, self._base.device)
 
