@@ -105,7 +105,8 @@ def test_all_of_attention_is_adapted_under_huggingfaces_names(alone, tmp_path) -
 
     attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
     names = {f"model.layers.{n}.self_attn.{name}" for n in range(3) for name in attention}
-    assert {name.partition(".lora_")[0] for name in gradient} - {"lm_head"} == names
+    adapted = {name.partition(".lora_")[0] for name in gradient}
+    assert {name for name in adapted if "self_attn" in name} == names
     # Of a fresh adapter only B has one.
     assert all(gradient[f"{name}.lora_B.weight"].any() for name in names)
 

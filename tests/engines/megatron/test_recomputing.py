@@ -35,13 +35,12 @@ pytestmark = [
 
 LENGTHS = [30, 30, 7]
 ADAPTER = LoraConfig(rank=4, seed=1)
-ATTENTION = LoraConfig(rank=4, seed=1, train_mlp=False)
 CASES = {
     "adapter": (tiny_qwen3, ADAPTER),
     "untied, adapter": (tiny_llama, ADAPTER),
     "whole": (tiny_qwen3, None),
-    "mixture": (tiny_qwen3_moe, ATTENTION),
-    "deepseek": (tiny_deepseek_v3, ATTENTION),
+    "mixture": (tiny_qwen3_moe, ADAPTER),
+    "deepseek": (tiny_deepseek_v3, ADAPTER),
 }
 
 
