@@ -106,7 +106,7 @@ def test_whatever_is_divided_is_divided_evenly(demand: Demand, fleet: Fleet) -> 
 
     model, layout = demand.architecture, made.division.trainer.layout
     assert model.heads % layout.tensor == 0
-    assert model.kv_heads % layout.tensor == 0
+    assert model.computed.heads % layout.tensor == 0
     assert model.layers % layout.pipeline == 0
     assert max(model.experts, 1) % layout.expert == 0
     assert layout.context * layout.data % layout.expert == 0
@@ -123,7 +123,7 @@ def test_every_layout_that_is_considered_divides_evenly(model: Architecture, fle
 
     assert considered
     assert all(layout.gpus == fleet.count for layout in considered)
-    assert {model.kv_heads % layout.tensor for layout in considered} == {0}
+    assert {model.computed.heads % layout.tensor for layout in considered} == {0}
     assert {model.heads % layout.tensor for layout in considered} == {0}
     assert {model.layers % layout.pipeline for layout in considered} == {0}
     assert {max(model.experts, 1) % layout.expert for layout in considered} == {0}

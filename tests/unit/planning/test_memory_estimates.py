@@ -28,7 +28,15 @@ from tinkercloud_crds.planning.memory import (
     training,
 )
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.models import smollm2, tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.models import (
+    smollm2,
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from tinkercloud_worker.adam import new_adapter
 from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
 from tinkercloud_worker.packing import Packed
@@ -118,7 +126,18 @@ def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
     return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, a_smollm2, tiny_qwen3_moe, tiny_mixtral])
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_llama,
+        tiny_qwen3,
+        a_smollm2,
+        tiny_qwen3_moe,
+        tiny_mixtral,
+        tiny_deepseek_v3,
+        tiny_deepseek_v2,
+    ],
+)
 def test_an_adapter_takes_what_is_estimated(make: Any) -> None:
     model = make()
 
@@ -146,7 +165,7 @@ def test_weights_take_what_is_estimated(make: Any) -> None:
     assert bytes_of(model.parameters()) == estimate.weights
 
 
-@tiny_models
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_deepseek_v3])
 def test_keys_and_values_take_what_is_estimated(make: Any) -> None:
     model = make().to(torch.bfloat16)
     cache = DynamicCache()
@@ -224,16 +243,24 @@ def test_ranks_together_hold_the_model_once_and_what_is_not_divided_often(name: 
     assert whole / divided < split < whole / 4
 
 
-def test_ranks_that_divide_sequences_each_hold_all_keys_and_values_of_a_layer() -> None:
-    config = PUBLIC_MODELS["Qwen/Qwen3-8B"]["config"]
+def keys_and_values(config: dict[str, Any]) -> int:
+    """Return the numbers that attention has of a token's keys and values."""
+    if "kv_lora_rank" not in config:
+        return int(2 * config["num_key_value_heads"] * config["head_dim"])
+    of_a_head = sum(config[f"{part}_head_dim"] for part in ("qk_nope", "qk_rope", "v"))
+    return int(config["num_attention_heads"] * of_a_head)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V2-Lite"])
+def test_ranks_that_divide_sequences_each_hold_all_keys_and_values_of_a_layer(name: str) -> None:
+    config = PUBLIC_MODELS[name]["config"]
 
     whole, quarter = (
         training(read(config), Layout(context=ranks), tokens=4096, lora_rank=RANK).activations
         for ranks in (1, 4)
     )
 
-    values = 2 * config["num_key_value_heads"] * config["head_dim"] * 4096
-    in_bfloat16_with_gradients = 4 * values
+    in_bfloat16_with_gradients = 4 * keys_and_values(config) * 4096
     assert quarter == pytest.approx(whole / 4 + in_bfloat16_with_gradients, abs=1)
 
 

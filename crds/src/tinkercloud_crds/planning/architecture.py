@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class KeyValues:
-    """What a sampler keeps of one token in one layer."""
+    """Keys and values of one token in one layer."""
 
     heads: int
     """Tensor parallelism cuts these; further ranks hold copies."""
@@ -74,9 +74,10 @@ class Architecture:
     vocab_size: int
     heads: int
     """Query heads."""
-    kv_heads: int
-    """Heads of keys and values that training computes."""
+    computed: KeyValues
+    """What attention computes with."""
     cached: KeyValues
+    """What a sampler keeps: the same, or what they come from."""
     max_context_length: int
     """Tokens of the longest sequence it was made for."""
     tied: bool

@@ -48,7 +48,7 @@ class Attention:
     others: int
     width: int
     heads: int
-    kv_heads: int
+    computed: KeyValues
     cached: KeyValues
 
 
@@ -96,7 +96,7 @@ def grouped_attention(
         others=sum(sizes[name] for name in biased) + (2 * width if has_norms else 0),
         width=(4 if has_norms else 2) * (q + kv),
         heads=heads,
-        kv_heads=kv_heads,
+        computed=KeyValues(kv_heads, 2 * width),
         cached=KeyValues(kv_heads, 2 * width),
     )
 
@@ -123,7 +123,7 @@ def latent_attention(fields: Fields) -> Attention:
         others=q_rank + kv_rank,
         width=2 * q + 2 * heads * value + 3 * (q_rank + kv_rank),
         heads=heads,
-        kv_heads=heads,
+        computed=KeyValues(heads, plain + rotary + value),
         cached=KeyValues(1, kv_rank + rotary),
     )
 

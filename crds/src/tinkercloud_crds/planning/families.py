@@ -79,7 +79,7 @@ def _assembled(
         hidden_size=hidden,
         vocab_size=fields.size("vocab_size"),
         heads=attention.heads,
-        kv_heads=attention.kv_heads,
+        computed=attention.computed,
         cached=attention.cached,
         max_context_length=fields.size("max_position_embeddings"),
         tied=fields.flag("tie_word_embeddings", default=tied),

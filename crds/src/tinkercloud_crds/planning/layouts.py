@@ -16,7 +16,7 @@ def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Lay
     pipeline parallelism the layers; expert parallelism the experts, over context x data ranks.
     """
     for tensor in divisors(per_pod):
-        if architecture.kv_heads % tensor or not _cuts_evenly(architecture, tensor):
+        if architecture.computed.heads % tensor or not _cuts_evenly(architecture, tensor):
             continue
         for pipeline in divisors(gpus // tensor):
             if pipeline > _MAX_PIPELINE or architecture.layers % pipeline:

@@ -284,8 +284,9 @@ def _working_per_token(
         for layer in layers
     )
     # Keys and values of whole sequences, and their gradients, are at every rank of those.
-    cached = kv_bytes_per_token(architecture, layout.tensor) / architecture.layers
-    gathered = 2 * cached if layout.context > 1 else 0
+    computed = architecture.computed
+    both = _share(computed.heads, layout.tensor) * computed.width * _WEIGHT_BYTES
+    gathered = 2 * both if layout.context > 1 else 0
     return working / layout.context + gathered
 
 
