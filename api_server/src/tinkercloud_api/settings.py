@@ -18,7 +18,13 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from tinkercloud_protocol.launch import Limits, SamplerConfig, Timings, TrainerConfig
+from tinkercloud_protocol.launch import (
+    Limits,
+    SamplerConfig,
+    Timings,
+    TrainerConfig,
+    check_process_group,
+)
 
 ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
@@ -115,6 +121,7 @@ class Settings(BaseSettings):
             )
         if self.provider == "local" and self.models_dir is not None:
             raise ValueError("models_dir: only used with provider=kubernetes; leave it out")
+        check_process_group(self.trainer, self.sampler)
         return self
 
     @classmethod

@@ -134,6 +134,11 @@ class InferenceConfig(_Config):
     colocated: bool = False
     """Whether the servers share their GPUs with the trainer: they give their memory back while it
     computes. sglang only, started with --enable-memory-saver."""
+    process_group: Literal["nccl", "gloo"] | None = None
+    """Backend of a torch process group with each engine, over which whole models go to it; what
+    fails goes in requests or by files. Engines must reach any port of the head. `nccl`: from the
+    GPU on which the head itself trains. `gloo`: from the head's CPU. Absent means no group. Backend
+    sglang only."""
 
 
 class SamplerConfig(_Config):
@@ -169,7 +174,28 @@ class SamplerConfig(_Config):
             raise ValueError("inference.adapters_seen: vllm reads adapters from files alone")
         if inference.colocated and self.backend != "sglang":
             raise ValueError("inference.colocated: only engines of this head can be; see backend")
+        if inference.process_group and (self.backend != "sglang" or inference.colocated):
+            raise ValueError(
+                f"inference.process_group: {inference.process_group} is for engines of this head"
+                " that have GPUs of their own; leave it out, or set backend to sglang and colocated"
+                " to false"
+            )
         return self
+
+
+def check_process_group(trainer: TrainerConfig, sampler: SamplerConfig) -> None:
+    """Return if a head with such a trainer can be in the process group that is asked for.
+
+    Raises:
+        ValueError: it can't.
+    """
+    trains_here = trainer.device == "cuda" and trainer.ranks == 0 and trainer.backend != "none"
+    if sampler.inference.process_group == "nccl" and not trains_here:
+        raise ValueError(
+            "sampler.inference.process_group: nccl wants a head that trains on a GPU in its own"
+            f" process, but trainer.backend is {trainer.backend}, trainer.device {trainer.device}"
+            f" and trainer.ranks {trainer.ranks}; set it to gloo, or leave it out"
+        )
 
 
 class Limits(_Config):
@@ -238,6 +264,11 @@ class HeadConfig(_Config):
     sampler: SamplerConfig = SamplerConfig()
     limits: Limits = Limits()
     timings: Timings = Timings()
+
+    @model_validator(mode="after")
+    def _check_process_group(self) -> Self:
+        check_process_group(self.trainer, self.sampler)
+        return self
 
 
 class ModelSpec(_Config):

@@ -12,8 +12,8 @@ from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang import (
     FakeSglang,
     listening,
-    read_tensors,
 )
+from tinkercloud_testing.sglang_definitions import read_tensors
 from tinkercloud_testing.sglang_sampling import (
     FILES,
     NEVER,

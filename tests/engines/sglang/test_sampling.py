@@ -8,8 +8,8 @@ import pytest
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang import (
     FakeSglang,
-    definition,
 )
+from tinkercloud_testing.sglang_definitions import definition
 from tinkercloud_testing.sglang_sampling import (
     NEVER,
     PROMPTS,

@@ -1,126 +1,31 @@
 """SGLang's native HTTP API over our torch sampler, checked against SGLang's own definitions.
 
-SGLang itself has no CPU build on PyPI. So its wheel is fetched, never installed nor imported, and
-the models of its requests are made from the source in it: a field that SGLang does not know, or of
-another type, is refused here. Tensors in requests are read by SGLang's own functions, cut out of
-its source. What is computed is real, by the torch sampler, with the adapters and weights that came.
+What is computed is real, by the torch sampler, with the adapters and weights that came;
+`sglang_definitions` refuses what SGLang does not know, and `sglang_ranks` are in process groups.
 """
 
-import ast
-import base64
-import io
 import json
-import pickle
-import subprocess
-import zipfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, Optional, Union
+from typing import Any
 
 import numpy as np
 import torch
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tinkercloud_protocol.payloads import SampledSequence
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import Engine
-from tinkercloud_testing.inference import cache_folder
 from tinkercloud_testing.models import EOS_TOKEN_ID
+from tinkercloud_testing.sglang_definitions import SAMPLING, definition, read_tensors
+from tinkercloud_testing.sglang_ranks import EngineRanks
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-
-SGLANG = "0.5.23"
-_REQUESTS = "sglang/srt/managers/io_struct.py"
-_SAMPLING = "sglang/srt/sampling/sampling_params.py"
-_SERIALIZER = "sglang/srt/utils/common.py"
-_BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
-_PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
-
-
-def sglang_sources() -> Path:
-    """Return a folder with the files of SGLang's wheel that define its API."""
-    folder = cache_folder() / f"sglang-{SGLANG}"
-    files = [_REQUESTS, _SAMPLING, _SERIALIZER, _BUCKET]
-    if not all((folder / file).exists() for file in files):
-        place = str(folder / "wheel")
-        download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
-        # The workspace's own environment has no pip.
-        python = Path(__file__).parents[3] / ".uv" / "bin" / "python"
-        subprocess.run([str(python), "-m", "pip", *download, f"sglang=={SGLANG}"], check=True)
-        [wheel] = (folder / "wheel").glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, files)
-        wheel.unlink()
-    return folder
-
-
-@cache
-def definition(name: str, file: str = _REQUESTS) -> type[BaseModel]:
-    """Return a model of one of SGLang's classes: its fields, their types, and no others."""
-    tree = ast.parse((sglang_sources() / file).read_text())
-    [found] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
-    fields: dict[str, Any] = {}
-    for node in found.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            default = ... if node.value is None else None
-            fields[node.target.id] = (_type(node.annotation), default)
-    config = ConfigDict(extra="forbid", strict=True)
-    return create_model(name, __config__=config, **fields)
-
-
-def _type(node: ast.expr) -> Any:
-    """Return the type that an annotation means; Any for SGLang's own."""
-    if isinstance(node, ast.Name):
-        return _PLAIN.get(node.id, Any)
-    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
-        return Any
-    arguments = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if node.value.id == "Literal":
-        return Literal[tuple(ast.literal_eval(argument) for argument in arguments)]
-    types = tuple(_type(argument) for argument in arguments)
-    match node.value.id:
-        case "Optional":
-            return Optional[types[0]]  # noqa: UP045 - of a type known at run time only
-        case "Union":
-            return Union[types]  # noqa: UP007 - as above
-        case "Annotated":
-            return types[0]
-        # JSON has no sets: SGLang makes them of lists.
-        case "List" | "Set":
-            return list[types[0]]  # type: ignore[valid-type]
-        case _:
-            return Any
-
-
-@cache
-def _own_functions() -> SimpleNamespace:
-    """Return SGLang's reader of tensors: MultiprocessingSerializer and FlattenedTensorBucket."""
-    wanted = {"MultiprocessingSerializer", "SafeUnpickler", "_safe_load_torch_storage"}
-    tree = ast.parse((sglang_sources() / _SERIALIZER).read_text())
-    serializer = [node for node in tree.body if getattr(node, "name", None) in wanted]
-    bucket = ast.parse((sglang_sources() / _BUCKET).read_text()).body
-    module = ast.Module([*bucket, *serializer], type_ignores=[])
-    # Dataclasses look their module up by name.
-    names = {"__name__": __name__, "io": io, "pickle": pickle, "torch": torch, "pybase64": base64}
-    exec(compile(module, "sglang", "exec"), names)  # noqa: S102 - what runs in SGLang
-    return SimpleNamespace(**names)
-
-
-def read_tensors(payload: str) -> dict[str, torch.Tensor]:
-    """Read a flattened bucket as an engine's rank does."""
-    sglang = _own_functions()
-    data = sglang.MultiprocessingSerializer.deserialize(base64.b64decode(payload, validate=True))
-    bucket = sglang.FlattenedTensorBucket(
-        flattened_tensor=data["flattened_tensor"], metadata=data["metadata"]
-    )
-    return dict(bucket.reconstruct_tensors())
 
 
 @dataclass
@@ -151,6 +56,8 @@ class FakeSglang:
     is_updating: bool = False
     """Whether somebody has begun to send it weights, and not ended."""
     url: str = ""
+    ranks: EngineRanks | None = None
+    """Its processes in process groups, once there has been one."""
     _weights: dict[str, torch.Tensor] | None = None
     """Its weights, if any have been sent since it last read files."""
     _base: str = "base"
@@ -165,6 +72,9 @@ class FakeSglang:
         self.adapters.clear()
         self.forgotten.clear()
         self.released.clear()
+        if self.ranks is not None:
+            self.ranks.kill()
+            self.ranks = None
         self.is_updating, self._weights = False, None
         self.loaded_path, self.weight_version, self._base = self.model_path, "default", "base"
 
@@ -190,7 +100,7 @@ class FakeSglang:
 
     async def _one(self, body: dict[str, Any], index: int, version: str) -> dict[str, Any]:
         params = body["sampling_params"][index]
-        definition("SamplingParams", _SAMPLING).model_validate(params)
+        definition("SamplingParams", SAMPLING).model_validate(params)
         request = _request(body, index, params)
         result = await self.engine.sampler.sample(version, request)
         [sequence] = result.sequences
@@ -304,13 +214,50 @@ class FakeSglang:
         definition("UpdateWeightsFromTensorReqInput").model_validate(body)
         if not self.is_updating:
             return _weights_answer("must run between begin_weight_update() and end_weight_update()")
+        await self._replace(self._tensors(body))
+        return _weights_answer(None)
+
+    async def init_weights_update_group(self, body: dict[str, Any]) -> web.Response:
+        """Answer /init_weights_update_group."""
+        definition("InitWeightsUpdateGroupReqInput").model_validate(body)
+        if self.ranks is None:
+            self.ranks = EngineRanks(self.tp_size)
+        return _of_all(await self.ranks.call("init_weights_update_group", body))
+
+    async def destroy_weights_update_group(self, body: dict[str, Any]) -> web.Response:
+        """Answer /destroy_weights_update_group."""
+        definition("DestroyWeightsUpdateGroupReqInput").model_validate(body)
+        if self.ranks is None:
+            return _weights_answer("The group to be destroyed does not exist.")
+        return _of_all(await self.ranks.call("destroy_weights_update_group", body))
+
+    async def update_weights_from_distributed(self, body: dict[str, Any]) -> web.Response:
+        """Answer /update_weights_from_distributed."""
+        definition("UpdateWeightsFromDistributedReqInput").model_validate(body)
+        if not self.is_updating:
+            return _weights_answer("must run between begin_weight_update() and end_weight_update()")
+        if self.ranks is None:
+            return _weights_answer("Failed to receive weights: Group not in []")
+        wanted = ("names", "dtypes", "shapes", "group_name", "load_format")
+        asked = {name: body[name] for name in wanted if name in body}
+        received = await self.ranks.call("receive_weights_from_distributed", asked)
+        for words in received:
+            if isinstance(words, str):
+                return _weights_answer(f"Failed to receive weights: {words}")
+        [tensors, *others] = [dict(each) for each in received]
+        for other in others:
+            assert all(torch.equal(tensor, other[name]) for name, tensor in tensors.items())
+        await self._replace(tensors)
+        return _weights_answer(None)
+
+    async def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors in place of those of the same names."""
         if self._weights is None:
             self._weights = load_file((self.loaded_path or self.model_path) / "model.safetensors")
-        for name, tensor in self._tensors(body).items():
+        for name, tensor in tensors.items():
             assert tensor.shape == self._weights[name].shape
             self._weights[name] = tensor
         self._base = await self._publish(WeightsSnapshot(None, dict(self._weights)))
-        return _weights_answer(None)
 
     async def end_weight_update(self, body: dict[str, Any]) -> web.Response:
         """Answer /end_weight_update."""
@@ -358,14 +305,8 @@ class FakeSglang:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request."""
-        if request.path == "/model_info":
-            path, version = str(self.loaded_path or self.model_path), self.weight_version
-            info = {"model_path": path, "weight_version": version, "is_generation": True}
-            return web.json_response(info)
-        if request.path == "/health_generate":
-            return web.Response()
-        if request.path == "/server_info":
-            return web.json_response({"tp_size": self.tp_size})
+        if request.method == "GET":
+            return web.json_response(self._tell(request.path))
         body = await request.json()
         self.calls.append((request.path, body))
         if request.path in self.lacks:
@@ -373,15 +314,31 @@ class FakeSglang:
         if request.path in self.refuses:
             return web.json_response({"error": {"message": "refused"}}, status=500)
         if request.path in self.ends_over:
-            self.restart()
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
+            return self._end(request)
         try:
             answer: web.Response = await getattr(self, request.path.removeprefix("/"))(body)
+        except EOFError:
+            # One of its ranks has gone.
+            return self._end(request)
         except (ValidationError, AssertionError) as error:
             return web.json_response({"error": {"message": str(error)}}, status=422)
         return answer
+
+    def _tell(self, path: str) -> dict[str, Any]:
+        path_of_model = str(self.loaded_path or self.model_path)
+        model = {"model_path": path_of_model, "weight_version": self.weight_version}
+        told: dict[str, dict[str, Any]] = {
+            "/model_info": {**model, "is_generation": True},
+            "/server_info": {"tp_size": self.tp_size},
+            "/health_generate": {},
+        }
+        return told[path]
+
+    def _end(self, request: web.Request) -> web.Response:
+        self.restart()
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
 
 
 @asynccontextmanager
@@ -406,6 +363,8 @@ async def listening(fake: FakeSglang, port: int = 0) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        if fake.ranks is not None:
+            fake.ranks.kill()
         await runner.cleanup()
 
 
@@ -474,6 +433,13 @@ def _finish_reason(sequence: SampledSequence) -> dict[str, Any]:
     if sequence.stopped:
         return {"type": "stop", "matched": sequence.tokens[-1]}
     return {"type": "length", "length": len(sequence.tokens)}
+
+
+def _of_all(answers: Sequence[Any]) -> web.Response:
+    """Return what an engine makes of (whether it went well, words) of each of its ranks."""
+    words = [answer if isinstance(answer, str) else answer[1] for answer in answers]
+    is_good = all(not isinstance(answer, str) and answer[0] for answer in answers)
+    return _weights_answer(None if is_good else " | ".join(words))
 
 
 def _weights_answer(error: str | None) -> web.Response:

@@ -82,6 +82,20 @@ def test_a_value_that_is_not_acceptable_is_refused(
         load_settings()
 
 
+def test_a_head_that_does_not_train_on_a_gpu_is_in_no_group_of_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
+    monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
+    monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__PROCESS_GROUP", "nccl")
+    with pytest.raises(ValidationError, match=r"process_group: nccl wants .*device cpu"):
+        load_settings()
+
+    monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
+
+    assert load_settings().sampler.inference.process_group == "nccl"
+
+
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush")
     monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:hush@h/d")

@@ -135,6 +135,22 @@ async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses) -> None:
             },
             "inference.adapters_seen",
         ),
+        (
+            {
+                "backend": "external",
+                "inference": InferenceConfig(urls=("http://a",), process_group="gloo"),
+            },
+            "inference.process_group",
+        ),
+        (
+            {
+                "backend": "sglang",
+                "inference": InferenceConfig(
+                    urls=("http://a",), process_group="nccl", colocated=True
+                ),
+            },
+            "inference.process_group",
+        ),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(settings, words) -> None:

@@ -96,7 +96,11 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
     if config.sampler.backend == "sglang":
         controls = {
             dialect.client.url: SglangControl(
-                dialect, folder, owner=owner, base_path=config.model.path
+                dialect,
+                folder,
+                owner=owner,
+                base_path=config.model.path,
+                process_group=inference.process_group,
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)

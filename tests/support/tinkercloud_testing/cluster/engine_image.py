@@ -21,7 +21,7 @@ from tinkercloud_testing.cluster.images import (
 )
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import build_folder
-from tinkercloud_testing.sglang import sglang_sources
+from tinkercloud_testing.sglang_definitions import sglang_sources
 from tinkercloud_testing.sglang_program import REFUSES
 
 _NAME = "tinkercloud.test/engine:test"

@@ -177,7 +177,10 @@ class InferenceSampler:
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*self._cleaning, return_exceptions=True)
-                await asyncio.gather(*[engine.unload_all() for engine in self._engines.values()])
+                await asyncio.gather(
+                    *[engine.unload_all() for engine in self._engines.values()],
+                    *[control.close() for control in self._controls.values()],
+                )
         except TimeoutError:
             log.warning("adapters stay loaded in servers that take too long to let them go")
         for engine in self._engines.values():

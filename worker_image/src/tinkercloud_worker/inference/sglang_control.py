@@ -15,6 +15,7 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.sglang import SglangDialect
+from tinkercloud_worker.inference.sglang_group import Backend
 from tinkercloud_worker.inference.sglang_weights import SglangWeights
 from tinkercloud_worker.inference.turns import Turns
 
@@ -35,7 +36,13 @@ class SglangControl:
     """One engine. Kinds of work other than BASE and TRAINING are names of whole models."""
 
     def __init__(
-        self, dialect: SglangDialect, folder: AdapterFolder, *, owner: str, base_path: str
+        self,
+        dialect: SglangDialect,
+        folder: AdapterFolder,
+        *,
+        owner: str,
+        base_path: str,
+        process_group: Backend | None,
     ) -> None:
         """Make a control; the engine is not asked yet.
 
@@ -44,9 +51,11 @@ class SglangControl:
             folder: where whole models are.
             owner: differs between any two processes that ever control the engine.
             base_path: the base model's folder, should the engine no more know its own.
+            process_group: backend of a process group to send whole models over first; None for
+                none.
         """
         self._dialect = dialect
-        self._weights = SglangWeights(dialect.client)
+        self._weights = SglangWeights(dialect.client, process_group)
         self._folder = folder
         self._owner = owner
         self._base_path = base_path
@@ -60,6 +69,10 @@ class SglangControl:
     def lost(self) -> None:
         """Take note that the engine may have begun again, or has other weights than it should."""
         self.turns.reset(None)
+
+    async def close(self) -> None:
+        """Let go of the engine."""
+        await self._weights.close()
 
     async def _change(self, kind: str) -> None:
         # It may have begun again since it was last asked.
@@ -78,6 +91,7 @@ class SglangControl:
             self._is_released = False
             if self._has_met:
                 metrics.ENGINE_RESTARTS.labels(self._dialect.client.url).inc()
+            await self._weights.forget()
             self._base_path = str(info["model_path"])
             self._held = BASE
             body = {"new_version": self._mark(BASE), "abort_all_requests": False}

@@ -2,7 +2,7 @@
 
 Small ones are sent and large ones read, since base64 in JSON is slower than any file; what is
 refused one way goes the other. An engine that has no request for tensors, refuses those it then
-reads, or ends over them, gets only files from then on.
+reads, or ends over them, gets only files from then on. Whole models may have a way before both.
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,6 +28,46 @@ Send = Callable[[int], Awaitable[None]]
 Read = Callable[[], Awaitable[None]]
 
 
+class Way:
+    """Whether an engine is still given weights in one way."""
+
+    def __init__(self, client: InferenceClient, what: str, how: str) -> None:
+        """Make a way, which is open.
+
+        Args:
+            client: of the engine.
+            what: is delivered, for the log.
+            how: it is, for the log.
+        """
+        self._said = {"url": client.url, "what": what, "way": how}
+        self._lost = 0
+        self.is_open = True
+
+    async def go(self, bring: Read) -> None:
+        """Bring weights; an engine that is lost over it twice in a row is spared it from then on.
+
+        Raises:
+            InvalidRequest, ServerError: as `bring`.
+        """
+        try:
+            await bring()
+        except ServerUnreachable:
+            self._lost += 1
+            if self._lost >= _MOST_LOST:
+                self.close(f"it was lost {self._lost} times in a row over it")
+            raise
+        self._lost = 0
+
+    def reopen(self) -> None:
+        """Use the way again with an engine that has begun again, unless it was lost over it."""
+        self.is_open = self._lost < _MOST_LOST
+
+    def close(self, reason: str) -> None:
+        """Use the way no more."""
+        self.is_open = False
+        log.warning("an engine is spared a way of weights", **self._said, reason=reason)
+
+
 class Delivery:
     """Of one kind of weights to one engine. Belongs to one event loop."""
 
@@ -40,10 +80,8 @@ class Delivery:
             most_sent_bytes: that is tried in requests first, counted once for each rank.
         """
         self._client = client
-        self._what = what
         self._most_sent_bytes = most_sent_bytes
-        self._lost = 0
-        self._takes_tensors = True
+        self._requests = Way(client, what, "request")
 
     async def deliver(self, size: int, send: Send, read: Read | None) -> None:
         """Bring weights to the engine.
@@ -58,15 +96,15 @@ class Delivery:
             ServerError: the engine failed, or is not there.
         """
         if read is None:
-            await self._sent(send, await self._ranks())
+            await self._sent(send, await self.ranks())
             return
-        if not self._takes_tensors:
+        if not self._requests.is_open:
             await read()
             return
         try:
-            ranks = await self._ranks()
+            ranks = await self.ranks()
         except NotThere as error:
-            self._stop(error.message)
+            self._requests.close(error.message)
             await read()
             return
         if ranks * size > self._most_sent_bytes:
@@ -81,7 +119,7 @@ class Delivery:
             raise
         except (InvalidRequest, ServerError) as refusal:
             await _second(read, refusal)
-            self._stop(refusal.message)
+            self._requests.close(refusal.message)
 
     async def _read_else_send(self, send: Read, read: Read) -> None:
         try:
@@ -91,8 +129,12 @@ class Delivery:
         except (InvalidRequest, ServerError) as refusal:
             await _second(send, refusal)
 
-    async def _ranks(self) -> int:
-        """Return how many copies of tensors the engine wants; with too few it would end."""
+    async def ranks(self) -> int:
+        """Return how many ranks the engine has, each of which wants tensors of its own.
+
+        Raises:
+            ServerError: it does not say.
+        """
         info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
         ranks = info.get("tp_size")
         if not isinstance(ranks, int):
@@ -100,20 +142,7 @@ class Delivery:
         return ranks
 
     async def _sent(self, send: Send, ranks: int) -> None:
-        try:
-            await send(ranks)
-        except ServerUnreachable:
-            self._lost += 1
-            if self._lost >= _MOST_LOST:
-                self._stop(f"it was lost {self._lost} times in a row while it was sent tensors")
-            raise
-        self._lost = 0
-
-    def _stop(self, reason: str) -> None:
-        self._takes_tensors = False
-        log.warning(
-            "an engine gets files alone", url=self._client.url, what=self._what, reason=reason
-        )
+        await self._requests.go(lambda: send(ranks))
 
 
 async def _second(way: Read, refusal: InvalidRequest | ServerError) -> None:

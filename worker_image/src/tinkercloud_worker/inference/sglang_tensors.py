@@ -36,16 +36,29 @@ def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> byt
 
 def flattened(tensors: Tensors) -> bytes:
     """Return what SGLang calls a flattened bucket: one run of bytes, and what lies where in it."""
-    # A slice is viewed as its dtype, so it must begin at a multiple of that one's size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    flat = [tensor.detach().cpu().flatten().view(torch.uint8) for _, tensor in ordered]
+    ordered, run = run_of_bytes(tensors)
     metadata, start = [], 0
-    for (name, tensor), part in zip(ordered, flat, strict=True):
-        end = start + part.numel()
-        place = {"start_idx": start, "end_idx": end, "numel": part.numel()}
+    for name, tensor in ordered.items():
+        end = start + tensor.nbytes
+        place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
         start = end
-    return pickle.dumps({"flattened_tensor": torch.cat(flat), "metadata": metadata}, protocol=4)
+    return pickle.dumps({"flattened_tensor": run, "metadata": metadata}, protocol=4)
+
+
+def run_of_bytes(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:
+    """Lay tensors one after another, as SGLang cuts them out again.
+
+    Args:
+        tensors: at least one.
+
+    Returns:
+        The tensors in the order in which they lie, and their bytes, uint8 [total size], on the CPU.
+    """
+    # A slice is viewed as its dtype, so it must begin at a multiple of that one's size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    flat = [tensor.detach().cpu().flatten().view(torch.uint8) for tensor in ordered.values()]
+    return ordered, torch.cat(flat)
 
 
 def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:

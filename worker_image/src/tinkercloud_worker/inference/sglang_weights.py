@@ -5,6 +5,7 @@ has no weights that anything may be drawn from, and is marked so until the last 
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,14 @@ from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
-from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
-from tinkercloud_worker.inference.sglang_delivery import Delivery
+from tinkercloud_worker.inference.client import (
+    InferenceClient,
+    Json,
+    ServerError,
+    ServerUnreachable,
+)
+from tinkercloud_worker.inference.sglang_delivery import Delivery, Way
+from tinkercloud_worker.inference.sglang_group import Backend, SglangGroup
 from tinkercloud_worker.inference.sglang_tensors import buckets, request_body
 
 _CALL_SECONDS = 120.0
@@ -21,14 +28,27 @@ _WEIGHTS_SECONDS = 1800.0
 _BUCKET_BYTES = 256 << 20
 """Of the tensors in one request, counted once for each rank."""
 _MOST_SENT_BYTES = 4 << 30
+_WHAT = "whole models"
+
+_Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
+"""Lets something be sent between the beginning and the end of an update."""
 
 
 class SglangWeights:
     """Of one engine, which draws nothing meanwhile. Belongs to one event loop."""
 
-    def __init__(self, client: InferenceClient) -> None:
+    def __init__(self, client: InferenceClient, process_group: Backend | None) -> None:
+        """Make what loads weights; the engine is not asked yet.
+
+        Args:
+            client: of the engine.
+            process_group: backend of a process group to send whole models over first; None for
+                none.
+        """
         self._client = client
-        self._delivery = Delivery(client, "whole models", most_sent_bytes=_MOST_SENT_BYTES)
+        self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MOST_SENT_BYTES)
+        self._group = SglangGroup(client, process_group) if process_group else None
+        self._by_group = Way(client, _WHAT, "group")
 
     async def load(self, model: Written, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights.
@@ -42,11 +62,34 @@ class SglangWeights:
             ServerError: the engine failed, or is not there; which weights it has is not certain.
             NotFound: somebody has removed the folder.
         """
+        size = model.size_of(FULL_WEIGHTS)
+        update = partial(self._update, version=version, unfinished=unfinished)
+        if self._group is not None and self._by_group.is_open:
+            group = self._group
+            try:
+                await self._by_group.go(lambda: self._broadcast(group, model, update))
+            except ServerUnreachable:
+                raise
+            except (InvalidRequest, ServerError) as refusal:
+                self._by_group.close(refusal.message)
+            else:
+                return
         await self._delivery.deliver(
-            model.size_of(FULL_WEIGHTS),
-            send=lambda ranks: self._send(model, ranks, version=version, unfinished=unfinished),
+            size,
+            send=lambda ranks: self._send(model, update, ranks),
             read=partial(self.load_folder, model.there, version=version) if model.there else None,
         )
+
+    async def forget(self) -> None:
+        """Take note that the engine has begun again: it is in no group, and may refuse less."""
+        if self._group is not None:
+            await self._group.leave()
+            self._by_group.reopen()
+
+    async def close(self) -> None:
+        """Let go of the engine."""
+        if self._group is not None:
+            await self._group.close()
 
     async def load_folder(self, folder: Path, *, version: str) -> None:
         """Replace the engine's weights by those of a folder, as the engine sees it.
@@ -59,15 +102,31 @@ class SglangWeights:
         with metrics.loading(self._client.url, "model", "file"):
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _send(self, model: Written, ranks: int, *, version: str, unfinished: str) -> None:
+    async def _broadcast(self, group: SglangGroup, model: Written, update: _Update) -> None:
+        with metrics.loading(self._client.url, "model", "group"):
+            await group.join(await self._delivery.ranks())
+            await update(lambda: group.send(model.here / FULL_WEIGHTS, _BUCKET_BYTES))
+
+    async def _send(self, model: Written, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):
-            await self._mark(unfinished)
-            await self._begin()
-            try:
-                await self._send_parts(model, ranks)
-            finally:
-                await self._call("/end_weight_update", {})
-            await self._mark(version)
+            await update(lambda: self._send_parts(model, ranks))
+
+    async def _update(
+        self, send: Callable[[], Awaitable[None]], *, version: str, unfinished: str
+    ) -> None:
+        """Have the engine's weights replaced part by part; it is marked until the last is there."""
+        await self._mark(unfinished)
+        await self._begin()
+        try:
+            await send()
+        except ServerUnreachable:
+            # Whom it asks next ends what has been begun.
+            raise
+        except BaseException:
+            await self._call("/end_weight_update", {})
+            raise
+        await self._call("/end_weight_update", {})
+        await self._mark(version)
 
     async def _begin(self) -> None:
         try:

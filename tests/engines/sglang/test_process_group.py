@@ -1,0 +1,210 @@
+"""Whole models over a process group: its other ranks run SGLang's own functions, in processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from aiohttp import web
+
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import FakeSglang
+from tinkercloud_testing.sglang_sampling import (
+    FOLDER,
+    NEVER,
+    PROMPTS,
+    WHOLE,
+    a_sampler,
+    a_whole_model,
+    an_adapter,
+    assert_same,
+    counted,
+    publish,
+)
+from tinkercloud_worker.inference import sglang_delivery, sglang_group, sglang_weights
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+pytestmark = pytest.mark.slow
+
+JOIN, SEND, LEAVE = (
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+)
+RANK = "tinkercloud_worker.inference.sglang_group_rank"
+REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+
+@pytest.fixture
+async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[InferenceSampler]:
+    running = a_sampler(fakes[:1], tmp_path, process_group="gloo", recovery_seconds=300.0)
+    yield running
+    await running.close()
+    assert ranks_of_heads() == []
+
+
+def ranks_of_heads() -> list[int]:
+    """Return the children of this process that are rank 0 of a group."""
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    command = "/proc/{}/cmdline".format
+    return [int(pid) for pids in children for pid in pids if RANK in Path(command(pid)).read_text()]
+
+
+async def assert_sampled(engine: Engine, sampler: InferenceSampler, version: str) -> None:
+    theirs = await sampler.sample(version, REQUEST)
+    assert_same(theirs, await engine.sampler.sample(version, REQUEST))
+
+
+@pytest.mark.usefixtures("_counters")
+async def test_whole_models_of_several_dtypes_go_over_one_group_in_parts(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    sampler: InferenceSampler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes[0].tp_size = 2
+    sharp, flat = a_whole_model(engine, 3.0), a_whole_model(engine, 0.3)
+    sharp.tensors["model.norm.weight"] = sharp.tensors["model.norm.weight"].to(torch.bfloat16)
+    monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", sharp.size_bytes // 4)
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "sharp", sharp)
+    await publish(engine, sampler, "flat", flat)
+    await publish(engine, sampler, "adapted", an_adapter(engine, 1))
+
+    for version in ("sharp", "base", "adapted", "flat"):
+        await assert_sampled(engine, sampler, version)
+
+    assert fakes[0].called(WHOLE) == []
+    assert len(fakes[0].called(JOIN)) == 1
+    assert len(fakes[0].called(SEND)) >= 4 * 4
+    assert any("bfloat16" in body["dtypes"] for body in fakes[0].called(SEND))
+    assert {Path(body["model_path"]) for body in fakes[0].called(FOLDER)} == {fakes[0].model_path}
+    assert counted(fakes[0], "load_seconds_count", what="model", way="group") == 4
+    await sampler.close()
+    assert len(fakes[0].called(LEAVE)) == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"lacks": frozenset({LEAVE})}, {"refuses": frozenset({JOIN})}, {"refuses": frozenset({SEND})}],
+)
+async def test_an_engine_that_refuses_is_sent_requests_and_not_asked_again(
+    engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler, state
+) -> None:
+    vars(fakes[0]).update(state)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    asked = len(fakes[0].calls)
+    await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
+
+    await assert_sampled(engine, sampler, "sharp")
+
+    assert len(fakes[0].called(WHOLE)) == 3
+    assert not {path for path, _ in fakes[0].calls[asked:]} & {JOIN, SEND, LEAVE}
+    assert not fakes[0].is_updating
+    assert ranks_of_heads() == []
+
+
+async def test_whoever_has_begun_again_is_in_a_new_group_whatever_it_refused_before(
+    engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
+) -> None:
+    fakes[0].lacks = frozenset({LEAVE})
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    fakes[0].lacks = frozenset()
+
+    for _ in range(2):
+        fakes[0].restart()
+        await assert_sampled(engine, sampler, "sharp")
+    assert len(fakes[0].called(JOIN)) == 2
+
+    [ours] = ranks_of_heads()
+    os.kill(ours, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        await asyncio.to_thread(os.waitid, os.P_PID, ours, os.WEXITED | os.WNOWAIT)
+    await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
+    await assert_sampled(engine, sampler, "flat")
+    assert len(fakes[0].called(JOIN)) == 3
+    assert len(fakes[0].called(WHOLE)) == 1
+
+
+async def test_an_engine_that_dies_twice_while_it_is_sent_a_model_gets_it_in_requests(
+    engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
+) -> None:
+    fakes[0].ends_over = frozenset({SEND})
+
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+
+    await assert_sampled(engine, sampler, "sharp")
+    assert len(fakes[0].called(JOIN)) == len(fakes[0].called(SEND)) == 2
+    assert len(fakes[0].called(WHOLE)) == 1
+    assert ranks_of_heads() == []
+
+
+async def test_an_engine_that_hangs_keeps_nobody_waiting(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    sampler: InferenceSampler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_delivery, "_MOST_LOST", 1)
+    await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
+    monkeypatch.setattr(sglang_group, "_STEP_SECONDS", 2.0)
+    monkeypatch.setattr(sglang_group, "_RELEASE_SECONDS", 1.0)
+    assert fakes[0].ranks is not None
+    fakes[0].ranks.stop()
+
+    async with asyncio.timeout(30):
+        await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+
+    await assert_sampled(engine, sampler, "sharp")
+    assert len(fakes[0].called(WHOLE)) == 1
+    assert ranks_of_heads() == []
+
+
+async def test_a_rank_that_is_killed_in_the_middle_keeps_no_engine_waiting(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    sampler: InferenceSampler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As all connections of a head that dies are closed."""
+    fake, answered = fakes[0], []
+    receive = fake.update_weights_from_distributed
+
+    async def receive_from_the_dead(body: dict[str, Any]) -> web.Response:
+        for process in ranks_of_heads():
+            os.kill(process, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            answered.append(await receive(body))
+        return answered[-1]
+
+    monkeypatch.setattr(fake, "update_weights_from_distributed", receive_from_the_dead)
+
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+
+    await assert_sampled(engine, sampler, "sharp")
+    assert [answer.status for answer in answered] == [400]
+    assert len(fake.called(WHOLE)) == 1
+
+
+def test_a_rank_ends_with_its_head_while_it_waits_for_others() -> None:
+    options = "--backend gloo --address 127.0.0.1 --world-size 2 --group-name a --seconds 60"
+    with subprocess.Popen(
+        [sys.executable, "-m", RANK, *options.split()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert orjson.loads(rank.stdout.readline())["port"] > 0
+
+        rank.stdin.close()
+
+        assert rank.wait(30) == 0

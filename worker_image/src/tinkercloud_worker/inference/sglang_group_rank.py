@@ -1,0 +1,159 @@
+"""Rank 0 of a process group with one SGLang engine: a process that broadcasts weights from files.
+
+It is apart from the head because it has to be ended whatever it waits for: NCCL may end the process
+that waits for a rank which has died, and whoever waits in a collective hears nothing else. Once it
+has ended, its connections are closed, and the engine waits for it no longer. No collective of a
+trainer can meet one of its own.
+
+It reads lines of JSON, `{"file": a safetensors file, "most_bytes": of a part}`, and ends when there
+are no more to come, be it in the middle of a broadcast. It writes such lines:
+
+    {"port": 29500}                                 where its store listens, first of all
+    {"joined": true}                                all ranks that can be waited for are there
+    {"names": [], "dtypes": [], "shapes": []}       of the part that is broadcast next
+    {"sent": 12}                                    parts of the file, all of which were taken
+    {"error": "what went wrong"}                    the last line, if anything did
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined] # public, missing in __all__
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from tinkercloud_worker.inference.sglang_tensors import buckets, run_of_bytes
+
+Say = Callable[[dict[str, Any]], None]
+Broadcast = Callable[[Tensor], None]
+"""Brings bytes to all other ranks; returns once it has let go of them."""
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+"""Where each backend's tensors are."""
+
+
+def main() -> None:
+    """Send what is asked for until nobody asks any more."""
+    options = _options()
+    say = _voice()
+    asked = _asked()
+    try:
+        patience = timedelta(seconds=options.seconds)
+        store = _store(options.address, patience)
+        say({"port": store.port})
+        broadcast = _join(options, store, patience)
+        say({"joined": True})
+        while True:
+            request = asked.get()
+            parts = buckets(Path(request["file"]), request["most_bytes"])
+            say({"sent": sum(_sent(part, broadcast, say) for part in parts)})
+    except Exception as error:  # noqa: BLE001 - whatever it is, the head logs it
+        say({"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+def _options() -> Namespace:
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--backend", required=True, choices=_DEVICES)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--world-size", required=True, type=int)
+    parser.add_argument("--group-name", required=True)
+    parser.add_argument("--seconds", required=True, type=float)
+    return parser.parse_args()
+
+
+def _voice() -> Say:
+    """Return what writes lines to where the output went; NCCL's own words go to the log."""
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=output)
+
+    return say
+
+
+def _asked() -> "SimpleQueue[dict[str, Any]]":
+    """Return the requests to come. The process ends with their source, whatever it does then."""
+    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            requests.put(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return requests
+
+
+def _store(address: str, patience: timedelta) -> TCPStore:
+    """Return a store that listens at one address alone: whoever reaches it may write to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family)
+    return TCPStore(
+        address,
+        listening.getsockname()[1],
+        is_master=True,
+        timeout=patience,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
+    """Make the group whose other ranks SGLang's `init_custom_process_group` makes.
+
+    Ranks find each other in the store under prefixes: the group's name where a rendezvous ends,
+    then those of torch's `_new_process_group_helper`, name and device. Gloo waits for all ranks
+    here, NCCL in its first broadcast.
+    """
+    device = _DEVICES[options.backend]
+    for prefix in (options.group_name, f"{options.group_name}/", f"{device}/"):
+        store = PrefixStore(prefix, store)
+    whence = dist.BroadcastOptions()
+    whence.rootRank, whence.rootTensor = 0, 0
+    if options.backend == "gloo":
+        gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
+        return lambda run: gloo.broadcast([run], whence).wait()  # type: ignore[attr-defined] # as above
+    settings = dist.ProcessGroupNCCL.Options()
+    settings._timeout = patience
+    nccl = dist.ProcessGroupNCCL(store, 0, options.world_size, settings)
+
+    def broadcast(run: Tensor) -> None:
+        nccl.broadcast([run.to(device)], whence).wait()  # type: ignore[attr-defined] # as above
+        # Until here only the stream has waited.
+        torch.cuda.synchronize()
+
+    return broadcast
+
+
+def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:
+    """Send a part as one run of bytes, of which the engine is told what lies where."""
+    ordered, run = run_of_bytes(part)
+    say(
+        {
+            "names": list(ordered),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in ordered.values()],
+            "shapes": [list(tensor.shape) for tensor in ordered.values()],
+        }
+    )
+    broadcast(run)
+    return 1
+
+
+if __name__ == "__main__":
+    main()
