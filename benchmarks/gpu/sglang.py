@@ -6,11 +6,14 @@ they should, not how fast.
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import torch
+from prometheus_client import REGISTRY
 
 from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.engines import (
@@ -20,28 +23,32 @@ from benchmarks.gpu.sglang_proof import BASE, DRAWN, VERSIONS, Proof, a_proof, p
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.payloads import FloatArray
-from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_worker.engine.sampler import (
     PromptQuestions,
     StopRules,
 )
 from tinkercloud_worker.inference.client import NotThere
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang_group import NAME, SglangGroup
 
 COLOCATED = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _OFF = 1e-3
+_WAITED_SECONDS = 60.0
 
 
 def served(bench: Bench) -> Iterator[Measurement]:
-    """S1 to S9: a server as in a pod, in float32."""
+    """S1 to S9, S13 and S14: a server as in a pod, in float32."""
     with a_proof(bench, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
         if bench.device.type != "cpu":
             yield _seeds(proof)
-        # The last ones, since two heads then have changed the server's weights.
+        # The last ones, since several heads then have changed the server's weights.
         yield _whole(proof, "S8", "in requests", proof.sampler)
         yield _whole(proof, "S9", "from its folder", proof.reader)
+        yield _forsaken(proof)
+        yield _by_group(proof)
 
 
 def colocated(bench: Bench) -> Iterator[Measurement]:
@@ -198,6 +205,44 @@ def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Me
         figure, f"SGLang's logprobs - our trainer's: a whole model {how}, float32",
         float(gap), "", "<= 1e-3", "<= 1e-5", note,
     )  # fmt: skip
+
+
+def _forsaken(proof: Proof) -> Measurement:
+    """Let the server wait for a part of a model, from a head's rank that is killed."""
+    client = proof.dialect.client
+    group = SglangGroup(client, "gloo")
+    part = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[VOCAB_SIZE, 256]]}
+
+    async def waits() -> float:
+        await group.join(1)
+        await client.post("/begin_weight_update", {})
+        receiving = asyncio.create_task(
+            client.post("/update_weights_from_distributed", {**part, "group_name": NAME})
+        )
+        await asyncio.sleep(1)
+        assert not receiving.done()
+        began = time.monotonic()
+        await group.leave()
+        with suppress(InvalidRequest):
+            await asyncio.wait_for(receiving, _WAITED_SECONDS)
+            return math.inf
+        waited = time.monotonic() - began
+        await client.post("/end_weight_update", {})
+        return waited
+
+    return Measurement(
+        "S14", "how long SGLang waits in a broadcast for a head's rank that was killed",
+        proof.runner.run(waits()), "s", "<= 10", "<= 1",
+    )  # fmt: skip
+
+
+def _by_group(proof: Proof) -> Measurement:
+    """Over gloo, since the server may share this process's only GPU."""
+    proof.publish("one", sampler=proof.joined)
+    figure = _whole(proof, "S13", "over a process group", proof.joined)
+    labels = {"engine": proof.dialect.client.url, "what": "model", "way": "group"}
+    loads = REGISTRY.get_sample_value("tinkercloud_engine_load_seconds_count", labels)
+    return figure if loads else replace(figure, value=math.inf, note="it went another way")
 
 
 def _rounded(proof: Proof) -> Measurement:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -62,6 +62,8 @@ class Proof:
     """Sends weights in requests."""
     reader: InferenceSampler
     """Of another head; lets the server read weights from files."""
+    joined: InferenceSampler
+    """Of a third one, which sends whole models over a process group."""
     dialect: SglangDialect
     """For what no sampler asks."""
     scratch: Path
@@ -149,12 +151,13 @@ def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
             patch.object(sglang_weights, "_MOST_SENT_BYTES", 0),
         ):
             reader = _sampler(server, folder, "read", colocated=bool(options))
+        joined = _sampler(server, folder, "joined", process_group=None if options else "gloo")
         dialect = SglangDialect(
             InferenceClient(server.url, key=server.key_file.read_text(), max_concurrent=8)
         )
-        for close in (sampler.close, reader.close, dialect.client.close):
+        for close in (sampler.close, reader.close, joined.close, dialect.client.close):
             stack.callback(_run, runner, close)
-        proof = Proof(sampler, reader, dialect, folder, reference, _trainer(base), runner)
+        proof = Proof(sampler, reader, joined, dialect, folder, reference, _trainer(base), runner)
         proof.publish(*VERSIONS)
         yield proof
 
@@ -188,13 +191,21 @@ def _trainer(base: BaseModel) -> TorchTrainer:
     return trainer
 
 
-def _sampler(server: Server, folder: Path, name: str, *, colocated: bool) -> InferenceSampler:
+def _sampler(
+    server: Server,
+    folder: Path,
+    name: str,
+    *,
+    colocated: bool = False,
+    process_group: Literal["gloo"] | None = None,
+) -> InferenceSampler:
     """Return the sampler of a head of that name, which has a folder of that name for weights."""
     inference = InferenceConfig(
         urls=(server.url,),
         key_file=str(server.key_file),
         adapters_dir=str(folder / name),
         colocated=colocated,
+        process_group=process_group,
     )
     return inference_sampler(
         HeadConfig(
