@@ -8,7 +8,6 @@ Shape legend: S positions held, B examples, H heads at this rank, R rotary eleme
 tokens, E experts of a layer, G groups of them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -325,12 +324,6 @@ class Router(TopKRouter):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, pg_collection)
         self._routing = routing
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":  # noqa: FBT001, FBT002 - torch's
-        super()._apply(fn, recurse)
-        # In less, experts of nearly equal scores would change places.
-        self._maintain_float32_expert_bias()
-        return self
 
     def routing(
         self,
