@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -108,19 +108,15 @@ def _attend(
         )
         return output, None
     window = kwargs.get("sliding_window")
-    if _flash_takes(query_1HRE, value_1GRE):
-        # One tensor, as no auxiliary ones are asked for.
-        output_RHE: Any = varlen_attn(
+    if flash_takes(query_1HRE, value_1GRE):
+        output_RHE = flash_attention(
             query_1HRE[0].transpose(0, 1),
             key_1GRE[0].transpose(0, 1),
             value_1GRE[0].transpose(0, 1),
             cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
             max_length_q,
             scale=kwargs.get("scaling"),
-            window_size=(window - 1 if window else -1, 0),
-            **_TAKES_FEWER_KEY_HEADS,
+            window=window,
         )
         return output_RHE[None], None
     parts = []
@@ -138,16 +134,53 @@ def _attend(
     return torch.cat(parts, 1), None
 
 
-def _flash_takes(query_1HRE: Tensor, value_1GRE: Tensor) -> bool:
-    """Whether flash attention has a kernel for these."""
-    size = query_1HRE.shape[-1]
+def flash_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether flash attention has a kernel for heads of these types and widths [..., E]."""
+    size = query.shape[-1]
     return (
-        query_1HRE.is_cuda
-        and query_1HRE.dtype in _HALF
-        and size == value_1GRE.shape[-1]
+        query.is_cuda
+        and query.dtype in _HALF
+        and size == value.shape[-1]
         and size % 8 == 0
         and size <= _LARGEST_HEAD
     )
+
+
+def flash_attention(
+    query_RHE: Tensor,
+    key_RGE: Tensor,
+    value_RGE: Tensor,
+    starts: Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """Return [R, H, E]: causal attention within each sequence, by one kernel for all.
+
+    Args:
+        query_RHE: of a type and width for which `flash_takes` says so.
+        key_RGE: as the queries, of fewer heads or as many.
+        value_RGE: as the keys.
+        starts: int32 [S + 1], where each sequence begins and the last ends.
+        longest: tokens of the longest sequence.
+        scale: of the products; None for one over the square root of the width.
+        window: positions that each sees, itself included; None for all before it.
+    """
+    # One tensor, as no auxiliary ones are asked for.
+    output_RHE: Any = varlen_attn(
+        query_RHE,
+        key_RGE,
+        value_RGE,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(window - 1 if window else -1, 0),
+        **_TAKES_FEWER_KEY_HEADS,
+    )
+    return cast("Tensor", output_RHE)
 
 
 def _recent(length: int, window: int | None, device: torch.device) -> Tensor | None:

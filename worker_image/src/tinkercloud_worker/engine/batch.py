@@ -171,43 +171,6 @@ def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
     return array if array.ndim == 2 else array[:, None]
 
 
-_OVERHEAD_SHARE = 32
-"""A pass costs as much on top of its tokens as one part in so many of the budget's."""
-
-
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Split examples into groups whose padded size stays within a budget, at the least cost.
-
-    A group costs its padded size, which is its longest example times their number, and a constant
-    for the pass. The cheapest split puts examples of like length together; it is found over the
-    examples sorted by length, from the shortest group to end with to the whole. It depends on the
-    lengths alone, so equal requests give equal bits.
-
-    Args:
-        lengths: tokens of each example.
-        max_tokens: budget for examples x longest of the group; an example that exceeds it alone
-            is a group of its own.
-
-    Returns:
-        Indices of each group's examples, longest first.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    overhead = max_tokens / _OVERHEAD_SHARE
-    cheapest, ends = [0.0] * (len(order) + 1), [0] * len(order)
-    for start in reversed(range(len(order))):
-        longest = lengths[order[start]]
-        most = max(1, max_tokens // longest)
-        cheapest[start], ends[start] = min(
-            (overhead + (end - start) * longest + cheapest[end], end)
-            for end in range(start + 1, min(start + most, len(order)) + 1)
-        )
-    groups, start = [], 0
-    while start < len(order):
-        groups.append(order[start : ends[start]])
-        start = ends[start]
-    return groups
-
-
 def packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split examples into few groups whose tokens stay within a budget (first-fit decreasing).
 

@@ -1,11 +1,13 @@
-"""Causal attention over sequences that may be divided over ranks.
+"""Causal attention within each of many sequences, which may be divided over ranks.
 
 Queries stay where they are; keys and values, of which grouped queries need few, are gathered. So no
 rank waits for another in the midst of it, and the kernels are torch's own on every device.
 
-Shape legend: T positions of the whole, S of them held here, L of a chunk; B examples, H heads and G
-groups of them at this rank, D a head's width, E that of its values.
+Shape legend: P positions of all sequences, S of them held here, L of a chunk; H heads and G groups
+of them at this rank, D a head's width, E that of its values.
 """
+
+from itertools import accumulate, pairwise
 
 import torch
 from megatron.core import parallel_state
@@ -16,14 +18,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
+from tinkercloud_worker.megatron_trainer.sequence import DividedSequences, SequenceDivision
+from tinkercloud_worker.packing import flash_attention, flash_takes
 
 
 class CausalAttention(nn.Module):
-    """The core attention of a megatron-core layer: no mask, dropout, bias or packed sequences.
-
-    Rows are padded on the right, where what is computed is of no use: causality is all the mask.
-    """
+    """The core attention of a megatron-core layer: of packed sequences, without dropout or bias."""
 
     def __init__(  # noqa: PLR0917 - megatron-core builds it
         self,
@@ -46,44 +46,55 @@ class CausalAttention(nn.Module):
 
     def forward(  # noqa: PLR0917 - megatron-core calls it
         self,
-        query_SBHD: Tensor,
-        key_SBGD: Tensor,
-        value_SBGE: Tensor,
+        query_SHD: Tensor,
+        key_SGD: Tensor,
+        value_SGE: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002 - as in `__init__`
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return [S, B, H x E]: what the positions held here attend to."""
-        given = (attention_mask, attention_bias, packed_seq_params)
-        assert given == (None, None, None), given  # noqa: S101 - the trainer gives none
-        both = self._division.whole(torch.cat([key_SBGD, value_SBGE], -1)).permute(1, 2, 0, 3)
-        keys_BGTD, values_BGTE = both.split([key_SBGD.shape[-1], value_SBGE.shape[-1]], -1)
-        chunks = query_SBHD.permute(1, 2, 0, 3).chunk(len(self._division.chunks), 2)
-        results = []
-        for number, query_BHLD in zip(self._division.chunks, chunks, strict=True):
-            seen = (number + 1) * query_BHLD.shape[2]
-            results.append(
-                nn.functional.scaled_dot_product_attention(
-                    query_BHLD,
-                    keys_BGTD[:, :, :seen],
-                    values_BGTE[:, :, :seen],
-                    attn_mask=_causal(query_BHLD, seen),
-                    scale=self._scale,
-                    enable_gqa=True,
-                )
+        """Return [S, H, E]: what the positions held here attend to."""
+        given = (attention_mask, attention_bias)
+        assert given == (None, None), given  # noqa: S101 - the trainer gives none
+        sequences = packed_seq_params
+        assert isinstance(sequences, DividedSequences), sequences  # noqa: S101 - as above
+        if sequences.order_P is None and flash_takes(query_SHD, value_SGE):
+            longest = sequences.max_seqlen_q
+            return flash_attention(
+                query_SHD, key_SGD, value_SGE, sequences.starts_N1, longest, scale=self._scale
             )
-        return torch.cat(results, 2).permute(2, 0, 1, 3).flatten(2)
+        both = self._division.whole(torch.cat([key_SGD, value_SGE], -1), sequences)
+        widths = [key_SGD.shape[-1], value_SGE.shape[-1]]
+        keys_GPD, values_GPE = both.transpose(0, 1).split(widths, -1)
+        query_HSD, results, held = query_SHD.transpose(0, 1), [], 0
+        for start, stop in pairwise(accumulate(sequences.lengths, initial=0)):
+            size = (stop - start) // self._division.multiple
+            for number in self._division.chunks:
+                seen = (number + 1) * size
+                query_HLD = query_HSD[:, held : held + size]
+                held += size
+                results.append(
+                    nn.functional.scaled_dot_product_attention(
+                        query_HLD[None],
+                        keys_GPD[None, :, start : start + seen],
+                        values_GPE[None, :, start : start + seen],
+                        attn_mask=_causal(query_HLD, seen),
+                        scale=self._scale,
+                        enable_gqa=True,
+                    )[0]
+                )
+        return torch.cat(results, 1).transpose(0, 1)
 
 
-def _causal(query_BHLD: Tensor, seen: int) -> Tensor:
+def _causal(query_HLD: Tensor, seen: int) -> Tensor:
     """Return the mask of the last so many positions of those that are seen.
 
     Kernels need no such tensor, which long sequences have no room for: on GPUs none, on the CPU
     those for the first positions.
     """
-    length = query_BHLD.shape[2]
-    if query_BHLD.is_cuda or length == seen:
+    length = query_HLD.shape[1]
+    if query_HLD.is_cuda or length == seen:
         return causal_lower_right(length, seen)
-    ones = torch.ones(length, seen, dtype=torch.bool, device=query_BHLD.device)
+    ones = torch.ones(length, seen, dtype=torch.bool, device=query_HLD.device)
     return ones.tril(seen - length)

@@ -16,10 +16,11 @@ from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.collate import MicroBatch
+from tinkercloud_worker.collate import Pack
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.packing import Packed
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -136,22 +137,21 @@ def _numbered(name: str, first: int) -> str:
     return f"{before}.{weight}{first + int(number)}"
 
 
-def keep_in_step(micro_batches: Sequence[MicroBatch], device: torch.device) -> Sequence[MicroBatch]:
-    """Add empty micro-batches, so that ranks which compute each other's tokens run as many."""
+def keep_in_step(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:
+    """Add empty packs, so that ranks which compute each other's tokens run as many."""
     if parallel_state.get_expert_model_parallel_world_size() == 1:
-        return micro_batches
-    most = torch.tensor(len(micro_batches), device=device)
+        return packs
+    most = torch.tensor(len(packs), device=device)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return [*micro_batches, *[_empty(device)] * (int(most) - len(micro_batches))]
+    return [*packs, *[_empty(device)] * (int(most) - len(packs))]
 
 
-def _empty(device: torch.device) -> MicroBatch:
-    """Return a row of one position that belongs to no example."""
+def _empty(device: torch.device) -> Pack:
+    """Return one position that belongs to no example."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    return MicroBatch(
-        ids_BT=torch.zeros(1, 1, dtype=torch.int64, device=device),
-        valid_BT=torch.zeros(1, 1, dtype=torch.bool, device=device),
+    return Pack(
+        sequences=Packed(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
         targets_RK=none.unsqueeze(1),
         inputs=LossInputs({}, datum_of_row=none, num_data=0),
         examples=(),

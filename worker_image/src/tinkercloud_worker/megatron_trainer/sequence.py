@@ -1,50 +1,121 @@
-"""How a sequence is divided over the ranks of a context-parallel group.
+"""Sequences laid one after another, and how they are divided over a context-parallel group.
 
-It is cut into two chunks for each rank; a rank holds one from the front and its like from the back,
-so that all have as much to attend to. megatron-core's rotary positions suppose the same.
+Each is cut into two chunks for each rank; a rank holds one from the front and its like from the
+back, so that all have as much to attend to. megatron-core's rotary positions suppose the same.
+Where that wants it a sequence is lengthened, by positions that nothing attends to.
 
-Shape legend: T positions of the whole, S of them that a rank holds, in ascending order.
+Shape legend: P positions of all sequences, S of them held here, sequence by sequence in ascending
+order; R positions that belong to an example, M of those held here; N sequences.
 """
 
+from dataclasses import dataclass
+from itertools import accumulate
+
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from tinkercloud_worker.collate import Pack
+
+
+@dataclass(kw_only=True, eq=False)
+class DividedSequences(PackedSeqParams):
+    """What layers are told of the sequences of a micro-batch: megatron-core's terms, and ours."""
+
+    lengths: tuple[int, ...]
+    """Positions of each sequence, at all ranks together."""
+    starts_N1: Tensor
+    """int32 [N + 1]: where each begins and the last ends, on the device."""
+    order_P: Tensor | None
+    """int64: where each position lies in all ranks' parts, one after another; None at one rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MicroBatch:
+    """A pack, and what this rank holds of it."""
+
+    pack: Pack
+    sequences: DividedSequences
+    ids_S: Tensor
+    """int64 token ids. What stands where a sequence was lengthened is of no use."""
+    valid_S: Tensor
+    """bool: which positions belong to an example."""
+    places_M: Tensor
+    """int64: which of the pack's positions those are."""
 
 
 class SequenceDivision:
-    """What a rank holds of each sequence."""
+    """How sequences are divided over the ranks of a group; over one rank, they are not."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Divide sequences over a group; over one rank, each is a single chunk."""
-        ranks, rank = group.size(), group.rank()
+        """Divide sequences over a group."""
         self.group = group
-        self.multiple = 2 * ranks if ranks > 1 else 1
+        self.multiple = 2 * group.size() if group.size() > 1 else 1
         """Chunks of a sequence, which its length must be a multiple of."""
-        self.chunks = (rank, 2 * ranks - 1 - rank) if ranks > 1 else (0,)
+        self.chunks = self._chunks_of(group.rank())
         """Numbers of those that this rank holds."""
-        front = [2 * other for other in range(ranks)]
-        back = [2 * other + 1 for other in reversed(range(ranks))]
-        self._order = [*front, *back] if ranks > 1 else [0]
 
-    def holds(self, positions: int, device: torch.device) -> Tensor:
-        """Return a bool [T]: which positions of a sequence of that length this rank holds."""
-        held = torch.zeros(self.multiple, positions // self.multiple, dtype=torch.bool)
-        held[list(self.chunks)] = True
-        return held.flatten().to(device)
+    def micro_batch(self, pack: Pack, multiple: int) -> MicroBatch:
+        """Return what this rank holds of a pack.
 
-    def part(self, whole_BT: Tensor) -> Tensor:
-        """Return this rank's part, [B, S]."""
-        chunks = whole_BT.chunk(self.multiple, 1)
-        return torch.cat([chunks[number] for number in self.chunks], 1)
+        Args:
+            pack: all of it, at every rank; or a single position that belongs to no example.
+            multiple: of the division's own, which each sequence's length is to be one of.
+        """
+        ids_R = pack.sequences.ids_R
+        lengths = tuple(length + -length % multiple for length in pack.sequences.lengths)
+        places = torch.arange(len(ids_R)).split(pack.sequences.lengths)
+        place_P = torch.cat(
+            [
+                nn.functional.pad(place, (0, length - len(place)), value=-1)
+                for place, length in zip(places, lengths, strict=True)
+            ]
+        )
+        place_S = place_P[self._held(lengths, self.group.rank())].to(ids_R.device)
+        valid_S = place_S >= 0
+        return MicroBatch(
+            pack=pack,
+            sequences=self._sequences(lengths, ids_R.device),
+            ids_S=ids_R[place_S.clamp(min=0)],
+            valid_S=valid_S,
+            places_M=place_S[valid_S],
+        )
 
-    def whole(self, part: Tensor) -> Tensor:
-        """Return [T, ...] from all ranks' [S, ...].
+    def whole(self, part: Tensor, sequences: DividedSequences) -> Tensor:
+        """Return [P, ...] from all ranks' [S, ...].
 
         Its gradient at each rank is a part of a sum, which every rank gets for what it holds.
         """
-        if self.multiple == 1:
+        if sequences.order_P is None:
             return part
         gathered: Tensor = gather_from_sequence_parallel_region(part, group=self.group)
-        chunks = gathered.chunk(self.multiple)
-        return torch.cat([chunks[place] for place in self._order])
+        return gathered[sequences.order_P]
+
+    def _chunks_of(self, rank: int) -> tuple[int, ...]:
+        return (rank, self.multiple - 1 - rank) if self.multiple > 1 else (0,)
+
+    def _held(self, lengths: tuple[int, ...], rank: int) -> Tensor:
+        """Return which positions [S] of sequences a rank holds."""
+        positions = [
+            part.chunk(self.multiple) for part in torch.arange(sum(lengths)).split(lengths)
+        ]
+        numbers = self._chunks_of(rank)
+        return torch.cat([chunks[number] for chunks in positions for number in numbers])
+
+    def _sequences(self, lengths: tuple[int, ...], device: torch.device) -> DividedSequences:
+        starts_N1 = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        ranks = range(self.group.size())
+        order_P = torch.cat([self._held(lengths, rank) for rank in ranks]).argsort()
+        return DividedSequences(
+            qkv_format="thd",
+            # On the CPU, as megatron-core reads their numbers in every layer.
+            cu_seqlens_q=starts_N1,
+            cu_seqlens_kv=starts_N1,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            lengths=lengths,
+            starts_N1=starts_N1.to(device),
+            order_P=order_P.to(device) if len(ranks) > 1 else None,
+        )

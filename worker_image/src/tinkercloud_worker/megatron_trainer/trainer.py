@@ -1,18 +1,17 @@
 """A rank's part of the megatron trainer: adapters over a base divided over ranks, or whole models.
 
-Passes are megatron-core's own schedules over padded micro-batches. Every rank holds the adapters
+Passes are megatron-core's own schedules over packed sequences. Every rank holds the adapters
 whole and the gradient of its part (`adapters`), so that steps, states and names are those of any
 replicated model. Of models trained as a whole it holds what it does of the base (`whole`).
 
 Where ranks divide sequences, each computes the logprobs of the positions it holds, and all of them
 the loss of the whole.
 
-Shape legend: B examples, T positions, S of them held by this rank, R positions of a micro-batch
-that belong to an example, M of them held by this rank, D hidden size, K targets per position.
+Shape legend: S positions of a micro-batch held by this rank, R positions that belong to an example,
+M of them held by this rank, D hidden size, K targets per position.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,14 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import TrainedModel, new_adapter
-from tinkercloud_worker.collate import MicroBatch, PassOutput, collate_all
+from tinkercloud_worker.collate import PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
@@ -37,7 +36,7 @@ from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
-from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
 from tinkercloud_worker.megatron_trainer.whole import DividedModel
 from tinkercloud_worker.replicas import ReplicatedTrainer
@@ -58,7 +57,7 @@ class MegatronTrainer(ReplicatedTrainer):
 
         Args:
             base: this rank's part of the base model.
-            max_batch_tokens: padded tokens of a micro-batch; a longer example is one of its own.
+            max_batch_tokens: of a micro-batch; a longer example is one of its own.
             max_context_length: of examples; None means the base model's.
             max_kept_tokens: as the torch trainer's; none or any where experts are divided, or ranks
                 would not compute each other's tokens again alike.
@@ -118,11 +117,10 @@ class MegatronTrainer(ReplicatedTrainer):
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
         output = PassOutput()
+        packs = pack_all(batch, self._max_batch_tokens, self._device)
         micro_batches = [
-            padded(micro_batch, self._multiple)
-            for micro_batch in keep_in_step(
-                collate_all(batch, self._max_batch_tokens, self._device), self._device
-            )
+            self._division.micro_batch(pack, self._multiple)
+            for pack in keep_in_step(packs, self._device)
         ]
         if micro_batches:
             self._base.linears.active = _active(model)
@@ -142,12 +140,13 @@ class MegatronTrainer(ReplicatedTrainer):
     ) -> None:
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
-            ids_BT = micro_batch.ids_BT
-            positions_BT = torch.arange(ids_BT.shape[1], device=self._device).expand_as(ids_BT)
-            held, replaced = self._division.part, self._replaced_weights(model)
-            most = self._max_kept_tokens
-            self._base.layers.repeat = most is not None and ids_BT.numel() > most
-            result = functional_call(module, replaced, (held(ids_BT), held(positions_BT), None))
+            replaced, most = self._replaced_weights(model), self._max_kept_tokens
+            tokens = sum(micro_batch.sequences.lengths)
+            self._base.layers.repeat = most is not None and tokens > most
+            # Rotary positions and the mask follow from the sequences.
+            given = (micro_batch.ids_S[None], None, None)
+            packed = {"packed_seq_params": micro_batch.sequences}
+            result = functional_call(module, replaced, given, packed)
             return result, partial(self._loss, micro_batch, replaced, loss, output)
 
         with self._base.device.computing():
@@ -157,8 +156,8 @@ class MegatronTrainer(ReplicatedTrainer):
                 model=self._base.module,
                 num_microbatches=len(micro_batches),
                 # Shapes differ between micro-batches, and travel with them.
-                seq_length=micro_batches[0].ids_BT.shape[1],
-                micro_batch_size=micro_batches[0].ids_BT.shape[0],
+                seq_length=len(micro_batches[0].ids_S),
+                micro_batch_size=1,
                 forward_only=kind == "forward",
             )
 
@@ -168,36 +167,35 @@ class MegatronTrainer(ReplicatedTrainer):
         replaced: Mapping[str, Tensor],
         loss: Loss,
         output: PassOutput,
-        hidden_SBD: Tensor,
+        hidden_S1D: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Take the results of a micro-batch, and return what its backward pass begins from.
 
         Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
         gradient, which is all that counts of it; each rank has a part of that sum.
         """
-        number = torch.tensor(0, dtype=torch.int, device=hidden_SBD.device)
-        if not micro_batch.examples:
+        number = torch.tensor(0, dtype=torch.int, device=hidden_S1D.device)
+        pack, places_M = micro_batch.pack, micro_batch.places_M
+        if not pack.examples:
             # Other ranks wait for the backward pass of their tokens' experts.
-            return hidden_SBD.sum() * 0.0, number, {}
-        valid_BT, division = micro_batch.valid_BT, self._division
-        held_R = division.holds(valid_BT.shape[1], valid_BT.device).expand_as(valid_BT)[valid_BT]
+            return hidden_S1D.sum() * 0.0, number, {}
         if self._base.module.config.sequence_parallel:
-            hidden_SBD = gather_from_sequence_parallel_region(
-                hidden_SBD, tensor_parallel_output_grad=False
+            hidden_S1D = gather_from_sequence_parallel_region(
+                hidden_S1D, tensor_parallel_output_grad=False
             )
         lp_MK = logprobs(
             self._output_layer(replaced),
-            hidden_SBD.transpose(0, 1)[division.part(valid_BT)],
-            micro_batch.targets_RK[held_R],
+            hidden_S1D[:, 0][micro_batch.valid_S],
+            pack.targets_RK[places_M],
             parallel_state.get_tensor_model_parallel_group(),
             self.limits.vocab_size,
         )
-        lp_RK = lp_MK.new_zeros(micro_batch.targets_RK.shape)
-        lp_RK[held_R] = lp_MK.detach()
-        dist.all_reduce(lp_RK, group=division.group)
-        loss_sum, derivative_RK = losses.derivative(loss, lp_RK, micro_batch.inputs)
-        output.add(micro_batch, lp_RK, loss_sum)
-        return (lp_MK * derivative_RK[held_R]).sum(), number, {}
+        lp_RK = lp_MK.new_zeros(pack.targets_RK.shape)
+        lp_RK[places_M] = lp_MK.detach()
+        dist.all_reduce(lp_RK, group=self._division.group)
+        loss_sum, derivative_RK = losses.derivative(loss, lp_RK, pack.inputs)
+        output.add(pack, lp_RK, loss_sum)
+        return (lp_MK * derivative_RK[places_M]).sum(), number, {}
 
     def _output_layer(self, replaced: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
         """Return what computes logits of hidden states, under an adapter if one is active."""
@@ -215,16 +213,6 @@ class MegatronTrainer(ReplicatedTrainer):
         if not isinstance(model.parts, DividedModel):
             return {}
         return model.parts.weights(self._base.module.config.params_dtype)
-
-
-def padded(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Lengthen all rows, on the right, to a multiple of so many positions."""
-    extra = -micro_batch.ids_BT.shape[1] % multiple
-    return replace(
-        micro_batch,
-        ids_BT=nn.functional.pad(micro_batch.ids_BT, (0, extra)),
-        valid_BT=nn.functional.pad(micro_batch.valid_BT, (0, extra)),
-    )
 
 
 def _active(model: TrainedModel) -> Active | None:

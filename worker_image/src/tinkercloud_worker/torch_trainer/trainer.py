@@ -19,7 +19,7 @@ from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
-from tinkercloud_worker.collate import Pack, PassOutput, Positions, pack_all
+from tinkercloud_worker.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
@@ -208,7 +208,7 @@ def _routes(routed: Routed) -> list[Route]:
 
 def _unembed(
     layer: Unembedding,
-    parts: Sequence[tuple[slice, Positions]],
+    parts: Sequence[tuple[slice, Pack]],
     hidden_RD: Tensor,
     loss: losses.Loss,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
