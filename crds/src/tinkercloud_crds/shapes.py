@@ -145,7 +145,7 @@ class TrainerShape(Part):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the frozen base weights; adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = 8192
-    """Tokens of one micro-batch and data-parallel rank; with megatron padded ones."""
+    """Tokens of one micro-batch and data-parallel rank."""
 
     @property
     def ranks_per_replica(self) -> int:

@@ -63,7 +63,7 @@ class TrainerConfig(_Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
-    """Tokens of one micro-batch (megatron: padded); a single longer datum is one of its own."""
+    """Tokens of one micro-batch; a single longer datum is one of its own."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens of a micro-batch whose activations are all kept for the backward pass. Larger
     ones are computed again there, layer by layer, which takes a third more time and a small part

@@ -136,7 +136,7 @@ def training(
     Args:
         architecture: the model.
         layout: how it is split.
-        tokens: of one micro-batch, padding included.
+        tokens: of one micro-batch.
         lora_rank: of the adapter; None for a full fine-tune.
         reserve: bytes that are not given out.
     """

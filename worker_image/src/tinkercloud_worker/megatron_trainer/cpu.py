@@ -3,7 +3,7 @@
 It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
 seeds from CUDA's generators. Inside `computing` all of that means the CPU. Nothing of the model is
 replaced: layers, schedules and collectives are megatron-core's own. What it can't do here: sequence
-parallelism, packed sequences, fused kernels.
+parallelism, fused kernels.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from tinkercloud_worker.collate import Pack
 
 
 @dataclass(kw_only=True, eq=False)
-class DividedSequences(PackedSeqParams):
+class DividedSequences(PackedSeqParams):  # type: ignore[misc] # megatron-core has no types
     """What layers are told of the sequences of a micro-batch: megatron-core's terms, and ours."""
 
     lengths: tuple[int, ...]

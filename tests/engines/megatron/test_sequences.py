@@ -1,0 +1,97 @@
+"""Packed sequences: no position is padding at one rank, and ranks divide them without loss."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.data import random_data
+from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.trainers import run
+from tinkercloud_worker.collate import Pack
+from tinkercloud_worker.losses import LossInputs
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
+from tinkercloud_worker.packing import Packed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+lengths_of_sequences = st.lists(st.integers(1, 20), min_size=1, max_size=6)
+
+
+@dataclass
+class Place:
+    """What a process group says of itself."""
+
+    ranks: int
+    number: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.number
+
+
+def a_pack(lengths: list[int]) -> Pack:
+    """Return sequences whose token ids are their places in the pack."""
+    ids, none = torch.arange(sum(lengths)), torch.zeros(0, dtype=torch.int64)
+    inputs = LossInputs({}, datum_of_row=none, num_data=0)
+    sequences = Packed(ids, tuple(lengths))
+    return Pack(sequences=sequences, targets_RK=ids[:, None], inputs=inputs, examples=())
+
+
+def parts(lengths: list[int], ranks: int) -> list[MicroBatch]:
+    """Return what each rank holds of sequences."""
+    divisions = [SequenceDivision(cast("Any", Place(ranks, number))) for number in range(ranks)]
+    return [division.micro_batch(a_pack(lengths), division.multiple) for division in divisions]
+
+
+@given(lengths_of_sequences, st.integers(1, 4))
+def test_ranks_hold_every_position_once(lengths: list[int], ranks: int) -> None:
+    held = [part.places_M for part in parts(lengths, ranks)]
+
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(lengths)))
+
+
+@given(lengths_of_sequences, st.integers(1, 4))
+def test_what_ranks_hold_is_put_in_order_again(lengths: list[int], ranks: int) -> None:
+    held = parts(lengths, ranks)
+    order = held[0].sequences.order_P
+
+    ids = torch.cat([part.ids_S for part in held])
+    valid = torch.cat([part.valid_S for part in held])
+    if order is not None:
+        ids, valid = ids[order], valid[order]
+
+    assert torch.equal(ids[valid], torch.arange(sum(lengths)))
+
+
+@given(lengths_of_sequences, st.integers(1, 4))
+def test_ranks_have_as_much_to_attend_to(chunks: list[int], ranks: int) -> None:
+    lengths = [2 * ranks * chunk for chunk in chunks]
+    seen = torch.cat([torch.arange(length) + 1 for length in lengths])
+
+    works = {int(seen[part.places_M].sum()) for part in parts(lengths, ranks)}
+
+    assert len(works) == 1
+
+
+def test_one_rank_computes_positions_of_examples_only(alone, tmp_path) -> None:
+    megatron = megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
+    megatron.add_model("m", LoraConfig(rank=4, seed=1))
+    computed: list[int] = []
+    layer = megatron._base.module.decoder.layers[0]
+    layer.self_attention.register_forward_pre_hook(
+        lambda _, inputs: computed.append(inputs[0].shape[0] * inputs[0].shape[1])
+    )
+
+    run(megatron, random_data([5, 17, 3, 11]))
+
+    assert sum(computed) == 5 + 17 + 3 + 11
