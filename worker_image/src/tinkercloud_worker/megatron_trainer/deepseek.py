@@ -4,8 +4,8 @@ mbridge knows their weights' names, megatron-core their linear layers. Between t
 as Hugging Face does here: rotary positions of its own frequencies, its way to choose experts, its
 scale of scores. Layers that predict further tokens (MTP) are not built, and their weights not read.
 
-Shape legend: S positions held, B examples, H heads at this rank, R rotary elements of a head; N
-tokens, E experts of a layer, G groups of them.
+Shape legend: S positions held, H heads at this rank, R rotary elements of a head; N tokens, E
+experts of a layer, G groups of them.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ import torch
 from mbridge.core import register_model
 from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
-from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -37,7 +37,7 @@ from torch import Tensor
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer import rotary
 from tinkercloud_worker.megatron_trainer.device import Parallelism
-from tinkercloud_worker.megatron_trainer.sequence import SequenceDivision
+from tinkercloud_worker.megatron_trainer.sequence import DividedSequences
 
 # It takes Transformer Engine for installed wherever megatron-core has names for what is in it.
 vars(multi_latent_attention)["HAVE_TE"] = HAVE_TE
@@ -151,20 +151,20 @@ class Rotary:
     interleaved: bool
     """Whether a pair's elements are neighbours; else they are half a head apart."""
 
-    def rotate(self, heads_SBHR: Tensor, positions_S: Tensor) -> Tensor:
+    def rotate(self, heads_SHR: Tensor, positions_S: Tensor) -> Tensor:
         """Return elements rotated by their positions, the first ones of all pairs first.
 
         Their order does not count: it is that of queries and keys alike.
         """
         angles_SR = positions_S[:, None].float() * self.frequencies_R.to(positions_S.device)
         cos, sin = (
-            (turned * self.factor).to(heads_SBHR.dtype)[:, None, None]
+            (turned * self.factor).to(heads_SHR.dtype)[:, None]
             for turned in (angles_SR.cos(), angles_SR.sin())
         )
         first, second = (
-            (heads_SBHR[..., 0::2], heads_SBHR[..., 1::2])
+            (heads_SHR[..., 0::2], heads_SHR[..., 1::2])
             if self.interleaved
-            else heads_SBHR.chunk(2, -1)
+            else heads_SHR.chunk(2, -1)
         )
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -196,34 +196,41 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
             config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection
         )
         self._rotary = positions
-        self._division = SequenceDivision(parallel_state.get_context_parallel_group())
         self.kv_layernorm.eps = _LATENT_NORM_EPS
         if config.q_lora_rank is not None:
             self.q_layernorm.eps = _LATENT_NORM_EPS
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *_none: object, **_nothing: object
+        self,
+        hidden_states: Tensor,
+        key_value_states: None = None,  # noqa: ARG002 - as above, without any
+        position_ids: None = None,  # noqa: ARG002 - as above, without any
+        packed_seq_params: PackedSeqParams | None = None,
+        **_nothing: object,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return queries and keys [S, B, H, qk], values [S, B, H, v], and no compressed ones.
+        """Return queries and keys [S, H, qk], values [S, H, v], and no compressed ones.
 
         Args:
-            hidden_states: [S, B, hidden], or where tensor-parallel ranks divide sequences too, the
+            hidden_states: [S, 1, hidden], or where tensor-parallel ranks divide sequences too, the
                 positions of this rank.
-            _none: key-value states, positions, packed sequences and inference; there are none.
-            _nothing: the same, by name.
+            key_value_states: there are none.
+            position_ids: there are none; they follow from the sequences.
+            packed_seq_params: the sequences.
+            _nothing: of inference, by name.
         """
-        config = self.config
-        query_SBHE = self._heads(self._queries(hidden_states))
-        compressed = _gathered(self.linear_kv_down_proj(hidden_states)[0])
-        latent, key_SBR = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
-        kv_SBHE = self._heads(self.linear_kv_up_proj(self.kv_layernorm(self._held(latent)))[0])
-        positions_S = self._positions(len(query_SBHE), query_SBHE.device)
-        plain, turning = query_SBHE.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        sequences = packed_seq_params
+        assert isinstance(sequences, DividedSequences), sequences  # noqa: S101 - the trainer's own
+        positions_S, config, hidden = sequences.positions_S, self.config, hidden_states.squeeze(1)
+        query_SHE = self._heads(self._queries(hidden))
+        compressed = _gathered(self.linear_kv_down_proj(hidden)[0])
+        latent, key_SR = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        kv_SHE = self._heads(self.linear_kv_up_proj(self.kv_layernorm(self._held(latent)))[0])
+        plain, turning = query_SHE.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
         query = torch.cat([plain, self._rotary.rotate(turning, positions_S)], -1)
         # All heads share it, but each rank has its own ones' part of its gradient.
-        shared = copy_to_tensor_model_parallel_region(key_SBR).unsqueeze(2)
-        shared = self._rotary.rotate(shared, positions_S).expand(-1, -1, kv_SBHE.shape[2], -1)
-        plain, value = kv_SBHE.split([config.qk_head_dim, config.v_head_dim], -1)
+        shared = copy_to_tensor_model_parallel_region(key_SR).unsqueeze(1)
+        shared = self._rotary.rotate(shared, positions_S).expand(-1, kv_SHE.shape[1], -1)
+        plain, value = kv_SHE.split([config.qk_head_dim, config.v_head_dim], -1)
         return query, torch.cat([plain, shared], -1), value, None, None
 
     def _queries(self, hidden: Tensor) -> Tensor:
@@ -245,10 +252,6 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         heads: int = self.num_attention_heads_per_partition
         by_head: Tensor = projected.unflatten(-1, (heads, -1))
         return by_head
-
-    def _positions(self, held: int, device: torch.device) -> Tensor:
-        whole = held * parallel_state.get_context_parallel_world_size()
-        return self._division.part(torch.arange(whole, device=device)[None])[0]
 
 
 def _gathered(part: Tensor) -> Tensor:

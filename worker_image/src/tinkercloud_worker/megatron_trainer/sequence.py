@@ -28,6 +28,8 @@ class DividedSequences(PackedSeqParams):  # type: ignore[misc] # megatron-core h
     """Positions of each sequence, at all ranks together."""
     starts_N1: Tensor
     """int32 [N + 1]: where each begins and the last ends, on the device."""
+    positions_S: Tensor
+    """int64: where in its sequence each position is that is held here."""
     order_P: Tensor | None
     """int64: where each position lies in all ranks' parts, one after another; None at one rank."""
 
@@ -106,6 +108,7 @@ class SequenceDivision:
 
     def _sequences(self, lengths: tuple[int, ...], device: torch.device) -> DividedSequences:
         starts_N1 = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        positions_P = torch.cat([torch.arange(length) for length in lengths])
         ranks = range(self.group.size())
         order_P = torch.cat([self._held(lengths, rank) for rank in ranks]).argsort()
         return DividedSequences(
@@ -117,5 +120,6 @@ class SequenceDivision:
             max_seqlen_kv=max(lengths),
             lengths=lengths,
             starts_N1=starts_N1.to(device),
+            positions_S=positions_P[self._held(lengths, self.group.rank())].to(device),
             order_P=order_P.to(device) if len(ranks) > 1 else None,
         )
