@@ -57,7 +57,7 @@ test-faults: .venv/.installed ## let the API server fail, kill the operator at e
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
 e2e: .venv/.installed $(MODEL_FOLDER) ## install, train (in trainer pods too), upgrade, resume and uninstall on that Kubernetes
-	@$(PYTEST) $(E2E_TESTS:%=tests/cluster/%)
+	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
 
 scale: .venv/.installed ## measure the operator with 1,000 sessions on played nodes
 	@$(BIN)/python -m benchmarks.operator_scale
