@@ -72,8 +72,13 @@ def logprobs(model: nn.Module, datum: Datum) -> Tensor:
     return torch.log_softmax(model(input_ids=ids).logits[0], -1).gather(1, targets)[:, 0]
 
 
+def of_expert(stacked: Tensor, number: int) -> Tensor:
+    """Return an expert's own part, or what all of them share."""
+    return stacked[number if len(stacked) > 1 else 0]
+
+
 class OneByOne(nn.Module):
-    """The experts of a layer as their definition has them, each with an adapter of its own."""
+    """The experts of a layer as their definition has them, each with an adapter."""
 
     def __init__(self, experts: nn.Module, adapters: dict[str, Tensor]) -> None:
         super().__init__()
@@ -94,7 +99,7 @@ class OneByOne(nn.Module):
         return self.linear("down", number, self.weights[1][number], inner)
 
     def linear(self, leaf: str, number: int, weight: Tensor, x: Tensor) -> Tensor:
-        a, b = (self.adapters[f"{leaf}.{half}"][number] for half in "AB")
+        a, b = (of_expert(self.adapters[f"{leaf}.{half}"], number) for half in "AB")
         return weight @ x + SCALE * (b @ (a @ x))
 
 
@@ -186,7 +191,7 @@ def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(nam
             stacked = weights.tensors[f"{prefix}.{leaf}.lora_{half}.weight"]
             for expert in range(4):
                 own = tensors[f"base_model.model.{prefix}.{expert}.{leaf}.lora_{half}.weight"]
-                assert torch.equal(own, stacked[expert])
+                assert torch.equal(own, of_expert(stacked, expert))
     assert all(tensor.ndim == 2 for tensor in tensors.values())
     config = json.loads(files[ADAPTER_CONFIG])
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -196,25 +201,39 @@ def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(nam
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.tensors.items())
 
 
-@pytest.mark.parametrize("broken", ["missing", "of another rank"])
-def test_a_file_that_lacks_an_expert_is_refused_by_name(broken: str) -> None:
+@pytest.mark.parametrize("broken", ["missing", "of another rank", "not what others share"])
+def test_a_file_whose_experts_are_not_all_there_or_alike_is_refused_by_name(broken: str) -> None:
     tensors = lora.to_peft_names(a_trainer(tiny_qwen3_moe()).snapshot("m").tensors)
     name = "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_A.weight"
     own = tensors.pop(name)
     if broken == "of another rank":
         tensors[name] = own[:2]
+    if broken == "not what others share":
+        tensors[name] = own + 1
 
     with pytest.raises(InvalidRequest, match=r"mlp\.experts\.up_proj\.lora_A\.weight"):
         lora.from_peft_names(tensors)
 
 
-def test_each_expert_begins_apart_from_others_and_from_the_base_by_nothing() -> None:
+def test_experts_share_what_lies_at_hidden_states_and_begin_apart_in_the_rest() -> None:
     trainer = TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=24)
     trainer.add_model("m", LoraConfig(rank=RANK, seed=1))
     tensors = trainer.snapshot("m").tensors
 
+    shapes = {
+        name.removeprefix("model.layers.0.mlp.experts."): tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if "layers.0.mlp.experts" in name
+    }
+    assert shapes == {
+        "gate_proj.lora_A.weight": (1, RANK, 32),
+        "gate_proj.lora_B.weight": (4, 24, RANK),
+        "up_proj.lora_A.weight": (1, RANK, 32),
+        "up_proj.lora_B.weight": (4, 24, RANK),
+        "down_proj.lora_A.weight": (4, RANK, 24),
+        "down_proj.lora_B.weight": (1, 32, RANK),
+    }
     down = tensors["model.layers.0.mlp.experts.down_proj.lora_A.weight"]
-    assert down.shape == (4, RANK, 24)
     assert len({expert.sum().item() for expert in down}) == 4
     assert 0.9 / 24**0.5 < down.abs().max() <= 1 / 24**0.5
     assert not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)

@@ -91,6 +91,9 @@ def name_of(model: nn.Module, module: nn.Module) -> str:
 def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
     """Return the weights of a model that can be adapted, in the order of its modules.
 
+    They are those that Tinker adapts: all linear ones but routers, and of latent attention (MLA)
+    those that compress, but not those that expand again.
+
     Args:
         model: any Hugging Face causal LM, also one without weights.
         trunk_name: of the module that holds its layers.
@@ -122,10 +125,13 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+_NOT_ADAPTED = frozenset({"gate", "router", "q_b_proj", "kv_b_proj"})
+
+
 def _is_in_a_layer(name: str) -> bool:
-    """Whether a module belongs to one of the numbered layers, and is not a router of experts."""
+    """Whether a module belongs to one of the numbered layers, and is one that is adapted there."""
     parts = name.split(".")
-    return any(part.isdigit() for part in parts) and parts[-1] not in {"gate", "router"}
+    return any(part.isdigit() for part in parts) and parts[-1] not in _NOT_ADAPTED
 
 
 def _group(name: str) -> Group:

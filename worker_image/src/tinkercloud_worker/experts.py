@@ -1,10 +1,11 @@
 """Adapters of the experts of a mixture, whose weights transformers keeps in two tensors of a layer.
 
-Every expert has an adapter of its own for each of its three projections, of the same rank as any
-other layer's. They are stacked as the weights are: A [E, r, in] and B [E, out, r]. Positions are
-sorted by the expert that they are sent to, so that one product computes a projection of all experts
-(`torch.nn.functional.grouped_mm`), and another one half of an adapter: how many launches there are
-does not depend on how many experts. What a position gets depends on no other.
+Which halves of an adapter experts share, and which are each one's own, says `lora`. What they share
+multiplies a position's hidden state once, and what it gets of all its experts once; the others are
+stacked as the weights are. Positions are sorted by the expert that they are sent to, so that one
+product computes a projection of all experts (`torch.nn.functional.grouped_mm`), and another one
+half of an adapter: how many launches there are does not depend on how many experts. What a position
+gets depends on no other.
 
 Over a base of lower precision A and B are rounded to it, as in other layers, and so is what a pass
 adds to each expert's gradient; gradients are added up in float32.
@@ -53,7 +54,7 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTerms:
-    """An adapter's parts of the experts of a layer; their A and B have a first dimension [E]."""
+    """An adapter's parts of the experts of a layer; their A and B have a first dimension, [E] or [1]."""
 
     gate: Term
     up: Term
@@ -133,21 +134,31 @@ def _adapted(
     index_NK: Tensor,
     weights_NK: Tensor,
 ) -> Tensor:
-    chosen = index_NK.shape[1]
+    chosen, dtype = index_NK.shape[1], hidden_ND.dtype
     numbers_S, order_S = torch.sort(index_NK.flatten(), stable=True)
     positions_S = order_S // chosen
-    pairs = _Pairs(_ends(numbers_S, experts.num_experts), positions_S)
-    x_SD = hidden_ND[positions_S]
-    gate_up = pairs.product(x_SD, experts.gate_up_proj)
-    gate_up += torch.cat([pairs.term(x_SD, terms.gate), pairs.term(x_SD, terms.up)], -1)
+    ends_E = _ends(numbers_S, experts.num_experts)
+
+    def added(term: Term) -> Tensor:
+        low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
+        return _grouped(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+
+    gate_up = _grouped(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
+    gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
-    y_SD = pairs.product(inner_SF, experts.down_proj) + pairs.term(inner_SF, terms.down)
-    y_SD = y_SD * weights_NK.flatten()[order_S].unsqueeze(1)
+
     # Added up in the order of each position's experts, not in that of all pairs.
     back_S = torch.empty_like(order_S).scatter_(
         0, order_S, torch.arange(len(order_S), device=order_S.device)
     )
-    return y_SD[back_S].view(*index_NK.shape, -1).sum(1).to(hidden_ND.dtype)
+    shares_S1 = weights_NK.flatten()[order_S].unsqueeze(1)
+
+    def sums(values: Tensor) -> Tensor:
+        return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
+
+    low_Nr = sums(_grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
+    whole_ND = sums(_grouped(inner_SF, experts.down_proj, ends_E))
+    return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
 
 
 def _ends(numbers_S: Tensor, count: int) -> Tensor:
@@ -156,29 +167,18 @@ def _ends(numbers_S: Tensor, count: int) -> Tensor:
     return torch.searchsorted(numbers_S, every_E, right=True, out_int32=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """Positions, each once for every expert that it is sent to, sorted by expert."""
+def _grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
+    """Return [S, out]: each row times the transposed weight of its expert.
 
-    ends_E: Tensor
-    """int32, where each expert's pairs end."""
-    positions_S: Tensor
-    """int64, whose pair it is."""
-
-    def product(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return x [S, in] times the transposed weight of each row's expert, of [E, out, in]."""
-        return grouped_mm(x, weights.transpose(1, 2), offs=self.ends_E)
-
-    def term(self, x: Tensor, term: Term) -> Tensor:
-        """Return an adapter's term [S, out] for x [S, in]."""
-        extra = -term.a.shape[1] % (_ALIGNED_BYTES // x.element_size())
-        a, b = term.a.to(x.dtype), term.b.to(x.dtype)
-        if extra:
-            a, b = nn.functional.pad(a, (0, 0, 0, extra)), nn.functional.pad(b, (0, extra))
-        low_Sr = self.product(x, a)
-        return self.product(low_Sr * self._scale(term.scale, extra, x.dtype), b)
-
-    def _scale(self, scale: float | Tensor, extra: int, dtype: torch.dtype) -> float | Tensor:
-        if isinstance(scale, float):
-            return scale
-        return nn.functional.pad(scale[self.positions_S], (0, extra)).to(dtype)
+    Args:
+        x: [S, in], sorted by expert.
+        weights: [E, out, in], rounded to the type of x.
+        ends_E: int32, where each expert's rows end.
+    """
+    step, out = _ALIGNED_BYTES // x.element_size(), weights.shape[1]
+    inner, outer = -x.shape[1] % step, -out % step
+    weights = weights.to(x.dtype)
+    if inner or outer:
+        weights = nn.functional.pad(weights, (0, inner, 0, outer))
+        x = nn.functional.pad(x, (0, inner))
+    return grouped_mm(x, weights.transpose(1, 2), offs=ends_E)[:, :out]

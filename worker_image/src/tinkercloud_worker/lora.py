@@ -7,8 +7,11 @@ fresh adapter is the base model exactly. Each A has its own random stream, keyed
 the weight's name: its values do not depend on which other weights are adapted, nor on how the
 model is split over ranks.
 
-The experts of a layer have an adapter each, of the same rank, stacked in one tensor: A
-[experts, rank, in] and B [experts, out, rank]. Files have them one by one, by their numbers.
+The experts of a layer have adapters of the same rank as any other weight. What lies at the hidden
+states is one for all of them, as in Tinker: A of gates and ups [1, rank, in], B of downs
+[1, out, rank]. The other half each has for itself, stacked in one tensor: B [experts, out, rank], A
+[experts, rank, in]. So there are as many numbers as `tinker_cookbook`'s `get_lora_param_count` says,
+which learning rates are chosen by. Files have every expert's A and B, by its number.
 """
 
 import hashlib
@@ -30,6 +33,8 @@ from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 ALPHA = 32.0
 _PEFT_PREFIX = "base_model.model."
 _EXPERTS = ".experts."
+_DOWNS = frozenset({"down_proj", "w2"})
+"""Leaves of experts' names that lead back to hidden states; all others come from them."""
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 
 Group = Literal["attention", "mlp", "unembed"]
@@ -59,11 +64,16 @@ class Target:
 
     def specs(self, rank: int) -> list[TensorSpec]:
         """Return its A and its B."""
-        stacked = (self.experts,) if self.experts else ()
-        return [
-            TensorSpec(self.a_name, (*stacked, rank, self.in_features)),
-            TensorSpec(self.b_name, (*stacked, self.out_features, rank)),
-        ]
+        shapes = {
+            self.a_name: (rank, self.in_features),
+            self.b_name: (self.out_features, rank),
+        }
+        return [TensorSpec(name, (*self._stacked(name), *shape)) for name, shape in shapes.items()]
+
+    def _stacked(self, name: str) -> tuple[int, ...]:
+        if not self.experts:
+            return ()
+        return (1 if _is_shared(name) else self.experts,)
 
 
 def scale(rank: int) -> float:
@@ -113,8 +123,14 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def _is_shared(name: str) -> bool:
+    """Whether a tensor of experts, whose name this is, is one for all of a layer."""
+    leaf, half, _ = name.rsplit(".", 2)
+    return half == ("lora_B" if leaf.rpartition(".")[2] in _DOWNS else "lora_A")
+
+
 def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors as PEFT writes them, each expert's by itself.
+    """Name tensors as PEFT writes them, each expert's by itself, and what they share with each.
 
     The seventh expert's are `...mlp.experts.7.gate_proj.lora_A.weight` and so on, the names that
     its layers have in checkpoints: vLLM, SGLang and PEFT look for those, whatever they make of them
@@ -126,16 +142,24 @@ def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             named[_PEFT_PREFIX + name] = tensor
             continue
         before, after = name.rsplit(_EXPERTS, 1)
-        for number, part in enumerate(tensor):
-            named[f"{_PEFT_PREFIX}{before}{_EXPERTS}{number}.{after}"] = part
+        for number in range(max(len(tensor), len(tensors[_other_half(name)]))):
+            # What is shared lies in a file as often as it has names.
+            own = tensor[0].clone() if _is_shared(name) else tensor[number]
+            named[f"{_PEFT_PREFIX}{before}{_EXPERTS}{number}.{after}"] = own
     return named
+
+
+def _other_half(name: str) -> str:
+    a, b = ".lora_A.", ".lora_B."
+    return name.replace(a, b) if a in name else name.replace(b, a)
 
 
 def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo `to_peft_names`.
 
     Raises:
-        InvalidRequest: experts are missing, or are of several shapes.
+        InvalidRequest: experts are missing, are of several shapes, or differ in what all of a layer
+            share here.
     """
     named: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -153,7 +177,15 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f" {[list(shape) for shape in shapes][:3]}; every expert from 0 on must have one,"
                 " all of one shape"
             )
-        named[name] = torch.stack([parts[number] for number in range(len(parts))])
+        if not _is_shared(name):
+            named[name] = torch.stack([parts[number] for number in range(len(parts))])
+        elif all(torch.equal(part, parts[0]) for part in parts.values()):
+            named[name] = parts[0].unsqueeze(0)
+        else:
+            raise InvalidRequest(
+                f"adapter: {name!r} is not the same of all experts; adapters are taken whose"
+                " experts share A of gates and ups, and B of downs"
+            )
     return named
 
 

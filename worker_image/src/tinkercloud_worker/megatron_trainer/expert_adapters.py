@@ -1,8 +1,8 @@
 """LoRA behind the experts of a megatron-core layer, which are computed one after another.
 
 The adapters of a layer's experts are stacked in tensors with Hugging Face's names, whole at every
-rank (`adapters`). A rank uses the part of those experts that it holds, and where experts are
-divided by their width, a slice of each. Terms need no communication of their own: tokens have been
+rank (`adapters`); `lora` says which halves are one for all experts. A rank uses the part of those
+experts that it holds, and where experts are divided by their width, a slice of each. Terms need no communication of their own: tokens have been
 gathered from the ranks that divide an expert before, and what these make of them is added up
 behind.
 
@@ -89,9 +89,11 @@ class AdaptedExperts:
         }
 
     def _part(self, stacked: Tensor, divided_dim: int | None) -> Tensor:
-        """Return what is used here of A [E, r, in] or B [E, out, r]."""
+        """Return what is used here of A [E, r, in] or B [E, out, r], of one for all [1, ...]."""
         # All experts at once: each by itself would cost a gradient of all of them.
-        part = stacked[self._here]
+        is_shared, here = len(stacked) == 1, self._here
+        count = here.stop - here.start
+        part = stacked.expand(count, -1, -1) if is_shared else stacked[here]
         if part.requires_grad and self._arrivals > 1:
             part.register_hook(lambda gradient: gradient / self._arrivals)
         if divided_dim is None:
