@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tinker_cookbook.hyperparam_utils import get_lora_param_count
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tinkercloud_crds.planning.architecture import UnknownArchitecture
 from tinkercloud_crds.planning.families import model_types, read
+from tinkercloud_crds.planning.memory import adapter_parameters
+from tinkercloud_worker import lora
+from tinkercloud_worker.architecture import find_targets
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "public_models.json").read_text()
@@ -41,6 +45,30 @@ def test_the_count_is_that_of_the_model_that_transformers_builds(name: str) -> N
         )
 
     assert read(config(name)).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "cookbooks"),
+    {
+        "Qwen/Qwen3-8B": "Qwen/Qwen3-8B",
+        "Qwen/Qwen3-32B": "Qwen/Qwen3-32B",
+        "Qwen/Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+        "Qwen/Qwen3-235B-A22B": "Qwen/Qwen3-235B-A22B-Instruct-2507",
+        "meta-llama/Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+        "deepseek-ai/DeepSeek-V3": "deepseek-ai/DeepSeek-V3.1",
+    }.items(),
+)
+def test_adapters_have_as_many_numbers_as_tinkers(name: str, cookbooks: str) -> None:
+    settings, rank = config(name), 32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(settings.pop("model_type"), **settings)
+        )
+
+    expected = get_lora_param_count(cookbooks, rank)
+
+    assert lora.layout(find_targets(model, "model", "lm_head"), rank).size == expected
+    assert adapter_parameters(read(config(name)), rank) == expected
 
 
 @every_model

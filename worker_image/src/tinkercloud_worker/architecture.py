@@ -125,7 +125,7 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-_NOT_ADAPTED = frozenset({"gate", "router", "q_b_proj", "kv_b_proj"})
+_NOT_ADAPTED = frozenset({"gate", "shared_expert_gate", "router", "q_b_proj", "kv_b_proj"})
 
 
 def _is_in_a_layer(name: str) -> bool:

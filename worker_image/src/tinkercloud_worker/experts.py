@@ -54,7 +54,7 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTerms:
-    """An adapter's parts of the experts of a layer; their A and B have a first dimension, [E] or [1]."""
+    """An adapter's parts of a layer's experts; their A and B have a first dimension, [E] or [1]."""
 
     gate: Term
     up: Term

@@ -9,9 +9,9 @@ model is split over ranks.
 
 The experts of a layer have adapters of the same rank as any other weight. What lies at the hidden
 states is one for all of them, as in Tinker: A of gates and ups [1, rank, in], B of downs
-[1, out, rank]. The other half each has for itself, stacked in one tensor: B [experts, out, rank], A
-[experts, rank, in]. So there are as many numbers as `tinker_cookbook`'s `get_lora_param_count` says,
-which learning rates are chosen by. Files have every expert's A and B, by its number.
+[1, out, rank]. The other half each has for itself, stacked in one tensor: B [experts, out, rank],
+A [experts, rank, in]. So there are as many numbers as `get_lora_param_count` of `tinker_cookbook`
+says, which learning rates are chosen by. Files have every expert's A and B, by its number.
 """
 
 import hashlib

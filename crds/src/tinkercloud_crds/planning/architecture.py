@@ -23,6 +23,8 @@ class Matrix:
     """Which side tensor parallelism cuts: outputs, inputs, none."""
     experts: int = 0
     """Copies of it, one for each routed expert; 0 if it belongs to none."""
+    adapted: bool = True
+    """Whether adapters are about it."""
 
     @property
     def parameters(self) -> int:
@@ -35,7 +37,7 @@ class Layer:
     """A transformer layer."""
 
     matrices: tuple[Matrix, ...]
-    """Everything that LoRA can adapt."""
+    """Its linear layers but routers."""
     others: int
     """Parameters that every rank holds whole and no adapter touches: norms, biases, routers."""
     norms: int

@@ -109,7 +109,7 @@ def latent_attention(fields: Fields) -> Attention:
     q_rank = fields.count("q_lora_rank")
     q = heads * (plain + rotary)
     queries = (
-        (Matrix(hidden, q_rank, "whole"), Matrix(q_rank, q, "column"))
+        (Matrix(hidden, q_rank, "whole"), Matrix(q_rank, q, "column", adapted=False))
         if q_rank
         else (Matrix(hidden, q, "column"),)
     )
@@ -117,7 +117,7 @@ def latent_attention(fields: Fields) -> Attention:
         matrices=(
             *queries,
             Matrix(hidden, kv_rank + rotary, "whole"),
-            Matrix(kv_rank, heads * (plain + value), "column"),
+            Matrix(kv_rank, heads * (plain + value), "column", adapted=False),
             Matrix(heads * value, hidden, "row"),
         ),
         others=q_rank + kv_rank,

@@ -223,9 +223,9 @@ def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
 
 
 def adapter_parameters(architecture: Architecture, rank: int) -> int:
-    """Return the elements of a LoRA adapter of all linear layers and the output embedding.
+    """Return the elements of a LoRA adapter of all layers and the output embedding.
 
-    Every expert of a mixture has one of the same rank.
+    Experts have one rank, and share the halves that lie at hidden states.
     """
     return _adapters(architecture, rank, Layout())
 
@@ -305,7 +305,7 @@ def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_
     sent = layer.mlp_width / layout.tensor + 2 * hidden * layer.copies
     busiest = _IMBALANCE if layout.expert > 1 else 1.0
     width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
-    low = sum(layer.copies if matrix.experts else 1 for matrix in layer.matrices)
+    low = sum(layer.copies if m.experts else 1 for m in layer.matrices if m.adapted)
     return _WEIGHT_BYTES * width + _LOW_RANK_BYTES * lora_rank * low
 
 
@@ -344,8 +344,12 @@ def _held(matrix: Matrix, layout: Layout) -> int:
 
 def _adapter(matrix: Matrix, rank: int, layout: Layout) -> int:
     """Return the elements of a matrix's A and B that one rank holds."""
+    if not matrix.adapted:
+        return 0
     inputs, outputs = _cut(matrix, layout)
-    return _copies(matrix, layout) * rank * (inputs + outputs)
+    own = _copies(matrix, layout)
+    is_down = matrix.split == "row"
+    return rank * (own * inputs + outputs if is_down else inputs + own * outputs)
 
 
 def _cut(matrix: Matrix, layout: Layout) -> tuple[int, int]:

@@ -1,10 +1,10 @@
 """LoRA behind the experts of a megatron-core layer, which are computed one after another.
 
 The adapters of a layer's experts are stacked in tensors with Hugging Face's names, whole at every
-rank (`adapters`); `lora` says which halves are one for all experts. A rank uses the part of those
-experts that it holds, and where experts are divided by their width, a slice of each. Terms need no communication of their own: tokens have been
-gathered from the ranks that divide an expert before, and what these make of them is added up
-behind.
+rank (`adapters`); `lora` says which halves are one for all. A rank uses the part of those experts
+that it holds, and where experts are divided by their width, a slice of each. Terms need no
+communication of their own: tokens have been gathered from the ranks that divide an expert before,
+and what these make of them is added up behind.
 
 Where the ranks of a tensor-parallel group hold the same positions, an expert gets each token once
 from every one of them, and so its gradient: that is divided by their number.
