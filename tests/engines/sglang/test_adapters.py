@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.models import save, tiny_qwen3_moe
 from tinkercloud_testing.sglang import (
     FakeSglang,
     listening,
@@ -186,6 +187,27 @@ async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_see
 
     assert [path for path, _ in fakes[0].calls if "load_lora" in path] == ways
     await sampler.close()
+
+
+async def test_adapters_of_experts_arrive_one_by_one_and_are_put_together(tmp_path: Path) -> None:
+    folder = save(tiny_qwen3_moe(), tmp_path / "mixture")
+    request = a_sampling_request([1, 2, 3], max_tokens=6, stop=NEVER)
+    with an_engine(tiny_qwen3_moe(), tmp_path / "engine") as engine:
+        fake = FakeSglang(engine, folder)
+        await engine.sampler.publish("base", None)
+        async with listening(fake):
+            sampler = a_sampler([fake], tmp_path)
+            await publish(engine, sampler, "one", an_adapter(engine, 1))
+
+            theirs = await sampler.sample("one", request)
+
+            assert_same(theirs, await engine.sampler.sample("one", request))
+            await sampler.close()
+        [body] = fake.called(TENSORS)
+        sent = read_tensors(body["serialized_named_tensors"][0])
+    name = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
+    assert sent[name].shape == (24, 4)
+    assert all(tensor.ndim == 2 for tensor in sent.values())
 
 
 def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
