@@ -96,7 +96,7 @@ def test_logprobs_of_a_fresh_adapter_are_huggingfaces(alone, tmp_path, name) -> 
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_attention_is_adapted_where_tinker_adapts_it_under_huggingfaces_names(alone, tmp_path) -> None:
+def test_attention_is_adapted_where_tinker_adapts_it(alone, tmp_path) -> None:
     megatron = megatron_trainer(str(save(tiny_deepseek_v3(), tmp_path)), 1, 1)
     megatron.add_model("m", LORA)
     run(megatron, random_data(LENGTHS))
