@@ -83,8 +83,9 @@ class Merged:
             whole = self._weight(name).grad
             assert whole is not None
             gradient = _own(whole, name)
-            found[f"{name}.lora_A.weight"] = self.scale * b.mT @ gradient
-            found[f"{name}.lora_B.weight"] = self.scale * gradient @ a.mT
+            # What experts share has the sum of what each would have.
+            found[f"{name}.lora_A.weight"] = (self.scale * b.mT @ gradient).sum_to_size(a.shape)
+            found[f"{name}.lora_B.weight"] = (self.scale * gradient @ a.mT).sum_to_size(b.shape)
         return found
 
     def _weight(self, name: str) -> Tensor:

@@ -182,7 +182,7 @@ def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(nam
     trainer = a_trainer(MODELS[name]())
     weights, kind = trainer.snapshot("m"), MODELS[name]().config.model_type
 
-    files = formats.encode_weights(weights, "base")
+    files = formats.encode_for_servers(weights, "base")
 
     tensors = load(files[ADAPTER_WEIGHTS])
     for leaf in LEAVES[kind]:
@@ -304,7 +304,7 @@ def test_experts_of_another_form_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_peft_reads_the_files(name: str, tmp_path: Path) -> None:
     trainer = a_trainer(MODELS[name](), LoraConfig(rank=RANK, seed=1, train_unembed=False))
-    for file, content in formats.encode_weights(trainer.snapshot("m"), "base").items():
+    for file, content in formats.encode_for_servers(trainer.snapshot("m"), "base").items():
         (tmp_path / file).write_bytes(content)
     model = peft.PeftModel.from_pretrained(MODELS[name](), str(tmp_path)).eval()
     data = random_data(LENGTHS)

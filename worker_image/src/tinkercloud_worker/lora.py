@@ -11,7 +11,7 @@ The experts of a layer have adapters of the same rank as any other weight. What 
 states is one for all of them, as in Tinker: A of gates and ups [1, rank, in], B of downs
 [1, out, rank]. The other half each has for itself, stacked in one tensor: B [experts, out, rank],
 A [experts, rank, in]. So there are as many numbers as `get_lora_param_count` of `tinker_cookbook`
-says, which learning rates are chosen by. Files have every expert's A and B, by its number.
+says, which learning rates are chosen by.
 """
 
 import hashlib
@@ -129,6 +129,14 @@ def _is_shared(name: str) -> bool:
     return half == ("lora_B" if leaf.rpartition(".")[2] in _DOWNS else "lora_A")
 
 
+def to_archive_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name tensors as archives of checkpoints do: as PEFT, but those of experts are stacked.
+
+    So are Tinker's, which `tinker_cookbook.weights` merges, or takes apart for PEFT.
+    """
+    return {_PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
 def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name tensors as PEFT writes them, each expert's by itself, and what they share with each.
 
@@ -155,7 +163,7 @@ def _other_half(name: str) -> str:
 
 
 def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `to_peft_names`.
+    """Undo `to_peft_names`, or `to_archive_names`.
 
     Raises:
         InvalidRequest: experts are missing, are of several shapes, or differ in what all of a layer

@@ -22,6 +22,7 @@ from tinkercloud_protocol.checkpoints import (
     SuspendedManifest,
 )
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 
@@ -31,12 +32,27 @@ SAMPLER_PREFIX = "sampler-"
 
 
 def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
-    """Return the files of a sampler checkpoint. An adapter is loadable by PEFT as it is."""
+    """Return the files of a sampler checkpoint.
+
+    An adapter is loadable by PEFT as it is, unless it adapts experts: those are stacked, as in
+    Tinker's archives, and `tinker_cookbook.weights` makes of them what PEFT reads.
+    """
     if weights.lora is None:
         return {FULL_WEIGHTS: save(dict(weights.tensors))}
+    return _adapter_files(weights.lora, lora.to_archive_names(weights.tensors), base_model)
+
+
+def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
+    """Return the same files as inference servers read them: experts one by one."""
+    if weights.lora is None:
+        return encode_weights(weights, base_model)
+    return _adapter_files(weights.lora, lora.to_peft_names(weights.tensors), base_model)
+
+
+def _adapter_files(config: LoraConfig, named: dict[str, Tensor], base_model: str) -> Files:
     return {
-        ADAPTER_WEIGHTS: save(lora.to_peft_names(weights.tensors)),
-        ADAPTER_CONFIG: lora.peft_config(weights.lora, weights.tensors, base_model),
+        ADAPTER_WEIGHTS: save(named),
+        ADAPTER_CONFIG: lora.peft_config(config, named, base_model),
     }
 
 

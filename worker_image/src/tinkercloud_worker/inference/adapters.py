@@ -64,7 +64,8 @@ class AdapterFolder:
     def write(self, weights: WeightsSnapshot, base_model: str) -> str:
         """Write weights and return their name.
 
-        An adapter is in PEFT's format; all weights of a model are a Hugging Face folder.
+        An adapter is in PEFT's format, experts one by one; all weights of a model are a Hugging
+        Face folder.
         """
         name = f"{self._owner}-{next(self._numbers)}"
         target = self._folder / name
@@ -73,7 +74,7 @@ class AdapterFolder:
             for path in self._base_path.glob("*.json"):
                 if not path.name.endswith(".index.json"):
                     shutil.copyfile(path, target / path.name)
-        for file_name, content in formats.encode_weights(weights, base_model).items():
+        for file_name, content in formats.encode_for_servers(weights, base_model).items():
             (target / file_name).write_bytes(content)
         return name
 
