@@ -66,11 +66,11 @@ def test_what_ranks_hold_is_put_in_order_again(lengths: list[int], ranks: int) -
     order = held[0].sequences.order_P
 
     ids = torch.cat([part.ids_S for part in held])
-    valid = torch.cat([part.valid_S for part in held])
+    kept = torch.cat([torch.zeros_like(part.ids_S).index_fill(0, part.kept_M, 1) for part in held])
     if order is not None:
-        ids, valid = ids[order], valid[order]
+        ids, kept = ids[order], kept[order]
 
-    assert torch.equal(ids[valid], torch.arange(sum(lengths)))
+    assert torch.equal(ids[kept.bool()], torch.arange(sum(lengths)))
 
 
 @given(lengths_of_sequences, st.integers(1, 4))

@@ -299,6 +299,16 @@ def test_experts_of_another_form_are_refused_by_name() -> None:
     trainer.add_model("m", LoraConfig(rank=RANK, train_mlp=False))
 
 
+def test_a_convolution_is_not_taken_for_experts() -> None:
+    model = tiny_qwen3_moe()
+    model.model.layers[0].short = nn.Conv1d(4, 4, 3)
+    trainer = TorchTrainer(BaseModel(model), max_batch_tokens=24)
+
+    trainer.add_model("m", LoraConfig(rank=RANK))
+
+    assert any("experts" in name for name in trainer.snapshot("m").tensors)
+
+
 # PEFT says of patterns of its own that they fit no module: they fit a parameter.
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])

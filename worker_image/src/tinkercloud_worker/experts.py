@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
+from torch.nn.modules.conv import _ConvNd
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.lora import Target
@@ -82,7 +83,8 @@ def others_than(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str 
     known = {each.name for each in experts}
     for name, module in model.named_modules():
         kept = module.named_parameters(recurse=False)
-        if name not in known and any(weight.ndim == 3 for _, weight in kept):
+        is_known = name in known or isinstance(module, _ConvNd)
+        if not is_known and any(weight.ndim == 3 for _, weight in kept):
             return type(module).__name__
     return None
 

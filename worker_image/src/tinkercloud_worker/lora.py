@@ -54,12 +54,12 @@ class Target:
 
     @property
     def a_name(self) -> str:
-        """Name of its A [rank, in]."""
+        """Name of its A [rank, in], of experts stacked."""
         return f"{self.name}.lora_A.weight"
 
     @property
     def b_name(self) -> str:
-        """Name of its B [out, rank]."""
+        """Name of its B [out, rank], of experts stacked."""
         return f"{self.name}.lora_B.weight"
 
     def specs(self, rank: int) -> list[TensorSpec]:
@@ -137,6 +137,11 @@ def to_archive_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
+def from_archive_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `to_archive_names`."""
+    return {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+
+
 def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name tensors as PEFT writes them, each expert's by itself, and what they share with each.
 
@@ -163,7 +168,7 @@ def _other_half(name: str) -> str:
 
 
 def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `to_peft_names`, or `to_archive_names`.
+    """Undo `to_peft_names`.
 
     Raises:
         InvalidRequest: experts are missing, are of several shapes, or differ in what all of a layer

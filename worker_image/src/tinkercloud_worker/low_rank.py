@@ -24,9 +24,9 @@ class Term:
     """An adapter's part of a layer: scale * (x @ a^T) @ b^T."""
 
     a: Tensor
-    """float32 [r, in]."""
+    """float32 [r, in]; of experts [E, r, in] or [1, r, in]."""
     b: Tensor
-    """float32 [out, r]."""
+    """float32 [out, r]; of experts [E, out, r] or [1, out, r]."""
     scale: float | Tensor
     """A tensor [N, r] says it of each position and rank; then nothing is differentiable."""
 

@@ -197,8 +197,7 @@ def sampling(
     """
     layout = Layout(tensor=tensor)
     [stage] = _stages(architecture, layout, lora_rank)
-    adapter = _adapters(architecture, lora_rank or 0, layout)
-    adapters = _ADAPTER_SLOTS * adapter * _WEIGHT_BYTES
+    adapters = _ADAPTER_SLOTS * _sampled(architecture, lora_rank or 0, layout) * _WEIGHT_BYTES
     reading = max(layer_values(architecture, kind, layout, 0) for kind in _kinds(architecture))
     activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
@@ -227,14 +226,21 @@ def adapter_parameters(architecture: Architecture, rank: int) -> int:
 
     Experts have one rank, and share the halves that lie at hidden states.
     """
-    return _adapters(architecture, rank, Layout())
+    return rank * sum(_adapter_width(matrix) for matrix in _adapted(architecture))
 
 
-def _adapters(architecture: Architecture, rank: int, layout: Layout) -> int:
-    """Return the elements of such an adapter that each of the ranks holds which divide it."""
-    layers = [*architecture.leading, *[architecture.repeated] * architecture.repeats]
-    head = _adapter(_head(architecture), rank, layout)
-    return head + sum(_adapter(m, rank, layout) for layer in layers for m in layer.matrices)
+def _sampled(architecture: Architecture, rank: int, layout: Layout) -> int:
+    """Return the elements of an adapter at a rank of an engine, which gets experts one by one."""
+    widths = (
+        _copies(matrix, layout) * sum(_cut(matrix, layout)) for matrix in _adapted(architecture)
+    )
+    return rank * sum(widths)
+
+
+def _adapted(architecture: Architecture) -> Iterator[Matrix]:
+    yield _head(architecture)
+    for layer in [*architecture.leading, *[architecture.repeated] * architecture.repeats]:
+        yield from (matrix for matrix in layer.matrices if matrix.adapted)
 
 
 def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -> Iterator[_Stage]:
@@ -342,14 +348,11 @@ def _held(matrix: Matrix, layout: Layout) -> int:
     return _copies(matrix, layout) * inputs * outputs
 
 
-def _adapter(matrix: Matrix, rank: int, layout: Layout) -> int:
-    """Return the elements of a matrix's A and B that one rank holds."""
-    if not matrix.adapted:
-        return 0
-    inputs, outputs = _cut(matrix, layout)
-    own = _copies(matrix, layout)
-    is_down = matrix.split == "row"
-    return rank * (own * inputs + outputs if is_down else inputs + own * outputs)
+def _adapter_width(matrix: Matrix) -> int:
+    """Return the elements of a matrix's A and B for each of their rank."""
+    copies, is_down = max(matrix.experts, 1), matrix.split == "row"
+    inputs, outputs = matrix.inputs, matrix.outputs
+    return copies * inputs + outputs if is_down else inputs + copies * outputs
 
 
 def _cut(matrix: Matrix, layout: Layout) -> tuple[int, int]:

@@ -43,8 +43,19 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
 
 
 def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
-    """Return the same files as inference servers read them: experts one by one."""
+    """Return the same files as inference servers read them: experts one by one.
+
+    Raises:
+        InvalidRequest: it is a whole mixture of experts, whose weights servers know by other names.
+    """
     if weights.lora is None:
+        if any(
+            tensor.ndim == 3 and ".experts." in name for name, tensor in weights.tensors.items()
+        ):
+            raise InvalidRequest(
+                "lora_config: inference servers are given no mixture of experts that was trained as"
+                " a whole; train an adapter, or serve the base model with sampler backend torch"
+            )
         return encode_weights(weights, base_model)
     return _adapter_files(weights.lora, lora.to_peft_names(weights.tensors), base_model)
 
@@ -103,7 +114,7 @@ def decode_weights(manifest: AnyManifest, files: Mapping[str, bytes]) -> Weights
     """
     (name,) = files_of_weights(manifest)
     tensors = decode_tensors(manifest, files, name)
-    return WeightsSnapshot(manifest.lora, lora.from_peft_names(tensors))
+    return WeightsSnapshot(manifest.lora, lora.from_archive_names(tensors))
 
 
 def decode_tensors(

@@ -66,7 +66,11 @@ class AdapterFolder:
 
         An adapter is in PEFT's format, experts one by one; all weights of a model are a Hugging
         Face folder.
+
+        Raises:
+            InvalidRequest: see `formats.encode_for_servers`.
         """
+        files = formats.encode_for_servers(weights, base_model)
         name = f"{self._owner}-{next(self._numbers)}"
         target = self._folder / name
         target.mkdir(parents=True)
@@ -74,7 +78,7 @@ class AdapterFolder:
             for path in self._base_path.glob("*.json"):
                 if not path.name.endswith(".index.json"):
                     shutil.copyfile(path, target / path.name)
-        for file_name, content in formats.encode_for_servers(weights, base_model).items():
+        for file_name, content in files.items():
             (target / file_name).write_bytes(content)
         return name
 
@@ -94,7 +98,7 @@ class AdapterFolder:
             tensors = load_file(self._folder / name / file)
         except FileNotFoundError:
             raise NotFound(f"{self._folder / name} is gone: save the weights again") from None
-        return WeightsSnapshot(config, lora.from_peft_names(tensors))
+        return WeightsSnapshot(config, lora.from_peft_names(tensors) if config else tensors)
 
     def remove(self, name: str) -> None:
         """Remove what was written under a name. It may be gone."""

@@ -67,7 +67,8 @@ class SglangWeights:
         if self._group is not None and self._by_group.is_open:
             group = self._group
             try:
-                await self._by_group.go(lambda: self._broadcast(group, model, update))
+                ranks = await self._delivery.ranks()
+                await self._by_group.go(lambda: self._broadcast(group, model, update, ranks))
             except ServerUnreachable:
                 raise
             except (InvalidRequest, ServerError) as refusal:
@@ -102,9 +103,11 @@ class SglangWeights:
         with metrics.loading(self._client.url, "model", "file"):
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _broadcast(self, group: SglangGroup, model: Written, update: _Update) -> None:
+    async def _broadcast(
+        self, group: SglangGroup, model: Written, update: _Update, ranks: int
+    ) -> None:
         with metrics.loading(self._client.url, "model", "group"):
-            await group.join(await self._delivery.ranks())
+            await group.join(ranks)
             await update(lambda: group.send(model.here / FULL_WEIGHTS, _BUCKET_BYTES))
 
     async def _send(self, model: Written, update: _Update, ranks: int) -> None:

@@ -8,7 +8,7 @@ Shape legend: S positions held, H heads at this rank, R rotary elements of a hea
 experts of a layer, G groups of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -151,12 +151,18 @@ class Rotary:
     interleaved: bool
     """Whether a pair's elements are neighbours; else they are half a head apart."""
 
+    def on(self, device: torch.device) -> "Rotary":
+        """Return the same with its frequencies on a device: a copy, if they are not."""
+        if self.frequencies_R.device == device:
+            return self
+        return replace(self, frequencies_R=self.frequencies_R.to(device))
+
     def rotate(self, heads_SHR: Tensor, positions_S: Tensor) -> Tensor:
         """Return elements rotated by their positions, the first ones of all pairs first.
 
         Their order does not count: it is that of queries and keys alike.
         """
-        angles_SR = positions_S[:, None].float() * self.frequencies_R.to(positions_S.device)
+        angles_SR = positions_S[:, None].float() * self.frequencies_R
         cos, sin = (
             (turned * self.factor).to(heads_SHR.dtype)[:, None]
             for turned in (angles_SR.cos(), angles_SR.sin())
@@ -221,6 +227,8 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         sequences = packed_seq_params
         assert isinstance(sequences, DividedSequences), sequences  # noqa: S101 - the trainer's own
         positions_S, config, hidden = sequences.positions_S, self.config, hidden_states.squeeze(1)
+        # Once for all passes: nothing else would wait for the host.
+        self._rotary = self._rotary.on(hidden.device)
         query_SHE = self._heads(self._queries(hidden))
         compressed = _gathered(self.linear_kv_down_proj(hidden)[0])
         latent, key_SR = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)

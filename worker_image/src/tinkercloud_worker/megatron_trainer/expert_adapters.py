@@ -69,8 +69,10 @@ class AdaptedExperts:
         self._arrivals = 1 if divided else tensor
         """Of each token at an expert."""
         self._own: Mapping[str, Sequence[Tensor]] = {}
-        """By name, each expert's own A and B in the pass that runs; nothing under no adapter."""
+        """By name, what each expert here uses of A and B while they are computed; else nothing."""
         experts.register_forward_pre_hook(self._take)
+        # A recomputation may stop before the end.
+        experts.register_forward_hook(self._let_go, always_call=True)
         for number, expert in enumerate(experts.local_experts):
             expert.linear_fc1.register_forward_hook(partial(self._add_gate_and_up, number))
             expert.linear_fc2.register_forward_hook(partial(self._add_down, number))
@@ -87,6 +89,9 @@ class AdaptedExperts:
         self._own = {
             name: self._part(active.tensors[name], divided.get(name)).unbind() for name in names
         }
+
+    def _let_go(self, *_: object) -> None:
+        self._own = {}
 
     def _part(self, stacked: Tensor, divided_dim: int | None) -> Tensor:
         """Return what is used here of A [E, r, in] or B [E, out, r], of one for all [1, ...]."""

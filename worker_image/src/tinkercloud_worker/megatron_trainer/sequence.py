@@ -42,8 +42,8 @@ class MicroBatch:
     sequences: DividedSequences
     ids_S: Tensor
     """int64 token ids. What stands where a sequence was lengthened is of no use."""
-    valid_S: Tensor
-    """bool: which positions belong to an example."""
+    kept_M: Tensor
+    """int64: which of the positions held here belong to an example."""
     places_M: Tensor
     """int64: which of the pack's positions those are."""
 
@@ -75,14 +75,15 @@ class SequenceDivision:
                 for place, length in zip(places, lengths, strict=True)
             ]
         )
-        place_S = place_P[self._held(lengths, self.group.rank())].to(ids_R.device)
-        valid_S = place_S >= 0
+        place_S = place_P[self._held(lengths, self.group.rank())]
+        kept_M = (place_S >= 0).nonzero()[:, 0]
+        device = ids_R.device
         return MicroBatch(
             pack=pack,
-            sequences=self._sequences(lengths, ids_R.device),
-            ids_S=ids_R[place_S.clamp(min=0)],
-            valid_S=valid_S,
-            places_M=place_S[valid_S],
+            sequences=self._sequences(lengths, device),
+            ids_S=ids_R[place_S.clamp(min=0).to(device)],
+            kept_M=kept_M.to(device),
+            places_M=place_S[kept_M].to(device),
         )
 
     def whole(self, part: Tensor, sequences: DividedSequences) -> Tensor:

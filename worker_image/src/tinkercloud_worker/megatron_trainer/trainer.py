@@ -59,7 +59,7 @@ class MegatronTrainer(ReplicatedTrainer):
             base: this rank's part of the base model.
             max_batch_tokens: of a micro-batch; a longer example is one of its own.
             max_context_length: of examples; None means the base model's.
-            max_kept_tokens: as the torch trainer's; none or any where experts are divided, or ranks
+            max_kept_tokens: as the torch trainer's; None or 0 where experts are divided, or ranks
                 would not compute each other's tokens again alike.
         """
         config: Any = base.hf_config
@@ -185,7 +185,7 @@ class MegatronTrainer(ReplicatedTrainer):
             )
         lp_MK = logprobs(
             self._output_layer(replaced),
-            hidden_S1D[:, 0][micro_batch.valid_S],
+            hidden_S1D[:, 0][micro_batch.kept_M],
             pack.targets_RK[places_M],
             parallel_state.get_tensor_model_parallel_group(),
             self.limits.vocab_size,
