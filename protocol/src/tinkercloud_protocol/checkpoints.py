@@ -3,7 +3,8 @@
 Layout of `<root>/runs/<run id>/<kind>/<name>/`:
 
     manifest.json                  written last, replaced atomically
-    adapter_model.safetensors      LoRA weights in PEFT's naming         (LoRA runs)
+    adapter_model.safetensors      LoRA weights in PEFT's naming, those of experts stacked
+                                   as Tinker's                           (LoRA runs)
     adapter_config.json            PEFT configuration                    (LoRA runs)
     model.safetensors              all trained weights, by parameter name (full fine-tuning)
     optimizer.safetensors          AdamW moments, named like the weights  (kind `weights`)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_qwen3_moe
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -33,6 +35,14 @@ def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:
     np.testing.assert_allclose(
         output.logprobs[0], expected.gather(1, targets[:, None])[:, 0].numpy(), atol=1e-5
     )
+
+
+def test_a_whole_mixture_is_not_given_to_inference_servers_by_names_they_do_not_know() -> None:
+    trainer = a_trainer()
+    trainer.add_model("m", None)
+
+    with pytest.raises(InvalidRequest, match="train an adapter, or .* sampler backend torch"):
+        formats.encode_for_servers(trainer.snapshot("m"), "base")
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(rank=4, seed=1, train_mlp=False), None])
