@@ -41,7 +41,7 @@ def test_a_whole_mixture_is_not_given_to_inference_servers_by_names_they_do_not_
     trainer = a_trainer()
     trainer.add_model("m", None)
 
-    with pytest.raises(InvalidRequest, match="train an adapter, or .* sampler backend torch"):
+    with pytest.raises(InvalidRequest, match=r"train an adapter, or .* sampler backend torch"):
         formats.encode_for_servers(trainer.snapshot("m"), "base")
 
 
