@@ -162,6 +162,13 @@ class EnginesShape(Part):
     that they are written to the head's own scratch space and reach engines in requests alone."""
     gpu_memory_percent: Annotated[int, Field(ge=10, le=95)] | None = None
     """Part of each GPU for weights and cached prompts; absent means what SGLang chooses."""
+    process_group: Annotated[
+        Literal["gloo"] | None, Field(json_schema_extra={"enum": ["gloo"]})
+    ] = None
+    """Backend of a torch process group of the head with each engine, over which whole models go to
+    it first; absent means none. No `nccl`: a session's head has no GPU. Each engine costs the head
+    0.3 GiB of `head.resources.memory`, and 256 MiB while it is sent a model, or the size of its
+    largest tensor where that is larger. Not for colocated engines."""
 
 
 class ExternalServers(Part):
@@ -206,6 +213,10 @@ class SamplerShape(Part):
             (
                 "!has(self.engines) || (self.backend == 'sglang' && !self.colocated)",
                 "engines: is for backend sglang on GPUs of its own; leave it out",
+            ),
+            (
+                "!self.colocated || !has(self.engines) || !has(self.engines.processGroup)",
+                "engines.processGroup: is for engines with GPUs of their own; leave it out",
             ),
             (
                 "!has(self.engines) || (has(self.image) && self.replicas <= 64)",

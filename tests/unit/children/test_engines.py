@@ -169,6 +169,28 @@ def test_without_a_volume_adapters_stay_with_the_head_and_reach_engines_in_reque
     assert not sampling(build).inference.adapters_seen
 
 
+def test_whole_models_go_over_a_process_group_only_where_the_base_model_says_so() -> None:
+    in_a_group = a_build_with(ENGINES | {"engines": {"processGroup": "gloo"}})
+
+    assert sampling(in_a_group).inference.process_group == "gloo"
+    assert sampling(a_build_with(ENGINES)).inference.process_group is None
+
+
+def test_head_and_engines_of_a_session_reach_each_other_at_any_port_and_no_others_do() -> None:
+    build = a_build_with(ENGINES | {"engines": {"processGroup": "gloo"}})
+    pods = [ray_cluster(build)["spec"]["headGroupSpec"], *engine_groups(build)]
+
+    policy = surroundings.network_policy(build)["spec"]
+
+    own = {"podSelector": {"matchLabels": {"tinkercloud.dev/session": "one"}}}
+    labels = own["podSelector"]["matchLabels"].items()
+    assert all(labels <= pod["template"]["metadata"]["labels"].items() for pod in pods)
+    assert policy["podSelector"] == own["podSelector"]
+    # A rule without ports is about all of them.
+    assert [rule for rule in policy["ingress"] if "ports" not in rule] == [{"from": [own]}]
+    assert [rule for rule in policy["egress"] if "ports" not in rule] == [{"to": [own]}]
+
+
 def test_an_engine_has_its_own_image_and_gpus_and_ray_has_none_of_them() -> None:
     build = a_build_with(
         {**ENGINES, "gpusPerReplica": 4, "resources": {"cpu": "8", "memory": "64Gi"}}, head=HEAD

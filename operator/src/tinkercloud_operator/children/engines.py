@@ -62,6 +62,7 @@ def sampler_config(build: Build) -> SamplerConfig:
         adapters_dir=_adapters_folder(build) if volumes(build) else None,
         adapters_seen=bool(volumes(build)),
         recovery_seconds=_STARTUP_SECONDS,
+        process_group=sampler.engines.process_group,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 

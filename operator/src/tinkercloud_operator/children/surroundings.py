@@ -135,6 +135,9 @@ def network_policy(build: Build) -> Json:
         "spec": {
             "podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
             "policyTypes": ["Ingress", "Egress"],
+            # Among themselves at every port: Ray's are many. In a process group an engine's ranks
+            # connect to a store at the head, and of any two gloo ranks the one with the higher
+            # address to the other, all at ports that the system chooses.
             "ingress": [
                 {"from": [own]},
                 {"from": clients, "ports": [{"protocol": "TCP", "port": labels.HEAD_PORT}]},

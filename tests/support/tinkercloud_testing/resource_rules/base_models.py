@@ -6,6 +6,7 @@ from tinkercloud_testing.resource_rules.rule import Rule, base_model
 from tinkercloud_testing.sessions import ENGINES, EXTERNAL, SAMPLERS, TRAINERS, Json
 
 PLANNING = {"gpu": "H100", "config": "{}"}
+GROUP = {"processGroup": "gloo"}
 
 
 def source(**parts: Any) -> Json:
@@ -274,6 +275,20 @@ BASE_MODEL_RULES = (
             "torch": engines(backend="torch", replicas=0, gpusPerReplica=0),
             "external": external(engines=ENGINES["engines"], image="sglang:1"),
             "colocated": engines(colocated=True),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "engines.processGroup: is for engines with GPUs of their own; leave it out",
+        {
+            "one engine": engines(replicas=1, engines=GROUP),
+            "many that read adapters": engines(engines=ENGINES["engines"] | GROUP),
+            "colocated without": sampler("sglang", 1, colocated=True),
+        },
+        {
+            "colocated": engines(colocated=True, engines=GROUP),
+            "one that is colocated": engines(colocated=True, replicas=1, engines=GROUP),
+            "colocated with a volume": engines(colocated=True, engines=ENGINES["engines"] | GROUP),
         },
     ),
     Rule(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from tinkercloud_testing.resource_rules.rule import base_model, session
-from tinkercloud_testing.sessions import Json
+from tinkercloud_testing.sessions import ENGINES, TRAINERS, Json
 
 AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
     "spec.modelName": (base_model, {"modelName": "m" * 200}, {"modelName": "m" * 201}),
@@ -20,6 +20,11 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"source": {"uri": "file:///etc"}},
     ),
     "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
+    "spec.sampler.engines.processGroup": (
+        base_model,
+        {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"processGroup": "gloo"}}},
+        {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"processGroup": "nccl"}}},
+    ),
     "spec.placement.tolerations": (
         base_model,
         {"placement": {"tolerations": [{"operator": "Exists"}] * 16}},
