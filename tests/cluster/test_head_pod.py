@@ -1,6 +1,7 @@
 """The head in a real pod, as the operator writes it and KubeRay makes it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -54,6 +55,8 @@ class Session:
     namespace: str
     token: str
     checkpoints: Path
+    run_id: str = RUN
+    """Of the run that is trained."""
 
     @property
     def url(self) -> str:
@@ -82,7 +85,7 @@ class Session:
         self, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[int, bytes]:
         """Send a request with the head's token, unless another one is given."""
-        fields = {routes.HEAD_TOKEN_HEADER: self.token, routes.TARGET_HEADER: RUN} | headers
+        fields = {routes.HEAD_TOKEN_HEADER: self.token, routes.TARGET_HEADER: self.run_id} | headers
         request = Request(self.url + path, data=body, headers=fields, method=method)
         try:
             with urlopen(request, timeout=60) as response:
@@ -94,21 +97,25 @@ class Session:
         return HeadStatus.model_validate_json(self.call("GET", routes.HEAD_STATUS)[1])
 
     def create_run(self, spec: ModelSpec = SPEC) -> None:
-        path, body = f"{routes.HEAD_MODELS}/{RUN}", spec.model_dump_json().encode()
+        path, body = f"{routes.HEAD_MODELS}/{self.run_id}", spec.model_dump_json().encode()
         assert self.call("PUT", path, body)[0] == 200
         self.result(0)
 
     def train_a_step(self, seq_id: int) -> float:
         """Send data and a step; return the loss."""
-        self.call("POST", routes.FORWARD_BACKWARD, some_data(seq_id))
-        step = {"model_id": RUN, "seq_id": seq_id + 1, "adam_params": {"learning_rate": 0.01}}
+        self.call("POST", routes.FORWARD_BACKWARD, some_data(self.run_id, seq_id))
+        step = {
+            "model_id": self.run_id,
+            "seq_id": seq_id + 1,
+            "adam_params": {"learning_rate": 0.01},
+        }
         self.call("POST", routes.OPTIM_STEP, json.dumps(step).encode())
         self.result(seq_id + 1)
         return pb.ForwardBackwardOutput.FromString(self.result(seq_id)).metrics["loss:sum"]
 
     def publish(self, seq_id: int, sampler: int) -> None:
         """Give a sampling session the run's weights."""
-        body = {"model_id": RUN, "seq_id": seq_id, "sampling_session_seq_id": sampler}
+        body = {"model_id": self.run_id, "seq_id": seq_id, "sampling_session_seq_id": sampler}
         self.call("POST", routes.SAVE_WEIGHTS_FOR_SAMPLER, json.dumps(body).encode())
         self.result(seq_id)
 
@@ -129,7 +136,7 @@ class Session:
         return pb.SampleResponse.FromString(body)
 
     def result(self, seq_id: int) -> bytes:
-        asked = json.dumps({"request_id": f"{RUN}:{seq_id}"}).encode()
+        asked = json.dumps({"request_id": f"{self.run_id}:{seq_id}"}).encode()
         status, body = self.call("POST", routes.RETRIEVE_FUTURE, asked)
         assert status == 200, body
         return body
@@ -164,13 +171,25 @@ def is_head(process: Path) -> bool:
     return False
 
 
+def first_tokens(drawn: pb.SampleResponse) -> list[int]:
+    """Return what each sequence begins with."""
+    return [int(np.frombuffer(sequence.tokens, "<i4")[0]) for sequence in drawn.sequences]
+
+
 def lengths(drawn: pb.SampleResponse) -> list[int]:
     """Return how many tokens each sequence has."""
     return [len(np.frombuffer(sequence.tokens, "<i4")) for sequence in drawn.sequences]
 
 
-def some_data(seq_id: int) -> bytes:
-    message = pb.ForwardBackwardRequest(model_id=RUN, seq_id=seq_id, loss_fn="cross_entropy")
+def asked_of_engines(session: Session) -> set[str]:
+    """Return the paths that the stand-ins for engines were asked."""
+    where = (f"--namespace={session.namespace}", "--container=engine", "--tail=-1")
+    selector = f"--selector={labels.COMPONENT_LABEL}=sampler"
+    return set(session.cluster.kubectl("logs", selector, *where).split())
+
+
+def some_data(run_id: str, seq_id: int) -> bytes:
+    message = pb.ForwardBackwardRequest(model_id=run_id, seq_id=seq_id, loss_fn="cross_entropy")
     datum = message.data.add()
     tokens = np.array([5, 6, 7], dtype="<i4").tobytes()
     datum.model_input.add().encoded_text.tokens = tokens
@@ -337,7 +356,7 @@ def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
         wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
 
 
-def test_a_head_samples_from_an_engine_in_a_pod_of_its_own_with_no_volume_between_them(
+def test_an_engine_in_a_pod_gets_adapters_and_whole_models_with_no_volume_between_it_and_the_head(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     engine = engine_image()
@@ -347,7 +366,7 @@ def test_a_head_samples_from_an_engine_in_a_pod_of_its_own_with_no_volume_betwee
         "replicas": 1,
         "image": engine.name,
         "resources": {"cpu": "100m", "memory": "2Gi"},
-        "engines": {},
+        "engines": {"processGroup": "gloo"},
     }
     with starting_session(cluster, volumes, image, sampler=sampler) as session:
         session.wait_until_ready()
@@ -360,9 +379,19 @@ def test_a_head_samples_from_an_engine_in_a_pod_of_its_own_with_no_volume_betwee
         drawn = session.sample(0)
 
         assert lengths(drawn) == [4, 4]
-        where = (f"--namespace={session.namespace}", "--container=engine", "--tail=-1")
-        asked = cluster.kubectl("logs", f"--selector={labels.COMPONENT_LABEL}=sampler", *where)
-        assert {"/load_lora_adapter_from_tensors", "/generate"} <= set(asked.split())
+        assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked_of_engines(session)
+
+        whole = dataclasses.replace(session, run_id="s:train:1")
+        whole.create_run(ModelSpec(owner="ada", lora=None))
+        for seq_id in range(1, 41, 2):
+            whole.train_a_step(seq_id)
+        whole.publish(41, sampler=1)
+
+        # Which follows the prompt in the data of all those steps.
+        assert first_tokens(whole.sample(1)) == [8, 8]
+        asked = asked_of_engines(session)
+        assert {"/init_weights_update_group", "/update_weights_from_distributed"} <= asked
+        assert not {"/update_weights_from_tensor", "/update_weights_from_disk"} & asked
 
 
 def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_share(

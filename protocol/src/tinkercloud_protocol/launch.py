@@ -136,9 +136,9 @@ class InferenceConfig(_Config):
     computes. sglang only, started with --enable-memory-saver."""
     process_group: Literal["nccl", "gloo"] | None = None
     """Backend of a torch process group with each engine, over which whole models go to it; what
-    fails goes in requests or by files. Engines must reach any port of the head. `nccl`: from the
-    GPU on which the head itself trains. `gloo`: from the head's CPU. Absent means no group. Backend
-    sglang only."""
+    fails goes in requests or by files. Head and engines must reach each other at any port. `nccl`:
+    from the GPU on which the head itself trains. `gloo`: from the head's CPU. Absent means no
+    group. Backend sglang only."""
 
 
 class SamplerConfig(_Config):

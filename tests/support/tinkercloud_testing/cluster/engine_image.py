@@ -28,7 +28,12 @@ _NAME = "tinkercloud.test/engine:test"
 _MODULES = "/opt/engine"
 _CACHE = "/opt/cache"
 _TESTING = Path(__file__).parents[1]
-_START = b"from tinkercloud_testing.sglang_program import main\n\nmain()\n"
+# Processes of its ranks import it again.
+_START = b"""from tinkercloud_testing.sglang_program import main
+
+if __name__ == "__main__":
+    main()
+"""
 
 
 def engine_image() -> Image:
