@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu.bench import Skipped
 from tinkercloud_crds import labels
-from tinkercloud_operator.children.engines import engine
+from tinkercloud_operator.children.engines import engines
 from tinkercloud_operator.children.pods import TOKEN_FOLDER, Json
 from tinkercloud_testing.sessions import ENGINES, TRAINERS, a_base_model, a_build
 
@@ -125,7 +125,8 @@ def _container(dtype: str, max_lora_rank: int) -> Json:
         sampler={**ENGINES, "gpusPerReplica": 1},
         limits={"maxLoraRank": max_lora_rank},
     )
-    return engine(a_build(base_model))
+    [container] = engines(a_build(base_model))
+    return container
 
 
 def _replaced(words: Sequence[str], values: dict[str, str]) -> list[str]:

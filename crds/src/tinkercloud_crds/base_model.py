@@ -99,6 +99,20 @@ class BaseModelSpec(Part):
                 " || self.sampler.gpusPerReplica >= 1",
                 "sampler.gpusPerReplica: an sglang engine of its own needs 1 or more",
             ),
+            (
+                "!has(self.sampler) || !has(self.sampler.engines) || !self.sampler.colocated"
+                " || (self.sampler.gpusPerReplica >= 1"
+                " && self.trainer.gpusPerReplica % self.sampler.gpusPerReplica == 0)",
+                "sampler.gpusPerReplica: colocated engines lie within trainer pods; it must divide"
+                " trainer.gpusPerReplica",
+            ),
+            (
+                "!has(self.sampler) || !has(self.sampler.engines) || !self.sampler.colocated"
+                " || self.sampler.replicas * self.sampler.gpusPerReplica"
+                " == self.trainer.replicas * self.trainer.gpusPerReplica",
+                "sampler.replicas: colocated engines share all GPUs of the trainers; it must be"
+                " trainer.replicas x trainer.gpusPerReplica / sampler.gpusPerReplica",
+            ),
         )
     )
 

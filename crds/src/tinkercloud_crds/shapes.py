@@ -161,7 +161,15 @@ class EnginesShape(Part):
     trained), and the engines read; ReadWriteMany, unless all pods are on one node. Absent means
     that they are written to the head's own scratch space and reach engines in requests alone."""
     gpu_memory_percent: Annotated[int, Field(ge=10, le=95)] | None = None
-    """Part of each GPU for weights and cached prompts; absent means what SGLang chooses."""
+    """Part of the memory that is free on each GPU when an engine starts, for weights and cached
+    prompts; absent means what SGLang chooses."""
+    max_cached_tokens: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
+    """Tokens of cached prompts that an engine holds at most, however much memory that leaves;
+    absent means what `gpuMemoryPercent` leaves room for."""
+    device_class_name: ObjectName | None = None
+    """DeviceClass of the trainers' GPUs, such as `gpu.nvidia.com`, for engines that are colocated:
+    containers of a pod share GPUs through a claim of devices (resource.k8s.io/v1), and no other
+    way."""
     process_group: Annotated[
         Literal["gloo"] | None, Field(json_schema_extra={"enum": ["gloo"]})
     ] = None
@@ -211,8 +219,13 @@ class SamplerShape(Part):
                 " leave both out",
             ),
             (
-                "!has(self.engines) || (self.backend == 'sglang' && !self.colocated)",
-                "engines: is for backend sglang on GPUs of its own; leave it out",
+                "!has(self.engines) || self.backend == 'sglang'",
+                "engines: is for backend sglang; leave it out",
+            ),
+            (
+                "!has(self.engines) || self.colocated == has(self.engines.deviceClassName)",
+                "engines.deviceClassName: colocated engines share GPUs through devices of a class,"
+                " others have GPUs of their own; give colocated and deviceClassName, or neither",
             ),
             (
                 "!self.colocated || !has(self.engines) || !has(self.engines.processGroup)",
@@ -233,16 +246,16 @@ class SamplerShape(Part):
     """Container image of the engines, which holds SGLang; without `engines` that of the workers,
     the head's unless given."""
     replicas: Annotated[int, Field(ge=0, le=512)] = 0
-    """Sampler pods, each a whole engine."""
+    """Sampler pods, each a whole engine; colocated engines, which have no pods of their own."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
-    """GPUs of each sampler pod, over which its engine is divided."""
+    """GPUs of each sampler pod or colocated engine, over which the engine is divided."""
     resources: Resources = Resources()
     """What each engine's container needs besides GPUs."""
     colocated: bool = False
     """Whether the sampler shares the trainers' GPUs instead of having its own."""
     engines: EnginesShape | None = None
-    """With it, each sampler pod runs SGLang and the head asks it. Without it, the pods are there
-    and the head samples by itself."""
+    """With it, SGLang runs in each sampler pod, or `colocated` in the trainer pods, and the head
+    asks it. Without it, the pods are there and the head samples by itself."""
     external: ExternalServers | None = None
     """The servers of backend `external`."""
 

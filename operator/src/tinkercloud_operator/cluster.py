@@ -41,6 +41,7 @@ _PLURALS: Mapping[str, tuple[str, str]] = {
     "Event": ("api/v1", "events"),
     "NetworkPolicy": ("apis/networking.k8s.io/v1", "networkpolicies"),
     "PodDisruptionBudget": ("apis/policy/v1", "poddisruptionbudgets"),
+    "ResourceClaimTemplate": ("apis/resource.k8s.io/v1", "resourceclaimtemplates"),
 }
 """Every kind that is read or written: API and plural."""
 _CLUSTER_WIDE = frozenset({"Node"})

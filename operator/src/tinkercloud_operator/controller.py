@@ -38,6 +38,7 @@ class Controller:
         self.watched = Watched()
         self.queue = WorkQueue()
         self.has_kuberay = True
+        self.has_device_claims = True
         self.needs_resync = asyncio.Event()
         """Set when something may have gone without a word; whoever lists everything clears it."""
         self._heard: set[str] = set()
@@ -79,9 +80,12 @@ class Controller:
             ClusterError: something could not be listed; what was, counts.
         """
         self.has_kuberay = await self._cluster.serves("RayCluster")
+        self.has_device_claims = await self._cluster.serves("ResourceClaimTemplate")
         kinds = ["BaseModel", "TrainingSession", "Pod", *CHILD_KINDS]
         if not self.has_kuberay:
             kinds.remove("RayCluster")
+        if not self.has_device_claims:
+            kinds.remove("ResourceClaimTemplate")
         for kind in kinds:
             is_own = kind in {"BaseModel", "TrainingSession"}
             selector = "" if is_own else labels.SESSION_LABEL
@@ -139,6 +143,7 @@ class Controller:
     async def _observe(self, name: str) -> Observed | None:
         surroundings = Surroundings(
             has_kuberay=self.has_kuberay,
+            has_device_claims=self.has_device_claims,
             nodes=None,
             apply_error=self._executor.refusal(name),
             answers=self._executor.answers(name),

@@ -92,13 +92,15 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
     if cluster is None:
         message = f"is about to ask LocalQueue {queue!r}"
         waits = Finding(is_reached=False, reason=Reason.QUEUED, message=message)
-        return _obstacle(observed) or waits
+        return _obstacle(observed, shape) or waits
     return Finding(is_reached=True, reason=Reason.ADMITTED)
 
 
 def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
     problem = (
-        _obstacle(observed) or _pod_trouble(observed, shape) or _quota_trouble(observed.ray_cluster)
+        _obstacle(observed, shape)
+        or _pod_trouble(observed, shape)
+        or _quota_trouble(observed.ray_cluster)
     )
     if problem is not None:
         return problem
@@ -114,11 +116,18 @@ def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
     return Finding(is_reached=True, reason=Reason.PROVISIONED)
 
 
-def _obstacle(observed: Observed) -> Finding | None:
+def _obstacle(observed: Observed, shape: Shape | Refusal) -> Finding | None:
     """Return why children can't be made at all, if they can't."""
     if not observed.has_kuberay:
         message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
         return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
+    if isinstance(shape, Shape) and shape.devices is not None and not observed.has_device_claims:
+        message = (
+            "the cluster does not know ResourceClaimTemplates (resource.k8s.io/v1), which"
+            " sampler.engines.deviceClassName of the BaseModel needs: Kubernetes 1.34 or newer has"
+            " them"
+        )
+        return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
     if observed.apply_error is not None:
         return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=observed.apply_error)
     return None

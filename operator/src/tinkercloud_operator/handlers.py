@@ -21,6 +21,7 @@ _CHILDREN = {
     "ConfigMap": ("", "v1", "configmaps"),
     "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
     "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets"),
+    "ResourceClaimTemplate": ("resource.k8s.io", "v1", "resourceclaimtemplates"),
 }
 _LEASE = ("coordination.k8s.io", "v1", "leases")
 

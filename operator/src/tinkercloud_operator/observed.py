@@ -98,6 +98,8 @@ class Observed:
     """All nodes; None if the operator may not see them, or if nodes come and go."""
     has_kuberay: bool
     """Whether the cluster knows RayClusters."""
+    has_device_claims: bool
+    """Whether the cluster knows ResourceClaimTemplates (resource.k8s.io/v1)."""
     apply_error: str | None
     """Why the API server refused a child the last time, if it did."""
     answers: frozenset[tuple[str, str]]

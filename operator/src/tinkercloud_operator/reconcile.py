@@ -87,6 +87,8 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
         yield HoldFinalizer(held=True)
     if not observed.has_kuberay or observed.has_predecessors:
         return
+    if shape.devices is not None and not observed.has_device_claims:
+        return
     if not observed.has_secret:
         secret = _owned(surroundings.token_secret(build), observed)
         yield CreateSecret(secret, surroundings.SECRET_KEYS)
@@ -107,6 +109,7 @@ def children(build: Build) -> list[Json]:
         surroundings.config_map(build),
         *policies,
         surroundings.disruption_budget(build),
+        *surroundings.claim_templates(build),
         surroundings.head_service(build),
         *services,
         ray_cluster(build),

@@ -38,7 +38,16 @@ class PodRequest:
     count: int
     resources: Resources
     gpus: int
-    """Of each pod."""
+    """Of each pod, that its node counts itself; devices that are claimed are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """GPUs that a pod claims as devices, so that its containers share them."""
+
+    class_name: str
+    """Of a DeviceClass."""
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,45 +74,70 @@ class Shape:
         return trains or (self.sampler.engines is None and self.sampler.external is None)
 
     @property
+    def engines_per_trainer(self) -> int:
+        """Engines in each trainer pod; none if engines have pods of their own, or if none run."""
+        if self.trainer is None or self.sampler.engines is None or not self.sampler.colocated:
+            return 0
+        return self.trainer.gpus_per_replica // self.sampler.gpus_per_replica
+
+    @property
+    def samplers(self) -> int:
+        """Sampler pods."""
+        return 0 if self.engines_per_trainer else self.sampler.replicas
+
+    @property
     def gpus_per_sampler(self) -> int:
         """GPUs of each sampler pod; none if they share the trainers'."""
         return 0 if self.sampler.colocated else self.sampler.gpus_per_replica
 
     @property
+    def devices(self) -> Devices | None:
+        """What each pod that has GPUs claims; None if pods have GPUs in the common way."""
+        engines = self.sampler.engines
+        if engines is None or engines.device_class_name is None:
+            return None
+        worker = self.trainer or self.sampler
+        return Devices(engines.device_class_name, worker.gpus_per_replica)
+
+    @property
     def gpus(self) -> int:
         """GPUs of all pods together."""
         trainers = self.trainers * (self.trainer.gpus_per_replica if self.trainer else 0)
-        return trainers + self.sampler.replicas * self.gpus_per_sampler
+        return trainers + self.samplers * self.gpus_per_sampler
 
     @property
     def groups(self) -> int:
-        """Groups of equal pods; each engine is one of its own, for the sake of its name."""
-        samplers = self.sampler.replicas
-        return 1 + min(1, self.trainers) + (samplers if self.sampler.engines else min(1, samplers))
+        """Groups of equal pods; one with engines is one of its own, for the sake of its name."""
+        trainers = self.trainers if self.engines_per_trainer else min(1, self.trainers)
+        return 1 + trainers + (self.samplers if self.sampler.engines else min(1, self.samplers))
 
     @property
     def pods(self) -> list[PodRequest]:
         """One entry for each kind of pod."""
         kinds = [PodRequest("head", 1, self.base_model.head.resources, 0)]
+        is_counted = self.devices is None
         if self.trainer is not None and self.trainers:
-            trainer = self.trainer
-            kinds.append(
-                PodRequest("trainer", self.trainers, trainer.resources, trainer.gpus_per_replica)
+            gpus = self.trainer.gpus_per_replica if is_counted else 0
+            needed = _together(
+                self.trainer.resources, *[self.sampler.resources] * self.engines_per_trainer
             )
-        if self.sampler.replicas:
-            sampler = self.sampler
-            needed = sampler.resources
-            if sampler.engines is not None:
+            kinds.append(PodRequest("trainer", self.trainers, needed, gpus))
+        if self.samplers:
+            needed = self.sampler.resources
+            if self.sampler.engines is not None:
                 needed = _together(needed, RAY_NODE)
-            kinds.append(PodRequest("sampler", sampler.replicas, needed, self.gpus_per_sampler))
+            gpus = self.gpus_per_sampler if is_counted else 0
+            kinds.append(PodRequest("sampler", self.samplers, needed, gpus))
         return kinds
 
 
-def _together(one: Resources, other: Resources) -> Resources:
-    """Return what two containers of a pod need; volumes are those of the first."""
-    cores = parse_quantity(one.cpu) + parse_quantity(other.cpu)
-    size = parse_quantity(one.memory) + parse_quantity(other.memory)
-    return one.model_copy(
+def _together(*containers: Resources) -> Resources:
+    """Return what the containers of a pod need; volumes are those of the first."""
+    if len(containers) == 1:
+        return containers[0]
+    cores = sum(parse_quantity(each.cpu) for each in containers)
+    size = sum(parse_quantity(each.memory) for each in containers)
+    return containers[0].model_copy(
         update={"cpu": f"{round(cores * 1000)}m", "memory": f"{round(size / 2**20)}Mi"}
     )
 
@@ -125,6 +159,7 @@ def resolve(
         )
     problems = [
         *_too_large(spec, base_model),
+        *_unlike_trainers(spec, base_model),
         *_not_offered(spec, base_model),
         *_too_many(base_model, sessions_of_owner),
     ]
@@ -143,12 +178,13 @@ def admitted(shape: Shape, max_groups: int) -> Shape | Refusal:
     surplus = shape.groups - max_groups
     if shape.placement.queue_name is None or surplus <= 0:
         return shape
-    engines = shape.sampler.replicas
+    is_shared = shape.engines_per_trainer > 0
+    kind, pods = ("trainer", shape.trainers) if is_shared else ("sampler", shape.samplers)
     return Refusal(
         Reason.NOT_ALLOWED,
-        f"spec.sampler.replicas: {engines} engines are a group of pods each, {shape.groups} with"
-        f" the others, and Kueue takes {max_groups} in one workload"
-        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); ask for {engines - surplus} at most",
+        f"spec.{kind}.replicas: {pods} pods with engines are a group each, {shape.groups} with the"
+        f" others, and Kueue takes {max_groups} in one workload"
+        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); ask for {pods - surplus} at most",
     )
 
 
@@ -203,6 +239,18 @@ def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
     return found
 
 
+def _unlike_trainers(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return what is wrong with a number of engines that run in the trainer pods."""
+    shape, asked = _shape(spec, base_model), spec.sampler and spec.sampler.replicas
+    if not shape.engines_per_trainer or asked in {None, shape.sampler.replicas}:
+        return []
+    return [
+        f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
+        f" {shape.trainers} of those hold {shape.sampler.replicas}; leave it out, and choose"
+        " spec.trainer.replicas"
+    ]
+
+
 def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     placement, policy = base_model.placement, base_model.sessions
     choices = [
@@ -234,16 +282,30 @@ def _too_many(base_model: BaseModelSpec, sessions_of_owner: int) -> list[str]:
 
 def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
     chosen = (spec.trainer.model_dump(exclude_none=True) if spec.trainer else {}) or {}
-    sampler = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
+    trainer = base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None
     places = {"queue_name": spec.queue_name, "priority_class_name": spec.priority_class_name}
     return Shape(
         base_model=base_model,
-        trainer=base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None,
-        sampler=base_model.sampler.model_copy(update=sampler),
+        trainer=trainer,
+        sampler=_sampler(spec, base_model.sampler, trainer),
         placement=base_model.placement.model_copy(
             update={field: value for field, value in places.items() if value is not None}
         ),
     )
+
+
+def _sampler(
+    spec: TrainingSessionSpec, offered: SamplerShape, trainer: TrainerShape | None
+) -> SamplerShape:
+    """Return what samples. Engines go with trainer pods, and are on their own without any."""
+    chosen = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
+    sampler = offered.model_copy(update=chosen)
+    if sampler.engines is None or not sampler.colocated:
+        return sampler
+    if trainer is None:
+        return sampler.model_copy(update={"colocated": False})
+    held = trainer.replicas * trainer.gpus_per_replica // sampler.gpus_per_replica
+    return sampler.model_copy(update={"replicas": held})
 
 
 def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:

@@ -163,7 +163,9 @@ def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:
     trains = shape.trainer is not None
     trainers, samplers = shape.trainers or int(trains), shape.sampler.replicas or 1
     trainers_ready = ready("trainer", shape.trainers) if trains else 0
-    samplers_ready = ready("sampler", shape.sampler.replicas)
+    # A pod is ready when all of its containers are, engines among them.
+    beside = trainers_ready * shape.engines_per_trainer
+    samplers_ready = beside if shape.engines_per_trainer else ready("sampler", shape.samplers)
     return Workers(
         trainers_ready=trainers_ready,
         trainers_desired=trainers,

@@ -23,7 +23,14 @@ from tinkercloud_operator.witness import has_secret
 Metadata = Mapping[str, Any]
 K = TypeVar("K")
 
-CHILD_KINDS = ("RayCluster", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget")
+CHILD_KINDS = (
+    "RayCluster",
+    "Service",
+    "ConfigMap",
+    "NetworkPolicy",
+    "PodDisruptionBudget",
+    "ResourceClaimTemplate",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class Surroundings:
     """What is known of a session besides watched objects."""
 
     has_kuberay: bool
+    has_device_claims: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
     answers: frozenset[tuple[str, str]]
@@ -130,6 +138,7 @@ class Watched:
             has_predecessors=len(children) < len(everything),
             has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
+            has_device_claims=surroundings.has_device_claims,
             nodes=surroundings.nodes,
             apply_error=surroundings.apply_error,
             answers=surroundings.answers,

@@ -30,7 +30,15 @@ from tinkercloud_operator.plan import (
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret, witness
-from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_pod, observed
+from tinkercloud_testing.sessions import (
+    COLOCATED,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_pod,
+    observed,
+)
 
 SETTINGS = Settings()
 RAY_CLUSTER = ChildKey("RayCluster", "one")
@@ -42,6 +50,7 @@ ENOUGH_ROUNDS = 200
 OFFERS: Mapping[str, BaseModelSpec] = {
     "head alone": a_base_model(sessions={"idle": IDLE}),
     "workers": a_base_model(trainer=TRAINERS, sampler=SAMPLERS, sessions={"idle": IDLE}),
+    "colocated engines": a_base_model(trainer=TRAINERS, sampler=COLOCATED),
     "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
     "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
     "deleted when idle": a_base_model(sessions={"idle": IDLE | {"action": "Delete"}}),
@@ -242,7 +251,7 @@ class World:
     def settle(self) -> Plan:
         """End all trouble from outside and take turns until nobody has anything to do."""
         self.refuses = False
-        self.change(has_kuberay=True)
+        self.change(has_kuberay=True, has_device_claims=True)
         self.trouble_pods(None)
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
@@ -288,6 +297,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "the BaseModel is back": lambda world: world.change(base_model=world.offered),
     "KubeRay is removed": lambda world: world.change(has_kuberay=False),
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
+    "the cluster forgets device claims": lambda world: world.change(has_device_claims=False),
     "children are refused": lambda world: world.set_refusing(refuses=True),
     "children are welcome": lambda world: world.set_refusing(refuses=False),
     "a minute passes": lambda world: world.pass_time(60),

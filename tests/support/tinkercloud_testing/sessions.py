@@ -29,6 +29,13 @@ ENGINES: Json = {
     "engines": {"adaptersClaimName": "adapters"},
 }
 """A sampler's shape with SGLang engines."""
+COLOCATED: Json = {
+    **ENGINES,
+    "replicas": 4,
+    "colocated": True,
+    "engines": {"adaptersClaimName": "adapters", "deviceClassName": "gpu.nvidia.com"},
+}
+"""A sampler's shape with SGLang engines on the GPUs of `TRAINERS`, two in each pod."""
 EXTERNAL: Json = {
     "backend": "external",
     "external": {
@@ -99,6 +106,7 @@ def observed(**fields: Any) -> Observed:
         "pods": (),
         "nodes": None,
         "has_kuberay": True,
+        "has_device_claims": True,
         "apply_error": None,
         "answers": frozenset(),
         "now": NOON,

@@ -54,6 +54,7 @@ def a_session(**changes: Any) -> Observed:
         pods=(),
         nodes=None,
         has_kuberay=True,
+        has_device_claims=True,
         apply_error=None,
         answers=frozenset(),
         now=NOW,

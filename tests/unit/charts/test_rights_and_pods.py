@@ -47,6 +47,7 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
         "secrets": {"get", "create"},
         "networking.k8s.io/networkpolicies": MADE,
         "policy/poddisruptionbudgets": MADE,
+        "resource.k8s.io/resourceclaimtemplates": MADE,
         "events": {"create"},
         f"coordination.k8s.io/leases/{OPERATOR}": READ | {"update", "patch"},
     }

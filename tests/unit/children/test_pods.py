@@ -9,6 +9,7 @@ from tinkercloud_operator.children import surroundings
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_testing.sessions import (
+    COLOCATED,
     ENGINES,
     EXTERNAL,
     SAMPLERS,
@@ -29,13 +30,17 @@ PLACEMENT = {
 }
 VOLUME = {"volume": {"claimName": "models", "path": "qwen/3-8b"}}
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
-COLOCATED = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": True})
+SHARED_GPUS = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": True})
+ENGINES_BESIDE = a_base_model(
+    trainer={**TRAINERS, "replicas": 1}, sampler={**COLOCATED, "replicas": 2}
+)
 
 BUILDS = {
     "head alone": a_build(),
     "workers": a_build(WORKERS),
-    "colocated": a_build(COLOCATED),
+    "colocated": a_build(SHARED_GPUS),
     "engines": a_build(a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 1})),
+    "colocated engines": a_build(ENGINES_BESIDE),
     "servers of others": a_build(a_base_model(trainer=TRAINERS, sampler=EXTERNAL)),
     "samplers alone": a_build(WORKERS, a_session(role="Sampler", lora=None)),
     "volume": a_build(a_base_model(source=VOLUME, trainer=TRAINERS), checkpoint_claim="kept"),

@@ -14,6 +14,7 @@ from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.reconcile import children, key_of
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_testing.sessions import (
+    COLOCATED,
     ENGINES,
     SAMPLERS,
     TRAINERS,
@@ -27,6 +28,7 @@ MAX_RAY_CLUSTER_NAME = 53
 LONGEST = "s" * MAX_NAME_LENGTH
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
 ENGINE_PODS = a_base_model(trainer=TRAINERS, sampler=ENGINES)
+COLOCATING = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 CPU_TRAINERS = a_base_model(
     trainer={
         "backend": "megatron",
@@ -46,8 +48,9 @@ endings = st.sampled_from(
 
 def own_names(session: str) -> set[tuple[str, str]]:
     """Return kind and name of all that a session has, and of what KubeRay derives from it."""
-    build = a_build(ENGINE_PODS, name=session)
-    made = [*children(build), surroundings.token_secret(build)]
+    builds = [a_build(offered, name=session) for offered in (ENGINE_PODS, COLOCATING)]
+    made = [child for build in builds for child in children(build)]
+    made.append(surroundings.token_secret(builds[0]))
     derived = {("Service", f"{session}-head-svc"), ("Service", f"{session}-headless")}
     return {(manifest["kind"], manifest["metadata"]["name"]) for manifest in made} | derived
 

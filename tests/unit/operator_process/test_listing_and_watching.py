@@ -101,6 +101,20 @@ async def test_what_went_without_a_word_is_found_when_a_watch_begins_anew(
     resyncing.cancel()
 
 
+@pytest.mark.parametrize("has_claims", [True, False])
+async def test_claims_of_devices_are_listed_only_where_the_cluster_knows_them(
+    controller: Controller,
+    connection: Connection,
+    has_claims: bool,
+) -> None:
+    connection.api.has_device_claims = has_claims
+
+    await controller.resync()
+
+    asked = [request for request in connection.api.requests if "resourceclaim" in request]
+    assert bool(asked) == controller.has_device_claims == has_claims
+
+
 async def test_kuberay_that_comes_ends_the_watching_so_that_its_kinds_are_watched(
     controller: Controller, connection: Connection
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
-from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.shapes import Idle, Placement
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
@@ -19,6 +19,7 @@ from tinkercloud_operator.shape import (
     resolve,
 )
 from tinkercloud_testing.sessions import (
+    COLOCATED,
     ENGINES,
     SAMPLERS,
     TRAINERS,
@@ -40,6 +41,18 @@ OFFERED = a_base_model(
         "maxLifetimeSeconds": 86400,
     },
 )
+
+
+QUEUED = Placement(node_selector={}, node_affinity=[], tolerations=[], queue_name="research")
+COLOCATING = a_base_model(trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8})
+"""Four trainer pods of four GPUs; on each, two engines of two."""
+
+
+def counts(trainers: int | None, engines: int | None) -> Json:
+    return {
+        "trainer": {"replicas": trainers} if trainers else None,
+        "sampler": {"replicas": engines} if engines else None,
+    }
 
 
 def refusal(
@@ -174,6 +187,50 @@ def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("trainers", "asked", "held"),
+    [(None, None, 8), (4, 8, 8), (2, None, 4), (2, 4, 4), (1, 2, 2)],
+)
+def test_colocated_engines_are_as_many_as_the_trainers_that_are_asked_for_hold(
+    trainers: int | None, asked: int | None, held: int
+) -> None:
+    got = shape(a_session(**counts(trainers, asked)), COLOCATING)
+
+    assert got.sampler.replicas == held
+    assert got.engines_per_trainer == 2
+    assert got.samplers == 0
+
+
+@pytest.mark.parametrize(("trainers", "asked", "held"), [(None, 4, 8), (2, 8, 4), (2, 3, 4)])
+def test_another_number_of_colocated_engines_is_refused_with_both_numbers(
+    trainers: int | None, asked: int, held: int
+) -> None:
+    refused = refusal(a_session(**counts(trainers, asked)), COLOCATING)
+
+    assert refused.reason is Reason.NOT_ALLOWED
+    assert refused.message == (
+        f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
+        f" {trainers or 4} of those hold {held}; leave it out, and choose spec.trainer.replicas"
+    )
+
+
+def test_a_session_that_only_samples_may_have_fewer_engines_than_trainers_would_hold() -> None:
+    spec = a_session(role="Sampler", lora=None, sampler={"replicas": 3})
+
+    assert shape(spec, COLOCATING).samplers == 3
+
+
+def test_a_queue_takes_as_many_trainer_pods_with_engines_as_kueue_has_room_for_groups() -> None:
+    base_model = COLOCATING.model_copy(update={"placement": QUEUED})
+
+    assert isinstance(admitted(shape(a_session(), base_model), 5), Shape)
+    refused = admitted(shape(a_session(), base_model), 4)
+
+    assert isinstance(refused, Refusal)
+    assert refused.message.startswith("spec.trainer.replicas: 4 pods with engines")
+    assert refused.message.endswith("ask for 3 at most")
+
+
+@pytest.mark.parametrize(
     ("asked", "allowed", "granted"),
     [(None, None, None), (60, None, 60), (None, 600, 600), (60, 600, 60), (600, 600, 600)],
 )
@@ -222,7 +279,7 @@ def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
 
     assert isinstance(refused, Refusal)
     assert refused.reason is Reason.NOT_ALLOWED
-    assert f"spec.sampler.replicas: {engines} engines" in refused.message
+    assert f"spec.sampler.replicas: {engines} pods with engines" in refused.message
     assert refused.message.endswith(f"ask for {most} at most")
     assert isinstance(allowed, Shape)
 

@@ -44,6 +44,7 @@ def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any)
 def look(watched: Watched, name: str = "one") -> Observed | None:
     surroundings = Surroundings(
         has_kuberay=True,
+        has_device_claims=True,
         nodes=None,
         apply_error=None,
         answers=frozenset(),

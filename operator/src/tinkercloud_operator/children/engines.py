@@ -4,6 +4,9 @@ An engine runs beside a Ray node of no ranks, in a container of its own: so its 
 Ray nor Tinkercloud, KubeRay starts and counts its pod as any other, Kueue admits it with the rest
 of the session, and it goes on, with what it has loaded, while Ray's processes start over.
 
+Colocated engines run in the trainer pods instead, each in a container of its own on its part of the
+pod's GPUs, which they give back while the trainer computes.
+
 Each has a name that outlives its pod. The name resolves whether the engine is ready or not: the
 head asks the engines themselves, and knows what to do while one does not answer.
 """
@@ -11,7 +14,7 @@ head asks the engines themselves, and knows what to do while one does not answer
 from urllib.parse import urlsplit
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import ExternalServers
+from tinkercloud_crds.shapes import EnginesShape, ExternalServers
 from tinkercloud_operator.children.pods import (
     TOKEN_FOLDER,
     Build,
@@ -20,12 +23,13 @@ from tinkercloud_operator.children.pods import (
     model_path,
     probe,
 )
+from tinkercloud_operator.shape import Shape
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
 
 ADAPTERS_FOLDER = "/adapters"
 KEY_FOLDER = "/etc/tinkercloud-servers"
 ENGINE_PORT = 30000
-"""SGLang's own choice."""
+"""SGLang's own choice; the next ones are those of further engines in a pod."""
 
 _START = (
     f'key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) && exec python3 -m sglang.launch_server "$@"'
@@ -38,6 +42,10 @@ _ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     # /health draws a token otherwise, which an engine that is loading weights can't.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+}
+_ENVIRONMENT_BESIDE_TRAINERS = {
+    # So that the containers of a pod count its GPUs alike.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
 _OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
 """Volumes that an engine needs of those that all containers have."""
@@ -55,21 +63,41 @@ def sampler_config(build: Build) -> SamplerConfig:
         return SamplerConfig(backend="external", inference=_external(build, sampler.external))
     if sampler.engines is None:
         return SamplerConfig()
-    names = [f"{host_name(number)}.{build.names.engines}" for number in range(sampler.replicas)]
     inference = InferenceConfig(
-        urls=tuple(f"http://{name}:{ENGINE_PORT}" for name in names),
+        urls=tuple(f"http://{address}" for address in _addresses(build)),
         key_file=f"{TOKEN_FOLDER}/{labels.TOKEN_KEY}",
         adapters_dir=_adapters_folder(build) if volumes(build) else None,
         adapters_seen=bool(volumes(build)),
         recovery_seconds=_STARTUP_SECONDS,
+        colocated=bool(build.shape.engines_per_trainer),
         process_group=sampler.engines.process_group,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 
 
-def host_name(number: int) -> str:
-    """Return the name of an engine's pod within its Service; they are counted from 0."""
-    return f"sampler-{number}"
+def host_name(component: str, number: int) -> str:
+    """Return the name of a pod with engines within their Service; they are counted from 0."""
+    return f"{component}-{number}"
+
+
+def _component(shape: Shape) -> str:
+    """Return in which pods engines are."""
+    return "trainer" if shape.engines_per_trainer else "sampler"
+
+
+def _ports(shape: Shape) -> dict[str, int]:
+    """Return the containers of a pod's engines, and where they listen."""
+    if not shape.engines_per_trainer:
+        return {"engine": ENGINE_PORT}
+    return {f"engine-{number}": ENGINE_PORT + number for number in range(shape.engines_per_trainer)}
+
+
+def _addresses(build: Build) -> list[str]:
+    """Return host and port of every engine."""
+    shape = build.shape
+    pods = shape.trainers if shape.engines_per_trainer else shape.samplers
+    hosts = [f"{host_name(_component(shape), pod)}.{build.names.engines}" for pod in range(pods)]
+    return [f"{host}:{port}" for host in hosts for port in _ports(shape).values()]
 
 
 def volumes(build: Build) -> list[Json]:
@@ -96,28 +124,36 @@ def head_mounts(build: Build) -> list[Json]:
     return [{"name": volume["name"], **places[volume["name"]]} for volume in volumes(build)]
 
 
-def engine(build: Build) -> Json:
-    """Return the container of an engine."""
+def engines(build: Build) -> list[Json]:
+    """Return the containers of a pod's engines."""
+    return [_engine(build, name, port) for name, port in _ports(build.shape).items()]
+
+
+def _engine(build: Build, name: str, port: int) -> Json:
     shape = build.shape
-    image = shape.sampler.image or shape.base_model.head.image
-    body = container(build, "engine", image, shape.sampler.resources, shape.gpus_per_sampler)
+    sampler, is_colocated = shape.sampler, bool(shape.engines_per_trainer)
+    image = sampler.image or shape.base_model.head.image
+    body = container(build, name, image, sampler.resources, sampler.gpus_per_replica)
     mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _OF_ENGINES]
     adapters = [
         {"name": volume["name"], "mountPath": ADAPTERS_FOLDER, "readOnly": True}
         for volume in volumes(build)
     ]
-    up, draws = _get("/health"), _get("/health_generate")
+    environment = _ENVIRONMENT | (_ENVIRONMENT_BESIDE_TRAINERS if is_colocated else {})
+    up = _get("/health", port)
+    # An engine that has given its memory away can't draw.
+    lives = up if is_colocated else _get("/health_generate", port)
     return body | {
-        "command": ["/bin/bash", "-c", _START, "engine"],
-        "args": _arguments(build),
-        "env": [{"name": name, "value": value} for name, value in _ENVIRONMENT.items()],
+        "command": ["/bin/bash", "-c", _START, name],
+        "args": _arguments(build, port),
+        "env": [{"name": variable, "value": value} for variable, value in environment.items()],
         "envFrom": [],
         "volumeMounts": [*mounts, *adapters],
-        "ports": [{"name": "engine", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
         "startupProbe": probe(up, period=10, failures=_STARTUP_SECONDS // 10),
         "readinessProbe": probe(up, period=10, failures=3),
         # SGLang itself gives a token 20 seconds.
-        "livenessProbe": probe(draws, period=60, failures=_SILENT_SECONDS // 60)
+        "livenessProbe": probe(lives, period=60, failures=_SILENT_SECONDS // 60)
         | {"timeoutSeconds": 25},
     }
 
@@ -134,15 +170,11 @@ def engines_service(build: Build) -> Json:
             "publishNotReadyAddresses": True,
             "selector": {
                 labels.SESSION_LABEL: build.names.session,
-                labels.COMPONENT_LABEL: "sampler",
+                labels.COMPONENT_LABEL: _component(build.shape),
             },
             "ports": [
-                {
-                    "name": "engine",
-                    "port": ENGINE_PORT,
-                    "targetPort": ENGINE_PORT,
-                    "protocol": "TCP",
-                }
+                {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
+                for name, port in _ports(build.shape).items()
             ],
         },
     }
@@ -171,23 +203,36 @@ def _adapters_folder(build: Build) -> str:
     return f"{ADAPTERS_FOLDER}/{build.names.session}"
 
 
-def _arguments(build: Build) -> list[str]:
+def _arguments(build: Build, port: int) -> list[str]:
     base_model, sampler = build.shape.base_model, build.shape.sampler
     options = {
         "--model-path": model_path(base_model),
         "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
-        "--port": ENGINE_PORT,
+        "--port": port,
         "--tp-size": max(1, sampler.gpus_per_replica),
         "--context-length": base_model.max_context_length,
         "--dtype": base_model.trainer.dtype,
         "--max-lora-rank": base_model.limits.max_lora_rank,
         "--lora-target-modules": "all",
+        **_memory(sampler.engines),
     }
-    if sampler.engines is not None and sampler.engines.gpu_memory_percent is not None:
-        options["--mem-fraction-static"] = sampler.engines.gpu_memory_percent / 100
-    pairs = [str(word) for option in options.items() for word in option]
-    return [*pairs, "--enable-lora", "--enable-deterministic-inference"]
+    switches = ["--enable-lora", "--enable-deterministic-inference"]
+    if build.shape.engines_per_trainer:
+        # Every container of the pod sees all of its GPUs; SGLang counts from this one.
+        options["--base-gpu-id"] = (port - ENGINE_PORT) * sampler.gpus_per_replica
+        switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    return [*(str(word) for option in options.items() for word in option), *switches]
 
 
-def _get(path: str) -> Json:
-    return {"httpGet": {"path": path, "port": ENGINE_PORT}}
+def _memory(engines: EnginesShape | None) -> Json:
+    """Return the options about memory that are chosen."""
+    found: Json = {}
+    if engines is not None and engines.gpu_memory_percent is not None:
+        found["--mem-fraction-static"] = engines.gpu_memory_percent / 100
+    if engines is not None and engines.max_cached_tokens is not None:
+        found["--max-total-tokens"] = engines.max_cached_tokens
+    return found
+
+
+def _get(path: str, port: int) -> Json:
+    return {"httpGet": {"path": path, "port": port}}

@@ -4,6 +4,7 @@ Restricted Pod Security throughout: no root, no privileges, a read-only root fil
 service account token.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, ModelSource
 from tinkercloud_crds.shapes import Placement, Resources
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Shape
+from tinkercloud_operator.shape import Devices, Shape
 
 Json = dict[str, Any]
 
@@ -23,6 +24,8 @@ CHECKPOINT_FOLDER = "/checkpoints"
 FETCHED_MODEL_FOLDER = f"{SCRATCH_FOLDER}/model"
 
 GPU_RESOURCE = "nvidia.com/gpu"
+GPU_CLAIM = "gpus"
+"""What a pod calls its claim of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,14 @@ class Names:
     def token_secret(self) -> str:
         """Secret with the head's token."""
         return f"{self.session}-token"
+
+    def claim_template(self, devices: Devices) -> str:
+        """Return the name of the ResourceClaimTemplate.
+
+        What one says can't be changed, so one that says something else has another name.
+        """
+        content = f"{devices.count} of {devices.class_name}"
+        return f"{self.session}-{hashlib.sha256(content.encode()).hexdigest()[:8]}-gpus"
 
     @property
     def network_policy(self) -> str:
@@ -95,6 +106,10 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "volumes": _volumes(build, resources),
         **_placement(build.shape.placement),
     }
+    devices = build.shape.devices
+    if devices is not None and component != "head":
+        template = build.names.claim_template(devices)
+        spec["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": template}]
     if source.volume is None:
         needs_weights = component != "head" or build.shape.head_computes
         part = [] if needs_weights else ["description"]
@@ -119,14 +134,10 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
 
 def container(build: Build, name: str, image: str, resources: Resources, gpus: int) -> Json:
     """Return a container that runs as `pod_template` wants it."""
-    limits: Json = {"memory": resources.memory}
-    requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
-    if gpus:
-        limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
     return {
         "name": name,
         "image": image,
-        "resources": {"requests": requests, "limits": limits},
+        "resources": _needs(build.shape, resources, gpus),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -146,6 +157,17 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         # The last lines of its log say in the pod's status why it ended.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _needs(shape: Shape, resources: Resources, gpus: int) -> Json:
+    """Return what a container asks for: the pod's claim, in which all GPUs are, or GPUs alone."""
+    limits: Json = {"memory": resources.memory}
+    requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
+    if gpus and shape.devices is not None:
+        return {"requests": requests, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
+    if gpus:
+        limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
+    return {"requests": requests, "limits": limits}
 
 
 def probe(question: Json, *, period: int, failures: int) -> Json:

@@ -21,7 +21,7 @@ from tinkercloud_operator.children.pods import (
 )
 from tinkercloud_operator.observed import Manifest
 from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.shape import RAY_NODE
+from tinkercloud_operator.shape import RAY_NODE, Shape
 
 API_VERSION = "ray.io/v1"
 
@@ -134,26 +134,52 @@ def _trainers(build: Build) -> list[Json]:
     trainer = build.shape.trainer
     if trainer is None or trainer.replicas == 0:
         return []
+    if build.shape.engines_per_trainer:
+        return [_trainer_with_engines(build, trainer, number) for number in range(trainer.replicas)]
+    return [_trainer(build, trainer)]
+
+
+def _trainer(build: Build, trainer: TrainerShape) -> Json:
     ranks = trainer.ranks_per_replica
     group = _group(build, "trainer", trainer, trainer.gpus_per_replica, ranks)
     # Ray would give every rank one thread, the one logical CPU it takes.
     threads = max(1, int(parse_quantity(trainer.resources.cpu)) // ranks)
     [worker] = group["template"]["spec"]["containers"]
     worker["env"] = [*worker["env"], {"name": "OMP_NUM_THREADS", "value": str(threads)}]
-    return [group]
+    return group
+
+
+def _trainer_with_engines(build: Build, trainer: TrainerShape, number: int) -> Json:
+    """Return the group of one trainer pod, on whose GPUs engines sample while it does not train."""
+    alone = {"replicas": 1, "resources": _with_room_for_engines(build.shape, trainer.resources)}
+    group = _named(build, _trainer(build, trainer.model_copy(update=alone)), "trainer", number)
+    # KubeRay reads a limit that is not there. The rest of the shared memory is the engines'.
+    own = {"num-gpus": str(trainer.gpus_per_replica), **_object_store(trainer.resources)}
+    return group | {"rayStartParams": group["rayStartParams"] | own}
+
+
+def _with_room_for_engines(shape: Shape, own: Resources) -> Resources:
+    """Return what a trainer's container needs, with volumes that its pod's engines use too."""
+    everyone = [own, *[shape.sampler.resources] * shape.engines_per_trainer]
+    shared = sum(parse_quantity(each.shared_memory) for each in everyone)
+    # The base model lies on it once, whoever reads it.
+    scratch = max((each.scratch for each in everyone), key=parse_quantity)
+    return own.model_copy(
+        update={"shared_memory": f"{round(shared / 2**20)}Mi", "scratch": scratch}
+    )
 
 
 def _samplers(build: Build) -> list[Json]:
     sampler = build.shape.sampler
     if sampler.engines is not None:
-        return [_engine(build, number) for number in range(sampler.replicas)]
+        return [_engine(build, number) for number in range(build.shape.samplers)]
     if sampler.replicas == 0:
         return []
     return [_group(build, "sampler", sampler, build.shape.gpus_per_sampler, ranks=0)]
 
 
 def _engine(build: Build, number: int) -> Json:
-    """Return the group of one engine: pods of one group can't have names of their own."""
+    """Return the group of one engine that has a pod to itself."""
     sampler = build.shape.sampler
     needed = {"cpu": RAY_NODE.cpu, "memory": RAY_NODE.memory}
     beside = {
@@ -164,12 +190,17 @@ def _engine(build: Build, number: int) -> Json:
     group = _group(build, "sampler", sampler.model_copy(update=beside), gpus=0, ranks=0)
     # Shared memory is the engine's.
     params = group["rayStartParams"] | {"object-store-memory": str(_LEAST_OBJECT_STORE)}
+    return _named(build, group, "sampler", number) | {"rayStartParams": params}
+
+
+def _named(build: Build, group: Json, component: str, number: int) -> Json:
+    """Return a group of one pod that has engines: pods of one group can't have names."""
     pod = group["template"]["spec"]
-    pod["containers"].append(engines.engine(build))
+    pod["containers"].extend(engines.engines(build))
     pod["volumes"].extend(engines.volumes(build))
-    pod["hostname"] = engines.host_name(number)
+    pod["hostname"] = engines.host_name(component, number)
     pod["subdomain"] = build.names.engines
-    return group | {"groupName": engines.host_name(number), "rayStartParams": params}
+    return group | {"groupName": pod["hostname"]}
 
 
 def _group(

@@ -1,8 +1,9 @@
-"""What surrounds the pods: Service, Secret, configuration, NetworkPolicy, disruption budget."""
+"""What surrounds the pods: Service, Secret, configuration, policies, budget, claims of GPUs."""
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
+    GPU_CLAIM,
     SCRATCH_FOLDER,
     TOKEN_FOLDER,
     Build,
@@ -149,6 +150,31 @@ def network_policy(build: Build) -> Json:
             ],
         },
     }
+
+
+def claim_templates(build: Build) -> list[Json]:
+    """Return the ResourceClaimTemplate by which each pod claims GPUs for its containers to share.
+
+    There is none where each container asks for GPUs of its own.
+    """
+    devices = build.shape.devices
+    if devices is None:
+        return []
+    exactly = {
+        "deviceClassName": devices.class_name,
+        "allocationMode": "ExactCount",
+        "count": devices.count,
+    }
+    return [
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": build.names.claim_template(devices)},
+            "spec": {
+                "spec": {"devices": {"requests": [{"name": GPU_CLAIM, "exactly": exactly}]}},
+            },
+        }
+    ]
 
 
 def disruption_budget(build: Build) -> Json:

@@ -36,6 +36,8 @@ class MemoryApi:
     """What those writes are told."""
     has_kuberay: bool = True
     """Whether it knows RayClusters."""
+    has_device_claims: bool = True
+    """Whether it knows ResourceClaimTemplates."""
     is_silent: bool = False
     """Whether nothing is answered any more."""
     _versions: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
@@ -96,6 +98,10 @@ class MemoryApi:
         if path == "/apis/ray.io/v1":
             known = [{"name": "rayclusters"}] if self.has_kuberay else []
             return web.json_response({"resources": known})
+        if path == "/apis/resource.k8s.io/v1":
+            if not self.has_device_claims:
+                return _status(404, "not found")
+            return web.json_response({"resources": [{"name": "resourceclaimtemplates"}]})
         items = [item for key, item in self.objects.items() if key.rsplit("/", 1)[0] == path]
         if not items and not path.endswith("s"):
             return _status(404, "not found")

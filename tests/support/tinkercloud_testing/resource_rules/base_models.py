@@ -3,10 +3,10 @@
 from typing import Any
 
 from tinkercloud_testing.resource_rules.rule import Rule, base_model
-from tinkercloud_testing.sessions import ENGINES, EXTERNAL, SAMPLERS, TRAINERS, Json
+from tinkercloud_testing.sessions import COLOCATED, ENGINES, EXTERNAL, SAMPLERS, TRAINERS, Json
 
 PLANNING = {"gpu": "H100", "config": "{}"}
-GROUP = {"processGroup": "gloo"}
+GROUP: Json = {"processGroup": "gloo"}
 
 
 def source(**parts: Any) -> Json:
@@ -47,6 +47,11 @@ def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
 
 def engines(**others: Any) -> Json:
     return base_model(trainer=TRAINERS, sampler=ENGINES | others)
+
+
+def colocated(sampler: Json | None = None, trainer: Json | None = None, **engines: Any) -> Json:
+    beside = COLOCATED | {"engines": COLOCATED["engines"] | engines} | (sampler or {})
+    return base_model(trainer=TRAINERS | (trainer or {}), sampler=beside)
 
 
 def external(**others: Any) -> Json:
@@ -263,18 +268,35 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "engines: is for backend sglang on GPUs of its own; leave it out",
+        "engines: is for backend sglang; leave it out",
         {
             "engines": engines(),
             "with a part of the memory": engines(
-                engines={**ENGINES["engines"], "gpuMemoryPercent": 80}
+                engines={**ENGINES["engines"], "gpuMemoryPercent": 80, "maxCachedTokens": 65536}
             ),
             "without": sampler("sglang", 1),
+            "colocated": colocated(),
         },
         {
             "torch": engines(backend="torch", replicas=0, gpusPerReplica=0),
+            "torch without a pod": base_model(sampler={"engines": {}}),
             "external": external(engines=ENGINES["engines"], image="sglang:1"),
-            "colocated": engines(colocated=True),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "engines.deviceClassName: colocated engines share GPUs through devices of a class, others"
+        " have GPUs of their own; give colocated and deviceClassName, or neither",
+        {
+            "both": colocated(),
+            "another class": colocated(deviceClassName="mig.nvidia.com"),
+            "neither": engines(),
+            "colocated without engines": sampler("sglang", 1, colocated=True),
+        },
+        {
+            "colocated alone": colocated(sampler={"engines": {}}),
+            "colocated with a volume": colocated(sampler={"engines": ENGINES["engines"]}),
+            "a class alone": engines(engines=COLOCATED["engines"]),
         },
     ),
     Rule(
@@ -283,12 +305,14 @@ BASE_MODEL_RULES = (
         {
             "one engine": engines(replicas=1, engines=GROUP),
             "many that read adapters": engines(engines=ENGINES["engines"] | GROUP),
-            "colocated without": sampler("sglang", 1, colocated=True),
+            "colocated without": colocated(),
         },
         {
-            "colocated": engines(colocated=True, engines=GROUP),
-            "one that is colocated": engines(colocated=True, replicas=1, engines=GROUP),
-            "colocated with a volume": engines(colocated=True, engines=ENGINES["engines"] | GROUP),
+            "colocated": colocated(**GROUP),
+            "one that has a whole pod": colocated(
+                {"gpusPerReplica": 4, "replicas": 1}, {"replicas": 1}, **GROUP
+            ),
+            "colocated without a class": engines(colocated=True, engines=GROUP),
         },
     ),
     Rule(
@@ -334,6 +358,40 @@ BASE_MODEL_RULES = (
             "none": sampler("sglang", 1, 0),
             "none for many": sampler("sglang", 8, 0),
             "nothing said": base_model(sampler={"backend": "sglang", "replicas": 1}),
+        },
+    ),
+    Rule(
+        "spec",
+        "sampler.gpusPerReplica: colocated engines lie within trainer pods; it must divide"
+        " trainer.gpusPerReplica",
+        {
+            "half a pod": colocated(),
+            "a whole pod": colocated(sampler={"gpusPerReplica": 4, "replicas": 2}),
+            "one GPU": colocated(sampler={"gpusPerReplica": 1, "replicas": 8}),
+            "engines with pods of their own": engines(gpusPerReplica=3),
+            "no engines": sampler("sglang", 1, 3, colocated=True),
+        },
+        {
+            "none": colocated(sampler={"gpusPerReplica": 0}),
+            "no divisor": colocated(sampler={"gpusPerReplica": 3}),
+            "more than a pod has": colocated(sampler={"gpusPerReplica": 8, "replicas": 1}),
+        },
+    ),
+    Rule(
+        "spec",
+        "sampler.replicas: colocated engines share all GPUs of the trainers; it must be"
+        " trainer.replicas x trainer.gpusPerReplica / sampler.gpusPerReplica",
+        {
+            "two in each pod": colocated(),
+            "more pods": colocated(sampler={"replicas": 6}, trainer={"replicas": 3}),
+            "engines with pods of their own": engines(replicas=5),
+            "no engines": sampler("sglang", 5, colocated=True),
+        },
+        {
+            "one too few": colocated(sampler={"replicas": 3}),
+            "one too many": colocated(sampler={"replicas": 5}),
+            "one in each pod": colocated(sampler={"replicas": 2}),
+            "fewer pods": colocated(trainer={"replicas": 1}),
         },
     ),
 )

@@ -1,0 +1,270 @@
+"""Engines in trainer pods: containers that share a pod's GPUs through a claim of devices."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_operator.fits import never_fits
+from tinkercloud_operator.observed import Node
+from tinkercloud_operator.plan import Apply, Stage, stage
+from tinkercloud_operator.reconcile import children, reconcile
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.sessions import (
+    COLOCATED,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+    a_pod,
+    a_session,
+    observed,
+)
+
+OFFERED = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
+"""Two trainer pods of four GPUs; on each, two engines of two."""
+HEAD_AND_PODS = (a_pod(), *(a_pod("trainer", name=f"one-trainer-{n}") for n in range(2)))
+
+
+def a_build_with(sampler: Json | None = None, **base_model: Any) -> Build:
+    offered = {"trainer": TRAINERS, "sampler": COLOCATED | (sampler or {})} | base_model
+    return a_build(a_base_model(**offered))
+
+
+def groups(build: Build) -> list[Json]:
+    found: list[Json] = ray_cluster(build)["spec"]["workerGroupSpecs"]
+    return found
+
+
+def pods(build: Build) -> list[Json]:
+    return [group["template"]["spec"] for group in groups(build)]
+
+
+def options_of(container: Json) -> dict[str, str]:
+    return {
+        word: value
+        for word, value in itertools.pairwise(container["args"])
+        if word.startswith("--") and not value.startswith("--")
+    }
+
+
+def a_node(gpus: int) -> Node:
+    return Node(labels={}, taints=(), cpu=128.0, memory=1e12, gpus=gpus)
+
+
+def test_the_containers_of_a_trainer_pod_share_its_gpus_through_one_claim() -> None:
+    build = a_build(OFFERED)
+    [template] = surroundings.claim_templates(build)
+
+    for pod in pods(build):
+        assert [container["name"] for container in pod["containers"]] == [
+            "worker",
+            "engine-0",
+            "engine-1",
+        ]
+        [claim] = pod["resourceClaims"]
+        assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+        for container in pod["containers"]:
+            assert container["resources"]["claims"] == [{"name": claim["name"]}]
+            assert "nvidia.com/gpu" not in container["resources"]["limits"]
+            assert "nvidia.com/gpu" not in container["resources"]["requests"]
+    [request] = template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["deviceClassName"] == "gpu.nvidia.com"
+    assert request["exactly"]["count"] == 4
+    head = ray_cluster(build)["spec"]["headGroupSpec"]["template"]["spec"]
+    assert "resourceClaims" not in head
+
+
+def test_a_claim_of_something_else_has_another_name_for_what_it_says_can_not_be_changed() -> None:
+    builds = [
+        a_build(OFFERED),
+        a_build_with(trainer=TRAINERS | {"gpusPerReplica": 2}, sampler=COLOCATED | {"replicas": 2}),
+        a_build_with({"engines": {"deviceClassName": "other"}}),
+        a_build(OFFERED, name="two"),
+    ]
+
+    names = {surroundings.claim_templates(build)[0]["metadata"]["name"] for build in builds}
+
+    assert len(names) == len(builds)
+    assert surroundings.claim_templates(a_build(a_base_model(trainer=TRAINERS))) == []
+
+
+def test_ray_is_told_how_many_gpus_a_pod_has_since_no_limit_says_so() -> None:
+    for group in groups(a_build(OFFERED)):
+        assert group["rayStartParams"]["num-gpus"] == "4"
+        assert group["rayStartParams"]["num-cpus"] == "4"
+
+
+def test_each_engine_has_gpus_and_a_port_of_its_own_within_its_pod() -> None:
+    for pod in pods(a_build(OFFERED)):
+        _, *engines = pod["containers"]
+        options = [options_of(engine) for engine in engines]
+
+        assert [item["--base-gpu-id"] for item in options] == ["0", "2"]
+        assert [item["--tp-size"] for item in options] == ["2", "2"]
+        assert [item["--port"] for item in options] == ["30000", "30001"]
+        for engine, item in zip(engines, options, strict=True):
+            [port] = engine["ports"]
+            assert str(port["containerPort"]) == item["--port"]
+            assert engine["startupProbe"]["httpGet"]["port"] == port["containerPort"]
+
+
+def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile() -> None:
+    build = a_build(OFFERED)
+
+    for engine in pods(build)[0]["containers"][1:]:
+        assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(engine["args"])
+        assert engine["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert surroundings.head_config(build).sampler.inference.colocated
+
+
+def test_the_head_knows_every_engine_by_a_name_that_outlives_its_pod() -> None:
+    build = a_build(OFFERED)
+    services = {
+        child["metadata"]["name"]: child["spec"]
+        for child in children(build)
+        if child["kind"] == "Service"
+    }
+
+    names = [f"{pod['hostname']}.{pod['subdomain']}" for pod in pods(build)]
+
+    assert names == ["trainer-0.one-samplers", "trainer-1.one-samplers"]
+    assert surroundings.head_config(build).sampler.inference.urls == tuple(
+        f"http://{name}:{port}" for name in names for port in (30000, 30001)
+    )
+    assert [(group["groupName"], group["replicas"]) for group in groups(build)] == [
+        ("trainer-0", 1),
+        ("trainer-1", 1),
+    ]
+    assert services["one-samplers"]["publishNotReadyAddresses"]
+    assert services["one-samplers"]["selector"]["tinkercloud.dev/component"] == "trainer"
+    assert [port["port"] for port in services["one-samplers"]["ports"]] == [30000, 30001]
+
+
+def test_engines_take_the_memory_and_the_cache_they_are_given() -> None:
+    shape = {**COLOCATED["engines"], "gpuMemoryPercent": 40, "maxCachedTokens": 65536}
+
+    options = options_of(pods(a_build_with({"engines": shape}))[0]["containers"][1])
+
+    assert options["--mem-fraction-static"] == "0.4"
+    assert options["--max-total-tokens"] == "65536"
+
+
+def test_a_pod_has_shared_memory_for_all_its_containers_and_one_copy_of_the_model() -> None:
+    build = a_build_with(
+        {"resources": {"sharedMemory": "16Gi", "scratch": "300Gi"}},
+        trainer=TRAINERS | {"resources": {"sharedMemory": "4Gi", "scratch": "100Gi"}},
+    )
+
+    volumes = {volume["name"]: volume for volume in pods(build)[0]["volumes"]}
+
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == f"{(4 + 2 * 16) * 1024}Mi"
+    assert volumes["scratch"]["emptyDir"]["sizeLimit"] == "300Gi"
+    assert volumes["adapters"]["persistentVolumeClaim"] == {"claimName": "adapters"}
+    [store] = {group["rayStartParams"]["object-store-memory"] for group in groups(build)}
+    assert int(store) < 4 << 30
+
+
+def test_what_is_counted_are_trainer_pods_with_all_their_containers() -> None:
+    build = a_build_with({"resources": {"cpu": "1500m", "memory": "4Gi"}})
+    _, trainers = build.shape.pods
+
+    assert build.shape.gpus == 2 * 4
+    assert build.shape.groups == 1 + 2
+    assert (trainers.component, trainers.count) == ("trainer", 2)
+    assert trainers.resources.cpu == "4000m"
+    assert trainers.resources.memory == f"{(4 + 2 * 4) * 1024}Mi"
+    assert surroundings.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2
+
+
+def test_devices_are_in_no_node_s_list_and_so_no_reason_why_a_pod_could_never_run() -> None:
+    build = a_build(OFFERED)
+
+    assert never_fits(build.shape, [a_node(gpus=0)]) is None
+    assert never_fits(a_build(a_base_model(trainer=TRAINERS)).shape, [a_node(gpus=0)]) is not None
+    large = a_build_with({"resources": {"cpu": "128"}})
+    assert "no node could ever hold a trainer pod" in str(never_fits(large.shape, [a_node(0)]))
+
+
+def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
+    build = a_build(OFFERED, a_session(trainer={"replicas": 1}))
+
+    assert [group["groupName"] for group in groups(build)] == ["trainer-0"]
+    assert surroundings.head_config(build).sampler.inference.urls == (
+        "http://trainer-0.one-samplers:30000",
+        "http://trainer-0.one-samplers:30001",
+    )
+
+
+def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> None:
+    build = a_build(OFFERED, a_session(role="Sampler", lora=None))
+    [template] = surroundings.claim_templates(build)
+    inference = surroundings.head_config(build).sampler.inference
+
+    assert [group["groupName"] for group in groups(build)] == [f"sampler-{n}" for n in range(4)]
+    for pod in pods(build):
+        ray, engine = pod["containers"]
+        [claim] = pod["resourceClaims"]
+        assert engine["resources"]["claims"] == [{"name": claim["name"]}]
+        assert "claims" not in ray["resources"]
+        assert "--enable-memory-saver" not in engine["args"]
+        assert "--base-gpu-id" not in engine["args"]
+        assert engine["livenessProbe"]["httpGet"]["path"] == "/health_generate"
+    assert template["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 2
+    assert not inference.colocated
+    assert inference.urls[0] == "http://sampler-0.one-samplers:30000"
+    assert build.shape.gpus == 4 * 2
+
+
+def test_a_head_with_colocated_engines_holds_no_model_of_its_own() -> None:
+    [fetching] = ray_cluster(a_build(OFFERED))["spec"]["headGroupSpec"]["template"]["spec"][
+        "initContainers"
+    ]
+
+    assert fetching["command"][-1] == "description"
+
+
+def test_the_claim_s_template_is_a_child_that_is_there_before_pods_are() -> None:
+    seen = observed(base_model=OFFERED, has_finalizer=True)
+
+    plan = reconcile(seen, Settings())
+
+    applied = [action for action in plan.actions if isinstance(action, Apply)]
+    [template] = [each for each in applied if each.manifest["kind"] == "ResourceClaimTemplate"]
+    assert stage(template) is Stage.SURROUNDINGS
+    owners = template.manifest["metadata"]["ownerReferences"]
+    assert [owner["uid"] for owner in owners] == [seen.uid]
+
+
+def test_a_cluster_without_claims_says_what_it_lacks_to_sessions_that_need_them_only() -> None:
+    without = {"has_device_claims": False, "has_finalizer": True}
+
+    plan = reconcile(observed(base_model=OFFERED, **without), Settings())
+    other = reconcile(observed(base_model=a_base_model(trainer=TRAINERS), **without), Settings())
+
+    assert plan.actions == ()
+    assert plan.status is not None
+    ready = find(plan.status.conditions, ConditionType.READY)
+    assert ready is not None
+    assert ready.reason == Reason.APPLY_FAILED
+    assert "sampler.engines.deviceClassName" in ready.message
+    assert "Kubernetes 1.34" in ready.message
+    assert find(plan.status.conditions, ConditionType.STALLED).status == "True"  # type: ignore[union-attr]
+    assert any(isinstance(action, Apply) for action in other.actions)
+
+
+@pytest.mark.parametrize(("ready", "samplers"), [(2, "4/4"), (1, "2/4"), (0, "0/4")])
+def test_engines_are_ready_as_their_trainer_pods_are(ready: int, samplers: str) -> None:
+    head, *trainers = HEAD_AND_PODS
+    waiting = [a_pod("trainer", name=pod.name, is_ready=False) for pod in trainers[ready:]]
+    there = (head, *trainers[:ready], *waiting)
+
+    status = reconcile(observed(base_model=OFFERED, pods=there), Settings()).status
+
+    assert status is not None
+    assert status.workers.samplers == samplers
+    assert status.workers.trainers == f"{ready}/2"
