@@ -163,7 +163,7 @@ class EnginesShape(Part):
     gpu_memory_percent: Annotated[int, Field(ge=10, le=95)] | None = None
     """Part of the memory that is free on each GPU when an engine starts, for weights and cached
     prompts; absent means what SGLang chooses."""
-    max_cached_tokens: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
+    max_cached_tokens: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
     """Tokens of cached prompts that an engine holds at most, however much memory that leaves;
     absent means what `gpuMemoryPercent` leaves room for."""
     device_class_name: ObjectName | None = None

@@ -19,7 +19,7 @@ from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
 from tinkercloud_crds.planning.layouts import layouts
-from tinkercloud_crds.planning.memory import training
+from tinkercloud_crds.planning.memory import kv_bytes_per_token, training
 from tinkercloud_crds.planning.offer import Plan, plan
 from tinkercloud_crds.planning.planner import Demand, divide, micro_batch_tokens
 from tinkercloud_crds.planning.refusal import DoesNotFit, fewest_gpus
@@ -154,6 +154,29 @@ def test_a_base_model_accepts_what_was_planned(demand: Demand, fleet: Fleet) -> 
     assert accepted.sampler == made.sampler
     assert accepted.head.resources == made.head
     assert broken_rules(spec) == []
+
+
+@often
+@given(demands, fleets)
+def test_a_shared_gpu_has_room_for_both_whichever_starts_first(
+    demand: Demand, fleet: Fleet
+) -> None:
+    made = a_plan(demand, fleet)
+    engines, memory = made.sampler.engines, made.division.sampler.memory
+    assume(made.division.colocated and engines is not None)
+    assert engines is not None
+    assert engines.gpu_memory_percent is not None
+    assert engines.max_cached_tokens is not None
+
+    # What SGLang takes for weights and cache: a part of what is free, and no more tokens than that.
+    loaded = fleet.gpu.memory - fleet.gpu.contexts(1) - memory.neighbour
+    weights = memory.weights + memory.trained
+    per_token = kv_bytes_per_token(demand.architecture, made.sampler.gpus_per_replica)
+    after = engines.gpu_memory_percent / 100 * loaded - weights
+    assert after + 1 >= memory.kv_cache
+    first = weights + engines.max_cached_tokens * per_token
+    rest = memory.activations + memory.logits + fleet.gpu.contexts(2)
+    assert first + memory.neighbour + rest <= fleet.gpu.memory
 
 
 @often

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from tinkercloud_api.cli import app
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_operator.children.engines import sampler_config
+from tinkercloud_operator.shape import Devices
 from tinkercloud_testing.sessions import a_build, a_session
 
 CONFIGS: dict[str, Any] = {
@@ -111,17 +112,36 @@ def test_json_is_a_base_model_whose_sessions_train_and_sample_as_planned(qwen3_8
     assert not build.shape.head_computes
 
 
-@pytest.mark.parametrize(
-    ("gpus", "at_least", "at_most"), [("8xH100", 12, 20), ("1xB200", 12 + 3 * 15, 80)]
-)
-def test_a_head_has_memory_for_the_model_where_it_samples_by_itself_only(
-    gpus: str, at_least: int, at_most: int, qwen3_8b: str
-) -> None:
+@pytest.mark.parametrize("gpus", ["8xH100", "1xB200"])
+def test_a_head_has_no_memory_for_the_model_where_engines_sample(gpus: str, qwen3_8b: str) -> None:
     spec = planned(qwen3_8b, "--gpus", gpus, "--sequence-length", "8192")["spec"]
 
     memory = int(spec["head"]["resources"]["memory"].removesuffix("Gi"))
-    assert at_least <= memory <= at_most
-    assert ("engines" in spec["sampler"]) == (gpus == "8xH100")
+    assert 12 <= memory <= 20
+    assert "engines" in spec["sampler"]
+
+
+def test_a_head_has_memory_for_the_model_where_there_are_too_many_engines(tmp_path: Path) -> None:
+    small = folder_with(CONFIGS["Qwen/Qwen2.5-0.5B"], tmp_path / "small")
+
+    few, many = (planned(small, "--gpus", gpus)["spec"] for gpus in ("8xH100", "272xH100"))
+
+    needed = [int(spec["head"]["resources"]["memory"].removesuffix("Gi")) for spec in (few, many)]
+    assert needed[1] >= needed[0] + 2
+    assert "engines" not in many["sampler"]
+
+
+def test_where_gpus_are_shared_the_engines_are_in_the_trainer_pods(qwen3_8b: str) -> None:
+    manifest = planned(qwen3_8b, "--gpus", "1xB200", "--sequence-length", "8192")
+
+    spec = BaseModelSpec.model_validate(manifest["spec"])
+    assert spec.sampler.colocated
+    build = a_build(spec, a_session(baseModel=spec.model_name))
+    inference = sampler_config(build).inference
+    assert inference.colocated
+    assert [url.partition(".")[0] for url in inference.urls] == ["http://trainer-0"]
+    assert build.shape.devices == Devices("gpu.nvidia.com", 1)
+    assert not build.shape.head_computes
 
 
 def test_a_folder_is_offered_from_a_volume_and_a_hub_model_from_the_hub(

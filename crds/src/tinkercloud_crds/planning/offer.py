@@ -31,7 +31,7 @@ from tinkercloud_crds.structural import Part
 _CORES_PER_GPU = 4
 _SHARED_MEMORY_GIB_PER_GPU = 2
 _POD_MEMORY_GIB = 16
-"""Of a pod besides twice the weights that it puts on its GPUs."""
+"""Of a pod, or a colocated engine, besides twice the weights that it puts on its GPUs."""
 _SCRATCH_GIB = 16
 """Of a pod besides the model, which it may have to download."""
 _HEAD_CORES = 4
@@ -45,6 +45,12 @@ ENGINE_IMAGE = "sglang:0.5.23"
 """An image of SGLang's, of the release whose definitions the head is held to."""
 ADAPTERS_CLAIM = "adapters"
 """The volume for adapters, unless it is named otherwise."""
+DEVICE_CLASS = "gpu.nvidia.com"
+"""What NVIDIA's driver offers GPUs as, for engines that share them with trainers."""
+_GPU_MEMORY_PERCENT = (10, 95)
+"""Least and most that a BaseModel accepts."""
+_MOST_CACHED_TOKENS = 1 << 30
+"""The most that a BaseModel accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,23 @@ class Plan:
             gpus_per_replica=sampler.tensor,
             resources=self._resources(sampler.tensor, sampler.memory.weights),
             colocated=self.division.colocated,
-            engines=EnginesShape(adapters_claim_name=ADAPTERS_CLAIM) if runs else None,
+            engines=self._engines if runs else None,
+        )
+
+    @property
+    def _engines(self) -> EnginesShape:
+        """What engines are told. Colocated ones may start before trainers load, or after."""
+        if not self.division.colocated:
+            return EnginesShape(adapters_claim_name=ADAPTERS_CLAIM)
+        sampler, gpu = self.division.sampler, self.fleet.gpu
+        own = sampler.memory.weights + sampler.memory.trained + sampler.memory.kv_cache
+        free = gpu.memory - gpu.contexts(1) - sampler.memory.neighbour
+        least, most = _GPU_MEMORY_PERCENT
+        return EnginesShape(
+            adapters_claim_name=ADAPTERS_CLAIM,
+            device_class_name=DEVICE_CLASS,
+            gpu_memory_percent=min(max(-(-100 * own // free), least), most),
+            max_cached_tokens=min(sampler.tokens, _MOST_CACHED_TOKENS),
         )
 
     @property
@@ -104,7 +126,11 @@ class Plan:
         return -(-weight_bytes(self.demand.architecture) // GIB)
 
     def _resources(self, gpus: int, weights: int) -> Resources:
-        """Return what a pod needs besides GPUs; weights pass through its memory on their way."""
+        """Return what a pod, or a colocated engine, needs besides GPUs.
+
+        Weights pass through its memory on their way, and a colocated engine's stay there while they
+        are not on its GPUs.
+        """
         return Resources(
             cpu=str(_CORES_PER_GPU * gpus),
             memory=f"{_POD_MEMORY_GIB + -(-2 * gpus * weights // GIB)}Gi",
@@ -198,8 +224,8 @@ def _written(part: Part) -> dict[str, Any]:
 
 
 def runs_engines(division: Division) -> bool:
-    """Whether sampler pods run engines; where they don't, the head samples by itself."""
-    return not division.colocated and division.sampler.engines <= MANY_ENGINES
+    """Whether pods run engines; where they don't, the head samples by itself."""
+    return division.sampler.engines <= MANY_ENGINES
 
 
 def _head_memory_gib(demand: Demand, division: Division) -> int:
@@ -293,6 +319,4 @@ def _why_head(demand: Demand, division: Division) -> Reason:
     value = f"{_head_memory_gib(demand, division)} GiB of memory"
     if runs_engines(division):
         return Reason("head", value, "for what passes through it; the model is elsewhere")
-    if division.colocated:
-        return Reason("head", value, "it samples by itself: pods do not run colocated engines")
     return Reason("head", value, f"it samples by itself: pods run {MANY_ENGINES} engines at most")

@@ -64,6 +64,8 @@ class Sampler:
     """GPUs of each engine."""
     memory: GpuMemory
     """On each of its GPUs."""
+    tokens: int
+    """Of keys and values that one engine's cache holds."""
     sequences: int
     """Sequences of full length that one engine's cache holds."""
 
@@ -202,4 +204,4 @@ def _sampler(
         neighbour=sharing_with.memory.weights + sharing_with.memory.trained if sharing_with else 0,
     )
     tokens = memory.kv_cache // kv_bytes_per_token(demand.architecture, tensor)
-    return Sampler(engines, tensor, memory, sequences=tokens // demand.sequence_length)
+    return Sampler(engines, tensor, memory, tokens, tokens // demand.sequence_length)
