@@ -31,6 +31,7 @@ from tinkercloud_worker.engine.sampler import (
 from tinkercloud_worker.inference.client import NotThere
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang_group import NAME, SglangGroup
+from tinkercloud_worker.metrics import Way
 
 COLOCATED = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _OFF = 1e-3
@@ -38,7 +39,7 @@ _WAITED_SECONDS = 60.0
 
 
 def served(bench: Bench) -> Iterator[Measurement]:
-    """S1 to S9, S13 and S14: a server as in a pod, in float32."""
+    """S1 to S9, S13 to S15: a server as in a pod, in float32."""
     with a_proof(bench, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
@@ -48,7 +49,9 @@ def served(bench: Bench) -> Iterator[Measurement]:
         yield _whole(proof, "S8", "in requests", proof.sampler)
         yield _whole(proof, "S9", "from its folder", proof.reader)
         yield _forsaken(proof)
-        yield _by_group(proof)
+        yield _carried(proof, "S13", "over a process group", proof.joined, "group")
+        where = "in memory of the GPU" if bench.device.type == "cuda" else "in shared memory"
+        yield _carried(proof, "S15", where, proof.shared, "shared_memory")
 
 
 def colocated(bench: Bench) -> Iterator[Measurement]:
@@ -236,11 +239,12 @@ def _forsaken(proof: Proof) -> Measurement:
     )  # fmt: skip
 
 
-def _by_group(proof: Proof) -> Measurement:
-    """Over gloo, since the server may share this process's only GPU."""
-    proof.publish("one", sampler=proof.joined)
-    figure = _whole(proof, "S13", "over a process group", proof.joined)
-    labels = {"engine": proof.dialect.client.url, "what": "model", "way": "group"}
+def _carried(
+    proof: Proof, figure_name: str, how: str, sampler: InferenceSampler, way: Way
+) -> Measurement:
+    proof.publish("one", sampler=sampler)
+    figure = _whole(proof, figure_name, how, sampler)
+    labels = {"engine": proof.dialect.client.url, "what": "model", "way": way}
     loads = REGISTRY.get_sample_value("tinkercloud_engine_load_seconds_count", labels)
     return figure if loads else replace(figure, value=math.inf, note="it went another way")
 

@@ -2,12 +2,12 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -25,7 +25,13 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    InferenceConfig,
+    SamplerConfig,
+    TrainerConfig,
+)
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from tinkercloud_worker.base_model import BaseModel
@@ -64,6 +70,8 @@ class Proof:
     """Of another head; lets the server read weights from files."""
     joined: InferenceSampler
     """Of a third one, which sends whole models over a process group."""
+    shared: InferenceSampler
+    """Of a fourth one, which hands them over in memory of the device."""
     dialect: SglangDialect
     """For what no sampler asks."""
     scratch: Path
@@ -145,19 +153,23 @@ def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))
         runner = stack.enter_context(asyncio.Runner())
-        sampler = _sampler(server, folder, "sent", colocated=bool(options))
+        sampler = _sampler(server, folder, "sent", {"colocated": bool(options)})
         with (
             patch.object(sglang_adapters, "_MOST_SENT_BYTES", 0),
             patch.object(sglang_weights, "_MOST_SENT_BYTES", 0),
         ):
-            reader = _sampler(server, folder, "read", colocated=bool(options))
-        joined = _sampler(server, folder, "joined", process_group=None if options else "gloo")
+            reader = _sampler(server, folder, "read", {"colocated": bool(options)})
+        memory = "cuda" if bench.device.type == "cuda" else "cpu"
+        # NCCL refuses the two ranks that a single GPU would have.
+        joined = _sampler(server, folder, "joined", {"process_group": "gloo"})
+        shared = _sampler(server, folder, "shared", {"shared_memory": memory})
         dialect = SglangDialect(
             InferenceClient(server.url, key=server.key_file.read_text(), max_concurrent=8)
         )
-        for close in (sampler.close, reader.close, joined.close, dialect.client.close):
-            stack.callback(_run, runner, close)
-        proof = Proof(sampler, reader, joined, dialect, folder, reference, _trainer(base), runner)
+        samplers = (sampler, reader, joined, shared)
+        for closing in (*samplers, dialect.client):
+            stack.callback(_run, runner, closing.close)
+        proof = Proof(*samplers, dialect, folder, reference, _trainer(base), runner)
         proof.publish(*VERSIONS)
         yield proof
 
@@ -192,20 +204,21 @@ def _trainer(base: BaseModel) -> TorchTrainer:
 
 
 def _sampler(
-    server: Server,
-    folder: Path,
-    name: str,
-    *,
-    colocated: bool = False,
-    process_group: Literal["gloo"] | None = None,
+    server: Server, folder: Path, name: str, fields: Mapping[str, Any]
 ) -> InferenceSampler:
-    """Return the sampler of a head of that name, which has a folder of that name for weights."""
+    """Return the sampler of a head, which has a folder of its name for weights.
+
+    Args:
+        server: that it asks.
+        folder: with the model and the weights.
+        name: of the head.
+        fields: what else its InferenceConfig has.
+    """
     inference = InferenceConfig(
         urls=(server.url,),
         key_file=str(server.key_file),
         adapters_dir=str(folder / name),
-        colocated=colocated,
-        process_group=process_group,
+        **fields,
     )
     return inference_sampler(
         HeadConfig(
@@ -215,6 +228,7 @@ def _sampler(
             token_file="",
             checkpoint_root="",
             scratch_dir=str(folder),
+            trainer=TrainerConfig(device=inference.shared_memory or "cpu"),
             sampler=SamplerConfig(backend="sglang", inference=inference),
         )
     )

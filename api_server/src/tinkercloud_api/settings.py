@@ -23,7 +23,7 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     Timings,
     TrainerConfig,
-    check_process_group,
+    check_gpu_of_head,
 )
 
 ENV_PREFIX = "TINKERCLOUD_"
@@ -121,7 +121,7 @@ class Settings(BaseSettings):
             )
         if self.provider == "local" and self.models_dir is not None:
             raise ValueError("models_dir: only used with provider=kubernetes; leave it out")
-        check_process_group(self.trainer, self.sampler)
+        check_gpu_of_head(self.trainer, self.sampler)
         return self
 
     @classmethod

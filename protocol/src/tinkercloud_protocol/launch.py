@@ -43,8 +43,8 @@ class TrainerConfig(_Config):
 
     backend: Literal["torch", "megatron", "none"] = "torch"
     """The engine that trains. `torch`: any Hugging Face causal language model, a whole copy at each
-    rank. `megatron`: adapters of Llama, Mistral and Qwen models, divided over ranks. `none`: the
-    head samples only."""
+    rank. `megatron`: models of the Llama, Mistral, Qwen, Mixtral and DeepSeek families, divided
+    over ranks. `none`: the head samples only."""
     ranks: Annotated[int, Field(ge=0)] = 0
     """Processes that train together, each a Ray actor. 0: the head's own process trains, for which
     the backend must be torch."""
@@ -139,6 +139,10 @@ class InferenceConfig(_Config):
     fails goes in requests or by files. Head and engines must reach each other at any port. `nccl`:
     from the GPU on which the head itself trains. `gloo`: from the head's CPU. Absent means no
     group. Backend sglang only."""
+    shared_memory: Literal["cuda", "cpu"] | None = None
+    """Memory in which whole models are handed to engines on this machine, which see our /dev/shm
+    and /tmp; what fails goes in requests or by files. `cuda`: of the GPU on which the head itself
+    trains (CUDA IPC). `cpu`: of the machine. Absent means none. Backend sglang only."""
 
 
 class SamplerConfig(_Config):
@@ -180,22 +184,35 @@ class SamplerConfig(_Config):
                 " that have GPUs of their own; leave it out, or set backend to sglang and colocated"
                 " to false"
             )
+        if inference.shared_memory and (self.backend != "sglang" or inference.process_group):
+            raise ValueError(
+                f"inference.shared_memory: {inference.shared_memory} is for engines of this head"
+                " that are in no process group; leave it out, or set backend to sglang and leave"
+                " process_group out"
+            )
         return self
 
 
-def check_process_group(trainer: TrainerConfig, sampler: SamplerConfig) -> None:
-    """Return if a head with such a trainer can be in the process group that is asked for.
+def check_gpu_of_head(trainer: TrainerConfig, sampler: SamplerConfig) -> None:
+    """Return unless models are to go to engines from a GPU that the head does not have.
 
     Raises:
-        ValueError: it can't.
+        ValueError: they are.
     """
     trains_here = trainer.device == "cuda" and trainer.ranks == 0 and trainer.backend != "none"
-    if sampler.inference.process_group == "nccl" and not trains_here:
-        raise ValueError(
-            "sampler.inference.process_group: nccl wants a head that trains on a GPU in its own"
-            f" process, but trainer.backend is {trainer.backend}, trainer.device {trainer.device}"
-            f" and trainer.ranks {trainer.ranks}; set it to gloo, or leave it out"
-        )
+    inference = sampler.inference
+    wants = [
+        ("process_group", "nccl", "gloo", inference.process_group),
+        ("shared_memory", "cuda", "cpu", inference.shared_memory),
+    ]
+    for setting, of_gpu, of_cpu, wanted in wants:
+        if wanted == of_gpu and not trains_here:
+            raise ValueError(
+                f"sampler.inference.{setting}: {of_gpu} wants a head that trains on a GPU in its"
+                f" own process, but trainer.backend is {trainer.backend}, trainer.device"
+                f" {trainer.device} and trainer.ranks {trainer.ranks}; set it to {of_cpu}, or leave"
+                " it out"
+            )
 
 
 class Limits(_Config):
@@ -266,8 +283,8 @@ class HeadConfig(_Config):
     timings: Timings = Timings()
 
     @model_validator(mode="after")
-    def _check_process_group(self) -> Self:
-        check_process_group(self.trainer, self.sampler)
+    def _check_gpu_of_head(self) -> Self:
+        check_gpu_of_head(self.trainer, self.sampler)
         return self
 
 

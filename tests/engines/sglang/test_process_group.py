@@ -26,6 +26,7 @@ from tinkercloud_testing.sglang_sampling import (
     a_whole_model,
     an_adapter,
     assert_same,
+    children_running,
     counted,
     publish,
 )
@@ -53,9 +54,7 @@ async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[Infe
 
 def ranks_of_heads() -> list[int]:
     """Return the children of this process that are rank 0 of a group."""
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    command = "/proc/{}/cmdline".format
-    return [int(pid) for pids in children for pid in pids if RANK in Path(command(pid)).read_text()]
+    return children_running(RANK)
 
 
 async def assert_sampled(engine: Engine, sampler: InferenceSampler, version: str) -> None:

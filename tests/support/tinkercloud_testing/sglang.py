@@ -4,6 +4,7 @@ What is computed is real, by the torch sampler, with the adapters and weights th
 `sglang_definitions` refuses what SGLang does not know, and `sglang_ranks` are in process groups.
 """
 
+import base64
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -53,6 +54,8 @@ class FakeSglang:
     weight_version: str = "default"
     loaded_path: Path | None = None
     """Where its weights are from, if not from where it was started with."""
+    sees_our_memory: bool = True
+    """Whether it can open handles of memory on this machine."""
     is_updating: bool = False
     """Whether somebody has begun to send it weights, and not ended."""
     url: str = ""
@@ -173,6 +176,8 @@ class FakeSglang:
         """Read what a request carries: a copy for each rank, of which it reads its own."""
         assert body["load_format"] == "flattened_bucket"
         copies = body["serialized_named_tensors"]
+        if not self.sees_our_memory and b"rebuild_storage" in base64.b64decode(copies[0]):
+            raise EOFError
         assert len(copies) == self.tp_size, f"{len(copies)} copies for {self.tp_size} ranks"
         [tensors, *others] = [read_tensors(copy) for copy in copies]
         for other in others:
@@ -256,7 +261,7 @@ class FakeSglang:
             self._weights = load_file((self.loaded_path or self.model_path) / "model.safetensors")
         for name, tensor in tensors.items():
             assert tensor.shape == self._weights[name].shape
-            self._weights[name] = tensor
+            self._weights[name] = tensor.clone()
         self._base = await self._publish(WeightsSnapshot(None, dict(self._weights)))
 
     async def end_weight_update(self, body: dict[str, Any]) -> web.Response:
@@ -318,7 +323,7 @@ class FakeSglang:
         try:
             answer: web.Response = await getattr(self, request.path.removeprefix("/"))(body)
         except EOFError:
-            # One of its ranks has gone.
+            # One of its ranks has gone: SGLang's end over what they can't open.
             return self._end(request)
         except (ValidationError, AssertionError) as error:
             return web.json_response({"error": {"message": str(error)}}, status=422)

@@ -63,6 +63,13 @@ def a_whole_model(engine: Engine, scale: float) -> WeightsSnapshot:
     return weights
 
 
+def children_running(module: str) -> list[int]:
+    """Return the children of this process that run a module."""
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pids in children for pid in pids}
+    return [int(pid) for pid, command in commands.items() if module in command]
+
+
 async def publish(
     engine: Engine, sampler: InferenceSampler, name: str, weights: WeightsSnapshot | None
 ) -> None:

@@ -82,18 +82,21 @@ def test_a_value_that_is_not_acceptable_is_refused(
         load_settings()
 
 
-def test_a_head_that_does_not_train_on_a_gpu_is_in_no_group_of_gpus(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("setting", "value"), [("process_group", "nccl"), ("shared_memory", "cuda")]
+)
+def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
+    monkeypatch: pytest.MonkeyPatch, setting, value
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
-    monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__PROCESS_GROUP", "nccl")
-    with pytest.raises(ValidationError, match=r"process_group: nccl wants .*device cpu"):
+    monkeypatch.setenv(f"TINKERCLOUD_SAMPLER__INFERENCE__{setting.upper()}", value)
+    with pytest.raises(ValidationError, match=f"{setting}: {value} wants .*device cpu"):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
 
-    assert load_settings().sampler.inference.process_group == "nccl"
+    assert getattr(load_settings().sampler.inference, setting) == value
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

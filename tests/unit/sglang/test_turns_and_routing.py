@@ -151,6 +151,22 @@ async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses) -> None:
             },
             "inference.process_group",
         ),
+        (
+            {
+                "backend": "external",
+                "inference": InferenceConfig(urls=("http://a",), shared_memory="cpu"),
+            },
+            "inference.shared_memory",
+        ),
+        (
+            {
+                "backend": "sglang",
+                "inference": InferenceConfig(
+                    urls=("http://a",), process_group="gloo", shared_memory="cpu"
+                ),
+            },
+            "inference.shared_memory",
+        ),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(settings, words) -> None:

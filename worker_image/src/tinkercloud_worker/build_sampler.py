@@ -26,6 +26,9 @@ from tinkercloud_worker.inference.engine import Engine
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.inference.sglang_control import SglangControl
+from tinkercloud_worker.inference.sglang_group import SglangGroup
+from tinkercloud_worker.inference.sglang_shared import SglangSharedMemory
+from tinkercloud_worker.inference.sglang_weights import Carrier
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.graphs import recorder_for
@@ -100,7 +103,7 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
                 folder,
                 owner=owner,
                 base_path=config.model.path,
-                process_group=inference.process_group,
+                carrier=_carrier(inference, dialect.client),
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
@@ -127,6 +130,14 @@ def _clients(inference: InferenceConfig) -> list[InferenceClient]:
         InferenceClient(url, key=key, max_concurrent=inference.max_concurrent_requests)
         for url in inference.urls
     ]
+
+
+def _carrier(inference: InferenceConfig, client: InferenceClient) -> Carrier | None:
+    if inference.process_group is not None:
+        return SglangGroup(client, inference.process_group)
+    if inference.shared_memory is not None:
+        return SglangSharedMemory(client, inference.shared_memory)
+    return None
 
 
 def _dialect(config: HeadConfig, client: InferenceClient) -> Dialect:

@@ -1,7 +1,8 @@
 """What a head counts. Named once, here.
 
 `engine` is the URL of an inference server, `what` an adapter or a whole model, `way` whether its
-tensors came in the request, over a process group, or were read from files.
+tensors came in the request, over a process group, in memory of this machine, or were read from
+files.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ ENGINE_LOAD_FAILURES = Counter(
 ENGINE_UNLOADS = Counter("tinkercloud_engine_unloads", "Adapters that one let go", ["engine"])
 
 What = Literal["adapter", "model"]
-Way = Literal["request", "group", "file"]
+Way = Literal["request", "group", "shared_memory", "file"]
 
 
 @contextmanager

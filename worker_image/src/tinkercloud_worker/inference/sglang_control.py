@@ -15,8 +15,7 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.sglang import SglangDialect
-from tinkercloud_worker.inference.sglang_group import Backend
-from tinkercloud_worker.inference.sglang_weights import SglangWeights
+from tinkercloud_worker.inference.sglang_weights import Carrier, SglangWeights
 from tinkercloud_worker.inference.turns import Turns
 
 BASE = "base"
@@ -42,7 +41,7 @@ class SglangControl:
         *,
         owner: str,
         base_path: str,
-        process_group: Backend | None,
+        carrier: Carrier | None,
     ) -> None:
         """Make a control; the engine is not asked yet.
 
@@ -51,11 +50,10 @@ class SglangControl:
             folder: where whole models are.
             owner: differs between any two processes that ever control the engine.
             base_path: the base model's folder, should the engine no more know its own.
-            process_group: backend of a process group to send whole models over first; None for
-                none.
+            carrier: of whole models to the engine; None for requests and files alone.
         """
         self._dialect = dialect
-        self._weights = SglangWeights(dialect.client, process_group)
+        self._weights = SglangWeights(dialect.client, carrier)
         self._folder = folder
         self._owner = owner
         self._base_path = base_path

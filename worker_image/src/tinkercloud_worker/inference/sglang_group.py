@@ -7,38 +7,38 @@ said here.
 """
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE, Process
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
-import orjson
-
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
+from tinkercloud_worker.inference.sglang_courier import Courier
 
 Backend = Literal["nccl", "gloo"]
 
 NAME = "tinkercloud"
 """Of the group, in every engine."""
+_RANK = "tinkercloud_worker.inference.sglang_group_rank"
 _START_SECONDS = 120.0
 """For our rank to import torch, and listen."""
 _STEP_SECONDS = 60.0
 """For all ranks to meet, or for one part of a model to be sent and loaded."""
 _RELEASE_SECONDS = 10.0
 """For an engine to say that our rank has gone."""
-_LONGEST_LINE = 16 << 20
 
 
 class SglangGroup:
     """Our rank and those of one engine, which are as many as it has. Belongs to one event loop."""
 
+    way: metrics.Way = "group"
+
     def __init__(self, client: InferenceClient, backend: Backend) -> None:
         """Make a group; nothing is started yet."""
         self._client = client
         self._backend = backend
-        self._rank: Process | None = None
+        self._rank: Courier | None = None
 
     async def join(self, ranks: int) -> None:
         """Bring both sides together. Nothing is done if they are.
@@ -51,14 +51,14 @@ class SglangGroup:
             ServerError: it failed, or our rank did.
             ServerUnreachable: it is not there.
         """
-        if self._rank is not None and not self._output.at_eof():
+        if self._rank is not None and not self._rank.has_ended:
             return
         try:
             await self.leave()
             await self._join(ranks)
         except OSError as error:
             await self.leave()
-            raise self._failure(str(error)) from None
+            raise ServerError(f"{self._errand} failed: {error}") from None
         except BaseException:
             await self.leave()
             raise
@@ -73,8 +73,14 @@ class SglangGroup:
         Raises:
             InvalidRequest, ServerError, ServerUnreachable: as `join`. There is no group any more.
         """
+        assert self._rank is not None  # noqa: S101 - both sides have joined
+        rank = self._rank
+        layout = {"group_name": NAME, "load_format": "flattened_bucket", "flush_cache": True}
         try:
-            await self._send({"file": str(file), "most_bytes": most_bytes})
+            rank.tell({"file": str(file), "most_bytes": most_bytes})
+            # Our rank reads and sends a part while the engine still loads the one before.
+            while "names" in (part := await rank.heard(_STEP_SECONDS)):
+                await self._ask(rank, "/update_weights_from_distributed", {**part, **layout})
         except BaseException:
             await self.leave()
             raise
@@ -82,9 +88,8 @@ class SglangGroup:
     async def leave(self) -> None:
         """End our rank. The engine's keep nothing waiting, and go when it is next asked to join."""
         rank, self._rank = self._rank, None
-        if rank is not None and rank.returncode is None:
-            rank.kill()
-            await rank.wait()
+        if rank is not None:
+            await rank.end()
 
     async def close(self) -> None:
         """End the group on both sides, if the engine is there to be told."""
@@ -98,17 +103,16 @@ class SglangGroup:
             await self.leave()
 
     @property
-    def _output(self) -> asyncio.StreamReader:
-        assert self._rank is not None  # noqa: S101 - it has been started
-        assert self._rank.stdout is not None  # noqa: S101 - it is a pipe
-        return self._rank.stdout
+    def _errand(self) -> str:
+        return f"the process group with {self._client.url}"
 
     async def _join(self, ranks: int) -> None:
         await self._disband()
         address = await _own_address(self._client.url)
-        self._rank = await self._start(address, 1 + ranks)
-        port = (await self._heard("port", _START_SECONDS))["port"]
+        self._rank = rank = await self._start(address, 1 + ranks)
+        port = (await rank.heard(_START_SECONDS))["port"]
         await self._ask(
+            rank,
             "/init_weights_update_group",
             {
                 "master_address": address,
@@ -119,9 +123,10 @@ class SglangGroup:
                 "backend": self._backend,
             },
         )
-        await self._heard("joined", _STEP_SECONDS)
+        said = await rank.heard(_STEP_SECONDS)
+        assert "joined" in said, said  # noqa: S101 - our own program
 
-    async def _start(self, address: str, size: int) -> Process:
+    async def _start(self, address: str, size: int) -> Courier:
         options = {
             "--backend": self._backend,
             "--address": address,
@@ -129,13 +134,7 @@ class SglangGroup:
             "--group-name": NAME,
             "--seconds": str(_STEP_SECONDS),
         }
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinkercloud_worker.inference.sglang_group_rank"),
-            *(word for option in options.items() for word in option),
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=_LONGEST_LINE,
-        )
+        return await Courier.start(_RANK, options, self._errand)
 
     async def _disband(self) -> None:
         """Let the engine forget a group, which may be that of a head before this one."""
@@ -146,16 +145,7 @@ class SglangGroup:
             if "does not exist" not in error.message:
                 raise
 
-    async def _send(self, request: Json) -> None:
-        assert self._rank is not None  # noqa: S101 - both sides have joined
-        assert self._rank.stdin is not None  # noqa: S101 - it is a pipe
-        self._rank.stdin.write(orjson.dumps(request) + b"\n")
-        # Our rank reads and sends a part while the engine still loads the one before.
-        while "names" in (part := await self._heard(None, _STEP_SECONDS)):
-            layout = {"group_name": NAME, "load_format": "flattened_bucket", "flush_cache": True}
-            await self._ask("/update_weights_from_distributed", {**part, **layout})
-
-    async def _ask(self, path: str, body: Json) -> None:
+    async def _ask(self, rank: Courier, path: str, body: Json) -> None:
         """Ask the engine for its side of what our rank is doing."""
         longest = _STEP_SECONDS + _RELEASE_SECONDS
         asked = asyncio.create_task(self._client.post(path, body, seconds=longest))
@@ -168,23 +158,7 @@ class SglangGroup:
             await asked
         finally:
             asked.cancel()
-        raise self._failure(f"{path} took longer than {_STEP_SECONDS:.0f} s")
-
-    async def _heard(self, wanted: str | None, seconds: float) -> dict[str, Any]:
-        """Return what our rank says next."""
-        try:
-            async with asyncio.timeout(seconds):
-                line = await self._output.readline()
-        except TimeoutError:
-            raise self._failure(f"the head's rank said nothing for {seconds:.0f} s") from None
-        said: dict[str, Any] = orjson.loads(line or b'{"error": "the head\'s rank has ended"}')
-        if "error" in said:
-            raise self._failure(said["error"])
-        assert wanted is None or wanted in said, said  # noqa: S101 - our own program
-        return said
-
-    def _failure(self, reason: str) -> ServerError:
-        return ServerError(f"the process group with {self._client.url} failed: {reason}")
+        raise rank.failure(f"{path} took longer than {_STEP_SECONDS:.0f} s")
 
 
 async def _own_address(url: str) -> str:

@@ -15,11 +15,7 @@ are no more to come, be it in the middle of a broadcast. It writes such lines:
     {"error": "what went wrong"}                    the last line, if anything did
 """
 
-import json
-import os
 import socket
-import sys
-import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,9 +33,9 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
     TCPStore,
 )
 
+from tinkercloud_worker.inference.sglang_courier import Say, run
 from tinkercloud_worker.inference.sglang_tensors import buckets, run_of_bytes
 
-Say = Callable[[dict[str, Any]], None]
 Broadcast = Callable[[Tensor], None]
 """Brings bytes to all other ranks; returns once it has let go of them."""
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
@@ -49,21 +45,19 @@ _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 def main() -> None:
     """Send what is asked for until nobody asks any more."""
     options = _options()
-    say = _voice()
-    asked = _asked()
-    try:
-        patience = timedelta(seconds=options.seconds)
-        store = _store(options.address, patience)
-        say({"port": store.port})
-        broadcast = _join(options, store, patience)
-        say({"joined": True})
-        while True:
-            request = asked.get()
-            parts = buckets(Path(request["file"]), request["most_bytes"])
-            say({"sent": sum(_sent(part, broadcast, say) for part in parts)})
-    except Exception as error:  # noqa: BLE001 - whatever it is, the head logs it
-        say({"error": f"{type(error).__name__}: {error}"})
-        sys.exit(1)
+    run(lambda say, asked: _work(options, say, asked))
+
+
+def _work(options: Namespace, say: Say, asked: "SimpleQueue[dict[str, Any]]") -> None:
+    patience = timedelta(seconds=options.seconds)
+    store = _store(options.address, patience)
+    say({"port": store.port})
+    broadcast = _join(options, store, patience)
+    say({"joined": True})
+    while True:
+        request = asked.get()
+        parts = buckets(Path(request["file"]), request["most_bytes"])
+        say({"sent": sum(_sent(part, broadcast, say) for part in parts)})
 
 
 def _options() -> Namespace:
@@ -74,30 +68,6 @@ def _options() -> Namespace:
     parser.add_argument("--group-name", required=True)
     parser.add_argument("--seconds", required=True, type=float)
     return parser.parse_args()
-
-
-def _voice() -> Say:
-    """Return what writes lines to where the output went; NCCL's own words go to the log."""
-    output = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def say(line: dict[str, Any]) -> None:
-        print(json.dumps(line), file=output)
-
-    return say
-
-
-def _asked() -> "SimpleQueue[dict[str, Any]]":
-    """Return the requests to come. The process ends with their source, whatever it does then."""
-    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            requests.put(json.loads(line))
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    return requests
 
 
 def _store(address: str, patience: timedelta) -> TCPStore:

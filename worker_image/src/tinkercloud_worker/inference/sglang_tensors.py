@@ -1,9 +1,8 @@
 """Tensors in the requests that SGLang takes them in.
 
 SGLang reads one form only: a pickle, of which it admits a list of names. That form is written here
-and never read, and names tensors, sizes and dtypes alone. Tensors travel by value. The handles that
-SGLang takes as well (shared memory, CUDA IPC) are good on one machine and within one container at
-most, and an engine that can't open one ends.
+and never read, and names tensors, sizes and dtypes alone. Tensors travel by value, or, to an engine
+on the same machine, as handles of memory that both see.
 """
 
 import base64
@@ -35,15 +34,25 @@ def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> byt
 
 
 def flattened(tensors: Tensors) -> bytes:
-    """Return what SGLang calls a flattened bucket: one run of bytes, and what lies where in it."""
+    """Return a flattened bucket that carries its bytes."""
     ordered, run = run_of_bytes(tensors)
+    return pickle.dumps(bucket(ordered, run), protocol=4)
+
+
+def bucket(ordered: Tensors, run: Tensor) -> dict[str, Any]:
+    """Return what SGLang calls a flattened bucket: one run of bytes, and what lies where in it.
+
+    Args:
+        ordered: the tensors in the order in which they lie.
+        run: their bytes, uint8 [total size], on any device.
+    """
     metadata, start = [], 0
     for name, tensor in ordered.items():
         end = start + tensor.nbytes
         place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
         start = end
-    return pickle.dumps({"flattened_tensor": run, "metadata": metadata}, protocol=4)
+    return {"flattened_tensor": run, "metadata": metadata}
 
 
 def run_of_bytes(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:

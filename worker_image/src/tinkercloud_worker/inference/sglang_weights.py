@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
@@ -20,7 +21,6 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.sglang_delivery import Delivery, Way
-from tinkercloud_worker.inference.sglang_group import Backend, SglangGroup
 from tinkercloud_worker.inference.sglang_tensors import buckets, request_body
 
 _CALL_SECONDS = 120.0
@@ -34,21 +34,45 @@ _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
 """Lets something be sent between the beginning and the end of an update."""
 
 
+class Carrier(Protocol):
+    """Brings whole models to one engine, neither in requests nor by a folder that it sees."""
+
+    way: metrics.Way
+    """What it is called in metrics, and in the log."""
+
+    async def join(self, ranks: int) -> None:
+        """Make ready for an engine of so many ranks. Raises as `send`."""
+
+    async def send(self, file: Path, most_bytes: int) -> None:
+        """Bring all tensors of a safetensors file, in parts, while the engine is in an update.
+
+        Raises:
+            InvalidRequest: the engine does not want them so.
+            ServerError: it failed, or our side did.
+            ServerUnreachable: it is not there.
+        """
+
+    async def leave(self) -> None:
+        """Take note that the engine knows nothing of us any more."""
+
+    async def close(self) -> None:
+        """Let go of the engine."""
+
+
 class SglangWeights:
     """Of one engine, which draws nothing meanwhile. Belongs to one event loop."""
 
-    def __init__(self, client: InferenceClient, process_group: Backend | None) -> None:
+    def __init__(self, client: InferenceClient, carrier: Carrier | None) -> None:
         """Make what loads weights; the engine is not asked yet.
 
         Args:
             client: of the engine.
-            process_group: backend of a process group to send whole models over first; None for
-                none.
+            carrier: brings whole models, if it can; None for requests and files alone.
         """
         self._client = client
         self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MOST_SENT_BYTES)
-        self._group = SglangGroup(client, process_group) if process_group else None
-        self._by_group = Way(client, _WHAT, "group")
+        self._carrier = carrier
+        self._carried = Way(client, _WHAT, "none" if carrier is None else carrier.way)
 
     async def load(self, model: Written, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights.
@@ -64,15 +88,15 @@ class SglangWeights:
         """
         size = model.size_of(FULL_WEIGHTS)
         update = partial(self._update, version=version, unfinished=unfinished)
-        if self._group is not None and self._by_group.is_open:
-            group = self._group
+        if self._carrier is not None and self._carried.is_open:
+            carrier = self._carrier
             try:
                 ranks = await self._delivery.ranks()
-                await self._by_group.go(lambda: self._broadcast(group, model, update, ranks))
+                await self._carried.go(lambda: self._carry(carrier, model, update, ranks))
             except ServerUnreachable:
                 raise
             except (InvalidRequest, ServerError) as refusal:
-                self._by_group.close(refusal.message)
+                self._carried.close(refusal.message)
             else:
                 return
         await self._delivery.deliver(
@@ -83,14 +107,14 @@ class SglangWeights:
 
     async def forget(self) -> None:
         """Take note that the engine has begun again: it is in no group, and may refuse less."""
-        if self._group is not None:
-            await self._group.leave()
-            self._by_group.reopen()
+        if self._carrier is not None:
+            await self._carrier.leave()
+            self._carried.reopen()
 
     async def close(self) -> None:
         """Let go of the engine."""
-        if self._group is not None:
-            await self._group.close()
+        if self._carrier is not None:
+            await self._carrier.close()
 
     async def load_folder(self, folder: Path, *, version: str) -> None:
         """Replace the engine's weights by those of a folder, as the engine sees it.
@@ -103,12 +127,10 @@ class SglangWeights:
         with metrics.loading(self._client.url, "model", "file"):
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _broadcast(
-        self, group: SglangGroup, model: Written, update: _Update, ranks: int
-    ) -> None:
-        with metrics.loading(self._client.url, "model", "group"):
-            await group.join(ranks)
-            await update(lambda: group.send(model.here / FULL_WEIGHTS, _BUCKET_BYTES))
+    async def _carry(self, carrier: Carrier, model: Written, update: _Update, ranks: int) -> None:
+        with metrics.loading(self._client.url, "model", carrier.way):
+            await carrier.join(ranks)
+            await update(lambda: carrier.send(model.here / FULL_WEIGHTS, _BUCKET_BYTES))
 
     async def _send(self, model: Written, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):

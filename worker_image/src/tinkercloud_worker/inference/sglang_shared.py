@@ -1,0 +1,94 @@
+"""Memory that an SGLang engine on this machine shares with us, in which it gets whole models.
+
+A process of the head's (`sglang_shared_parts`) lays a model out in it, part by part, and the engine
+is told where. It is ended with the model, and its memory with it, so that nothing of a GPU is held
+between two of them, and nothing is lost to an engine that dies while it reads.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from tinkercloud_worker import metrics
+from tinkercloud_worker.inference.client import InferenceClient, ServerError
+from tinkercloud_worker.inference.sglang_courier import Courier
+
+Memory = Literal["cuda", "cpu"]
+
+_PARTS = "tinkercloud_worker.inference.sglang_shared_parts"
+_START_SECONDS = 120.0
+"""For the process to import torch, and lay the first part out."""
+_STEP_SECONDS = 60.0
+"""For one part to be laid out, or to be loaded."""
+
+
+class SglangSharedMemory:
+    """Shared with one engine. Belongs to one event loop."""
+
+    way: metrics.Way = "shared_memory"
+
+    def __init__(self, client: InferenceClient, memory: Memory) -> None:
+        """Make what shares memory; none is shared yet.
+
+        Args:
+            client: of the engine.
+            memory: `cuda` is handed over as torch shares CUDA tensors (CUDA IPC), `cpu` as it
+                shares others, by files in /dev/shm.
+        """
+        self._client = client
+        self._memory = memory
+        self._ranks = 0
+        self._process: Courier | None = None
+
+    async def join(self, ranks: int) -> None:
+        """Take note of how many ranks the engine has; each is given handles of its own."""
+        self._ranks = ranks
+
+    async def send(self, file: Path, most_bytes: int) -> None:
+        """Let the engine load all tensors of a safetensors file, while it is in an update.
+
+        Args:
+            file: of a whole model.
+            most_bytes: of one part, unless one tensor alone is larger. Two are there at once.
+
+        Raises:
+            InvalidRequest: the engine refuses.
+            ServerError: it failed, or our process did.
+            ServerUnreachable: it is not there; it ends if it can't open what it is given.
+        """
+        try:
+            self._process = process = await self._start(file, most_bytes)
+            said = await process.heard(_START_SECONDS)
+            while "handles" in said:
+                body = {
+                    "serialized_named_tensors": said["handles"],
+                    "load_format": "flattened_bucket",
+                    "flush_cache": True,
+                }
+                await self._client.post("/update_weights_from_tensor", body, seconds=_STEP_SECONDS)
+                process.tell({"loaded": True})
+                said = await process.heard(_STEP_SECONDS)
+        finally:
+            await self.leave()
+
+    async def leave(self) -> None:
+        """Share nothing any more."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+    async def close(self) -> None:
+        """Let go of the engine, which holds nothing of ours."""
+        await self.leave()
+
+    async def _start(self, file: Path, most_bytes: int) -> Courier:
+        errand = f"sharing memory with {self._client.url}"
+        options = {
+            "--file": str(file),
+            "--most-bytes": str(most_bytes),
+            "--memory": self._memory,
+            "--ranks": str(self._ranks),
+        }
+        try:
+            return await Courier.start(_PARTS, options, errand)
+        except OSError as error:
+            raise ServerError(f"{errand} failed: {error}") from None

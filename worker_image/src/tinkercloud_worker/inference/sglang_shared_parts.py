@@ -1,0 +1,106 @@
+"""Lays a whole model out in shared memory, part by part, for an SGLang engine on the same machine.
+
+It writes lines of JSON:
+
+    {"handles": ["gASV..."]}        of the next part, for each of the engine's ranks, in base64
+    {"done": true}                  all parts have been loaded
+    {"error": "what went wrong"}    the last line, if anything did
+
+and reads one for each part that the engine has loaded, whose memory it then takes back.
+
+A handle is what torch writes when a tensor is sent to another process, in a form that SGLang's list
+of names admits. It is good on one machine and for processes that see the same /dev/shm and /tmp.
+"""
+
+import base64
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import set_sharing_strategy
+from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_tensor
+
+from tinkercloud_worker.inference.sglang_courier import Say, run
+from tinkercloud_worker.inference.sglang_tensors import bucket, buckets, run_of_bytes
+
+_DEVICE_ARGUMENT = 6
+"""Which argument of torch's `rebuild_cuda_tensor` is the index of the device."""
+
+
+def main() -> None:
+    """Lay out all parts of a file."""
+    options = _options()
+    # The other strategy hands open files over, which only relatives of a process can take.
+    set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    run(lambda say, loaded: _work(options, say, loaded))
+
+
+def _options() -> Namespace:
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--file", required=True, type=Path)
+    parser.add_argument("--most-bytes", required=True, type=int)
+    parser.add_argument("--memory", required=True, choices=("cuda", "cpu"))
+    parser.add_argument("--ranks", required=True, type=int)
+    return parser.parse_args()
+
+
+def _work(options: Namespace, say: Say, loaded: "SimpleQueue[dict[str, Any]]") -> None:
+    being_read: Tensor | None = None
+    for part in buckets(options.file, options.most_bytes):
+        ordered, values = run_of_bytes(part)
+        # The engine still reads the part before.
+        shared = values.to(options.memory)
+        handles = [_handle(ordered, shared) for _ in range(options.ranks)]
+        if being_read is not None:
+            loaded.get()
+        being_read = shared
+        say({"handles": handles})
+    if being_read is not None:
+        loaded.get()
+    say({"done": True})
+
+
+def _handle(ordered: dict[str, Tensor], shared: Tensor) -> str:
+    """Return a flattened bucket that says where its bytes are: one for each who opens it."""
+    written = BytesIO()
+    _Handles(written).dump(bucket(ordered, shared))
+    return base64.b64encode(written.getvalue()).decode()
+
+
+class _Handles(ForkingPickler):
+    """Writes tensors as torch does for its own processes, and as suits others."""
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as in its base
+        if isinstance(value, Tensor) and value.is_cuda:
+            return _of_gpu(value)
+        if isinstance(value, torch.UntypedStorage):
+            return _of_machine(value)
+        return NotImplemented
+
+
+def _of_gpu(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    # SGLang takes the GPU's own name where torch has the number it has here.
+    name = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    return rebuild, (*arguments[:_DEVICE_ARGUMENT], name, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+def _of_machine(
+    storage: torch.UntypedStorage,
+) -> tuple[Callable[..., torch.UntypedStorage], tuple[Any, ...]]:
+    _, file, size = storage._share_filename_cpu_()
+    # Whoever opens the file lets go of this reference.
+    storage._shared_incref()  # type: ignore[no-untyped-call]
+    # A process of torch's removes the files of those who have ended, once all have who have asked
+    # it for one. With no name of ours, the engine asks its own, and ours ends with us.
+    return rebuild_storage_filename, (type(storage), b"", file, size)
+
+
+if __name__ == "__main__":
+    main()
