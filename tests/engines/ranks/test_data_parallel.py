@@ -219,6 +219,23 @@ def test_a_step_that_ranks_apply_when_one_is_killed_is_applied(mortal) -> None:
     assert_equal(*weights, atol=0)
 
 
+@pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one", "all"])
+def test_ranks_that_are_lost_while_memory_is_released_are_told_of_by_the_next_step(
+    mortal, lost
+) -> None:
+    mortal.add_model("m", LORA)
+    run(mortal, random_data([5, 3]), model_id="m")
+    mortal.release_memory()
+    kill_in(mortal, "release_memory", *lost)
+
+    mortal.release_memory()
+
+    assert not mortal._group.is_alive
+    mortal.release_memory()
+    with pytest.raises(GradientLost if lost == (1,) else StateLost):
+        mortal.optim_step("m", ADAM)
+
+
 def test_another_models_gradient_is_missed_once_and_never_applied_in_part(mortal) -> None:
     for name in ("undisturbed", "one", "other", "idle"):
         mortal.add_model(name, LORA)

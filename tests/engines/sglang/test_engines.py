@@ -160,7 +160,7 @@ async def test_colocated_engines_give_their_memory_away_while_the_trainer_comput
     sampler = a_sampler(fakes, tmp_path, colocated=True)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     request = a_sampling_request([1, 2], max_tokens=30)
-    thread = ColocatedThread(sampler.training, on_crash=lambda _: None)
+    thread = ColocatedThread(sampler.training, release=lambda: None, on_crash=lambda _: None)
     thread.start(thread._background)
 
     async def train() -> list[set[str]]:

@@ -40,7 +40,7 @@ def build_backend(config: HeadConfig) -> Backend:
     base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = build_trainer(config, base)
-    sampler, thread = build_sampler(config, base, tokenizer, _end_process)
+    sampler, thread = build_sampler(config, base, tokenizer, trainer, _end_process)
     return Backend(
         config=config,
         trainer=trainer,

@@ -103,6 +103,11 @@ class AdamTrainer(ABC):
         """See `Trainer.discard_gradient`."""
         self._models[model_id].trainable.gradient.zero_()
 
+    def release_memory(self) -> None:
+        """See `Trainer.release_memory`."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         model = self._models[model_id]

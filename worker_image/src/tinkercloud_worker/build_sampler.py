@@ -17,7 +17,7 @@ from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
@@ -42,6 +42,7 @@ def build_sampler(
     config: HeadConfig,
     base: Callable[[], BaseModel],
     tokenizer: PreTrainedTokenizerBase,
+    trainer: Trainer,
     on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
     """Return the sampler, and the started thread for training jobs.
@@ -50,6 +51,7 @@ def build_sampler(
         config: of the head.
         base: returns the head's copy of the base model; it is loaded for who asks for it.
         tokenizer: of that model.
+        trainer: who shares its GPUs with the engines, if they are colocated.
         on_crash: see `EngineThread`.
 
     Raises:
@@ -70,8 +72,11 @@ def build_sampler(
         thread.start(sampler)
         return sampler, thread
     servers = inference_sampler(config)
-    colocated = config.sampler.inference.colocated
-    thread = ColocatedThread(servers.training, on_crash) if colocated else EngineThread(on_crash)
+    thread = EngineThread(on_crash)
+    if config.sampler.inference.colocated:
+        # Nobody needs what loading has left behind.
+        trainer.release_memory()
+        thread = ColocatedThread(servers.training, trainer.release_memory, on_crash)
     thread.start(NoBackground())
     return servers, thread
 

@@ -12,6 +12,7 @@ living rank holds all is lost, and calls about it raise StateLost from then on.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar, cast
 
 from tinkercloud_protocol.errors import StateLost, WireError
@@ -108,6 +109,12 @@ class RankedTrainer:
         """See `Trainer.discard_gradient`. What is lost has no gradient."""
         self._forget_gradient(model_id)
         self._settle_if_alive("discard_gradient", model_id)
+
+    def release_memory(self) -> None:
+        """See `Trainer.release_memory`. Of a rank that is lost, the next command tells."""
+        if self._group.is_alive:
+            with suppress(RanksLost):
+                self._command(lambda group: group.settle("release_memory"))
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""

@@ -37,15 +37,17 @@ class Group(Protocol[ItemT_contra, T_co]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Alone:
+class Alone:
     """A group of one."""
 
     job: Callable[[Between], Any]
 
     def joins(self, _items: Sequence[None], _item: None) -> bool:
+        """See `Group.joins`."""
         return False
 
     def run_together(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
+        """See `Group.run_together`."""
         return [self.job(between)]
 
 
@@ -137,7 +139,7 @@ class EngineThread:
 
         The job receives a function to call whenever the background may have a turn.
         """
-        result: T = await self.run_with_others(_Alone(job), None)
+        result: T = await self.run_with_others(Alone(job), None)
         return result
 
     async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:

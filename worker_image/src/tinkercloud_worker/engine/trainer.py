@@ -98,6 +98,9 @@ class Trainer(Protocol):
     def discard_gradient(self, model_id: str) -> None:
         """Zero the accumulated gradient."""
 
+    def release_memory(self) -> None:
+        """Give up memory of a GPU that is kept for later passes, for others who share it."""
+
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights."""
 

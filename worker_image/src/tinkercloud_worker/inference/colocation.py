@@ -1,15 +1,17 @@
 """A trainer that shares its GPUs with inference servers, and has them to itself while it computes.
 
 The servers take their memory back when a request for them comes, not before: a step that follows a
-step finds the GPUs as it left them.
+step finds the GPUs as it left them. What torch keeps of a GPU's memory between steps is given up
+before anybody else has a turn.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
-from tinkercloud_worker.engine.thread import Between, EngineThread
+from tinkercloud_worker.engine.thread import Alone, EngineThread, Group
 
+ItemT = TypeVar("ItemT")
 T = TypeVar("T")
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
@@ -17,17 +19,31 @@ Turn = Callable[[], AbstractAsyncContextManager[None]]
 class ColocatedThread(EngineThread):
     """An engine thread whose jobs wait for the servers to give their memory away."""
 
-    def __init__(self, turn: Turn, on_crash: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, turn: Turn, release: Callable[[], None], on_crash: Callable[[BaseException], None]
+    ) -> None:
         """Make a thread.
 
         Args:
-            turn: a context in which the GPUs are the trainer's.
+            turn: a context in which the GPUs are the trainer's; it may be entered several times.
+            release: gives up what the trainer keeps of their memory; called on the thread.
             on_crash: see `EngineThread`.
         """
         super().__init__(on_crash)
         self._turn = turn
+        self._release = release
+        self._holders = 0
+        """Jobs that have the turn."""
 
-    async def run(self, job: Callable[[Between], T]) -> T:
-        """See `EngineThread.run`."""
+    async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
+        """See `EngineThread.run_with_others`."""
         async with self._turn():
-            return await super().run(job)
+            self._holders += 1
+            try:
+                return await super().run_with_others(group, item)
+            finally:
+                try:
+                    if self._holders == 1:
+                        await super().run_with_others(Alone(lambda _: self._release()), None)
+                finally:
+                    self._holders -= 1

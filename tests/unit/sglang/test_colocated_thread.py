@@ -1,0 +1,123 @@
+"""A trainer that shares its GPUs: every job has the turn, and nothing of them is kept after it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.thread import NoBackground
+from tinkercloud_worker.inference.colocation import ColocatedThread
+from tinkercloud_worker.no_trainer import NoTrainer
+
+
+class Record:
+    """What happened, in order, to GPUs that a trainer has by turns."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.holders = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
+            if not self.holders:
+                self.events.append("the turn ends")
+
+    def release(self) -> None:
+        assert self.holders, "the GPUs are somebody else's"
+        self.events.append("memory is released")
+
+    def joins(self, _items: Sequence[str], _item: str) -> bool:
+        return True
+
+    def run_together(self, items: Sequence[str], _between: Callable[[], None]) -> Sequence[str]:
+        assert self.holders, "the GPUs are somebody else's"
+        if "bad" in items:
+            raise ValueError("bad")
+        self.events.extend(items)
+        return items
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record()
+
+
+@pytest.fixture
+async def thread(record: Record) -> AsyncIterator[ColocatedThread]:
+    thread = ColocatedThread(
+        record.turn, record.release, on_crash=lambda error: pytest.fail(repr(error))
+    )
+    thread.start(NoBackground())
+    yield thread
+    thread.stop()
+
+
+async def test_passes_that_may_be_shared_have_the_turn_as_other_jobs_have(
+    thread: ColocatedThread, record: Record
+) -> None:
+    await thread.run_with_others(record, "a pass")
+    await thread.run(lambda _: record.events.append("a step"))
+
+    released = ["memory is released", "the turn ends"]
+    assert record.events == ["a pass", *released, "a step", *released]
+
+
+async def test_memory_is_released_once_by_the_last_of_the_jobs_that_have_the_turn_together(
+    thread: ColocatedThread, record: Record
+) -> None:
+    await asyncio.gather(*[thread.run_with_others(record, name) for name in ("one", "two")])
+
+    assert sorted(record.events[:2]) == ["one", "two"]
+    assert record.events[2:] == ["memory is released", "the turn ends"]
+
+
+async def test_a_job_that_fails_releases_memory_too(
+    thread: ColocatedThread, record: Record
+) -> None:
+    with pytest.raises(ValueError, match="bad"):
+        await thread.run_with_others(record, "bad")
+
+    assert record.events == ["memory is released", "the turn ends"]
+
+
+async def test_a_job_that_somebody_gave_up_keeps_the_turn_until_it_has_ended(
+    thread: ColocatedThread, record: Record
+) -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def job(_between: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
+        record.events.append("a step")
+
+    given_up = asyncio.create_task(thread.run(job))
+    await began.wait()
+    given_up.cancel()
+    await asyncio.sleep(0)
+    assert record.events == []
+    may_end.set()
+    await asyncio.gather(given_up, return_exceptions=True)
+
+    assert record.events == ["a step", "memory is released", "the turn ends"]
+
+
+@pytest.mark.parametrize(("uses_cuda", "emptied"), [(True, 1), (False, 0)])
+def test_a_trainer_empties_torch_s_cache_if_it_uses_a_gpu(
+    uses_cuda: bool, emptied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+
+    NoTrainer(TokenLimits(vocab_size=8, max_context_length=8)).release_memory()
+
+    assert len(calls) == emptied
