@@ -16,6 +16,7 @@ expert; E experts, D hidden size, F intermediate size, r rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -143,9 +144,9 @@ def _adapted(
 
     def added(term: Term) -> Tensor:
         low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
-        return _grouped(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+        return grouped(low_Nr.to(dtype)[positions_S], term.b, ends_E)
 
-    gate_up = _grouped(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
+    gate_up = grouped(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
     gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
 
@@ -158,8 +159,8 @@ def _adapted(
     def sums(values: Tensor) -> Tensor:
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
-    low_Nr = sums(_grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
-    whole_ND = sums(_grouped(inner_SF, experts.down_proj, ends_E))
+    low_Nr = sums(grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
+    whole_ND = sums(grouped(inner_SF, experts.down_proj, ends_E))
     return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
 
 
@@ -169,18 +170,33 @@ def _ends(numbers_S: Tensor, count: int) -> Tensor:
     return torch.searchsorted(numbers_S, every_E, right=True, out_int32=True)
 
 
-def _grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
+def grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
     """Return [S, out]: each row times the transposed weight of its expert.
 
     Args:
-        x: [S, in], sorted by expert.
+        x: [S, in], sorted by expert; experts may have no rows.
         weights: [E, out, in], rounded to the type of x.
-        ends_E: int32, where each expert's rows end.
+        ends_E: int32, where each expert's rows end; the last ends are those of x.
     """
+    if not len(x):
+        # torch can't go back through a product of no rows.
+        return grouped(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[:0]
     step, out = _ALIGNED_BYTES // x.element_size(), weights.shape[1]
     inner, outer = -x.shape[1] % step, -out % step
     weights = weights.to(x.dtype)
     if inner or outer:
         weights = nn.functional.pad(weights, (0, inner, 0, outer))
         x = nn.functional.pad(x, (0, inner))
+    weights = weights.view_as(weights)
+    if weights.requires_grad:
+        weights.register_hook(partial(_of_rows, ends_E))  # type: ignore[no-untyped-call]
     return grouped_mm(x, weights.transpose(1, 2), offs=ends_E)[:, :out]
+
+
+def _of_rows(ends_E: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of experts' weights: none where an expert has no rows.
+
+    There, torch's product leaves what was in the memory before on some GPUs (pytorch#172439).
+    """
+    starts_E = nn.functional.pad(ends_E[:-1], (1, 0))
+    return gradient.masked_fill((starts_E == ends_E)[:, None, None], 0.0)

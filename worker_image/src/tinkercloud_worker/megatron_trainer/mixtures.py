@@ -1,8 +1,8 @@
 """Mixtures of experts: what makes megatron-core compute them as Hugging Face does.
 
-Experts are megatron-core's own, computed one after another, and tokens travel to the ranks that
-hold them. Router and experts are frozen, no token is dropped and no loss is added: what a token
-gets does not depend on the others in its batch.
+Experts have megatron-core's own weights, and tokens travel to the ranks that hold them. Router and
+experts are frozen, no token is dropped and no loss is added: what a token gets does not depend on
+the others in its batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,7 +115,7 @@ def settings(mixture: Mixture | None) -> Mapping[str, object]:
 
 
 def name_experts(bridge: Any) -> None:  # noqa: ANN401 - mbridge has no types
-    """Make a bridge find the weights of experts that are computed one after another.
+    """Make a bridge find the weights of experts that are modules of their own.
 
     It knows those of grouped experts, which are numbered parameters of one module.
     """

@@ -30,7 +30,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
     interleaved,
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
-from tinkercloud_worker.megatron_trainer.expert_adapters import AdaptedExperts, located
+from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
@@ -307,4 +307,4 @@ def _adapt_experts(  # noqa: PLR0917 - as above
         for weight in bridge._weight_name_mapping_mcore_to_hf(names[f"{first}.{linear}.weight"])
     ]
     gate, up, down = (targets[located(weight)[0]] for weight in weights)
-    AdaptedExperts(linears, experts, (gate, up, down), first=located(weights[0])[1])
+    GroupedExperts(linears, experts, (gate, up, down), first=located(weights[0])[1])

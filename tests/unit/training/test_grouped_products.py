@@ -1,0 +1,72 @@
+"""One product for all experts of a layer: as each by itself, whoever has no rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tinkercloud_worker import experts
+from tinkercloud_worker.experts import grouped
+
+
+def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    starts = [0, *ends.tolist()[:-1]]
+    parts = zip(starts, ends.tolist(), weights, strict=True)
+    return torch.cat([x[start:end] @ weight.T for start, end, weight in parts])
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32).requires_grad_()
+
+
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    inner=st.integers(1, 9),
+    outer=st.integers(1, 9),
+)
+@settings(deadline=None, max_examples=60)
+def test_products_and_gradients_are_those_of_each_expert(counts, inner, outer) -> None:
+    torch.manual_seed(0)
+    x, weights = random(sum(counts), inner), random(len(counts), outer, inner)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    sought = random(sum(counts), outer).detach()
+
+    got, expected = grouped(x, weights, ends), one_by_one(x, weights, ends)
+
+    torch.testing.assert_close(got, expected)
+    of_got = torch.autograd.grad((got * sought).sum(), (x, weights))
+    of_expected = torch.autograd.grad((expected * sought).sum(), (x, weights))
+    torch.testing.assert_close(of_got, of_expected)
+
+
+class Unwritten(torch.autograd.Function):
+    """What torch's product does on some GPUs: gradients of experts without rows are never set."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return gradient.masked_fill((counts == 0)[:, None, None], torch.nan), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype
+) -> None:
+    counts = torch.tensor([3, 0, 2, 0])
+    x, weights = random(5, 8).to(dtype), random(4, 8, 8)
+    product = experts.grouped_mm
+    monkeypatch.setattr(
+        experts, "grouped_mm", lambda x, w, offs: product(x, Unwritten.apply(w, counts), offs=offs)
+    )
+
+    (grouped(x, weights, counts.cumsum(0).to(torch.int32)) ** 2).sum().backward()
+
+    assert weights.grad is not None
+    assert weights.grad.isfinite().all()
+    assert (weights.grad.abs().sum((1, 2)) > 0).tolist() == [True, False, True, False]
