@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.web import BaseRequest, StreamResponse
 
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.faulty_api import Forward, refusing
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import (
@@ -25,7 +27,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_base_model,
     a_volume,
 )
-from tinkercloud_testing.cluster.worlds import PATIENCE
+from tinkercloud_testing.cluster.worlds import PATIENCE, a_world
 from tinkercloud_testing.waiting import wait_until
 
 DRIVER = "gpu.example.com"
@@ -172,3 +174,29 @@ def test_the_template_of_the_claims_is_made_again_and_goes_with_its_session(
         "no claim and no template is left",
         SOON_SECONDS,
     )
+
+
+def test_a_cluster_without_claims_of_devices_serves_all_sessions_that_need_none(
+    cluster: Cluster, namespace: str, kwok: KwokNodes, cluster_folder: Path
+) -> None:
+    kwok.add("older-0", gpus=8)
+    asked: set[str] = set()
+
+    async def older(request: BaseRequest, forward: Forward) -> StreamResponse:
+        if not request.path.startswith("/apis/resource.k8s.io/"):
+            return await forward()
+        asked.add(request.path)
+        return await refusing(404)(request, forward)
+
+    with a_world(cluster, cluster_folder, "older") as world, world.api.failing(older):
+        shared = a_base_model(world.sessions.namespace, "shared", modelName="Shared", **COLOCATED)
+        cluster.apply(shared)
+        world.operator.program.start()
+        world.sessions.make_ready("needs-none")
+        world.sessions.make("needs-some", baseModel="Shared")
+        world.sessions.wait_for_reason("needs-some", "ApplyFailed")
+
+        message = world.sessions.condition("needs-some", "Stalled")["message"]
+        assert "sampler.engines.deviceClassName of the BaseModel needs: Kubernetes 1.34" in message
+        assert world.sessions.children("needs-some") == []
+    assert asked == {"/apis/resource.k8s.io/v1"}
