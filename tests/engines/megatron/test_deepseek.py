@@ -19,7 +19,13 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import save, tiny_deepseek_v2, tiny_deepseek_v3
+from tinkercloud_testing.models import (
+    save,
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_qwen3_moe,
+)
+from tinkercloud_testing.quantizing import quantize
 from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
@@ -196,12 +202,30 @@ def test_full_fine_tuning_is_refused_by_name(alone, tmp_path) -> None:
         megatron.add_model("m", None)
 
 
+@pytest.mark.parametrize("make", [tiny_deepseek_v3, tiny_qwen3_moe])
+def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(alone, tmp_path, make) -> None:
+    folder = save(make(), tmp_path)
+    quantize(folder, (24, 32))
+    megatron = megatron_trainer(str(folder), 1, 1)
+    megatron.add_model("m", LORA)
+    torch_trainer = TorchTrainer(BaseModel.load(str(folder), torch.float32), max_batch_tokens=32)
+    torch_trainer.add_model("m", LORA)
+    data = random_data(LENGTHS)
+
+    got, expected = run(megatron, data), run(torch_trainer, data)
+
+    np.testing.assert_allclose(
+        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"attention_bias": True}, "attention_bias: .*without biases"),
         ({"n_shared_experts": 0}, "n_shared_experts: .*backend torch"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*in bfloat16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: .*in bfloat16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None; .*in bfloat16"),
         (
             {"rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 2.0}},
             "rope_type: .*'dynamic'",

@@ -45,6 +45,7 @@ from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import LowRankTerms, Parts, Term, add_terms
 from tinkercloud_worker.packing import Packed, mask_kinds, use_packed_attention
+from tinkercloud_worker.quantized import load_pretrained
 
 log = structlog.get_logger(__name__)
 
@@ -150,9 +151,7 @@ class BaseModel:
             UnsupportedModelError: its architecture is not one we compute correctly.
         """
         check_folder(path)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
+        model = load_pretrained(path, dtype)
         nn.Module.to(model, torch.device(device))
         return cls(model, packed=packed)
 

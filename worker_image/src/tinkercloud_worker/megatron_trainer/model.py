@@ -6,16 +6,18 @@ mbridge knows the families; what it takes for granted and is not always so is ch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from mbridge import AutoBridge
 from mbridge.core import register_model
+from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
@@ -32,6 +34,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers
+from tinkercloud_worker.quantized import QuantizedFolder, block_size
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
 register_model("mistral")(LLaMABridge)
@@ -107,9 +110,24 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     model, bridge = blank(config, dtype, parallelism, device)
+    block = block_size(config)
+    if block is not None:
+        folder = QuantizedFolder(path, block, dtype)
+        bridge._get_safetensor_io = partial(_Dequantized, folder)
     with device.computing(), torch.no_grad():
         bridge.load_weights([model.module], path)
     return model
+
+
+class _Dequantized(SafeTensorIO):  # type: ignore[misc]
+    """What a bridge reads of a folder of quantized weights."""
+
+    def __init__(self, folder: QuantizedFolder, path: str) -> None:
+        super().__init__(path)
+        self._folder = folder
+
+    def load_some_hf_weight(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return self._folder.read(names)
 
 
 def blank(
@@ -187,10 +205,10 @@ def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - tra
             f"the megatron trainer does not know the family {config.model_type!r}: it takes"
             f" {', '.join(sorted(_FAMILIES))}; use backend torch"
         )
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) and block_size(config) is None:
         raise UnsupportedModelError(
-            "quantization_config: the megatron trainer reads no quantized weights; give it a copy"
-            " of the model in bfloat16, whose config.json does not have this field"
+            "quantization_config: of quantized weights the megatron trainer reads fp8 in blocks"
+            " only; give it a copy of the model in bfloat16, whose config.json has no such field"
         )
     if config.model_type in deepseek.FAMILIES:
         deepseek.check(config, parallelism)

@@ -1,0 +1,140 @@
+"""Checkpoints whose weights are blocks of float8, read as the values that they stand for.
+
+DeepSeek-V3 is published so, and other models have such a copy (`...-FP8`): a matrix is float8, and
+beside it, under its name and `_scale_inv`, is what each block of it is multiplied by. A model that
+computes in float8 has no gradients; here its values are of the type that everything else is.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_worker.architecture import UnsupportedModelError
+
+_SCALE = "_scale_inv"
+
+Block = tuple[int, int]
+"""Rows and columns of a matrix that have one scale."""
+
+
+def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the Hugging Face model of a folder, on the CPU.
+
+    Args:
+        path: of the folder.
+        dtype: that its weights are kept in, whatever they are in the folder.
+
+    Raises:
+        UnsupportedModelError: its weights are float8 in a form that is not read.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    block = block_size(config)
+    model: PreTrainedModel
+    if block is None:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+        return model
+    # transformers reads them too, but only matrices that whole blocks fill.
+    del config.quantization_config
+    folder = QuantizedFolder(path, block, dtype)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    weights = folder.read(folder.names)
+    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    return model
+
+
+def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the blocks of a checkpoint's weights; None if they are not in blocks of float8.
+
+    Args:
+        config: of the Hugging Face model.
+
+    Raises:
+        UnsupportedModelError: they are float8 in another form.
+    """
+    quantization = getattr(config, "quantization_config", None) or {}
+    if quantization.get("quant_method") != "fp8":
+        return None
+    block = quantization.get("weight_block_size")
+    if not block:
+        raise UnsupportedModelError(
+            "quantization_config: fp8 weights are read in blocks, but this model has"
+            f" weight_block_size {block!r}; use a copy of it in bfloat16"
+        )
+    rows, columns = block
+    return rows, columns
+
+
+def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """Return what a matrix stands for, float32 [out, in].
+
+    Args:
+        values: float8 [out, in].
+        scales: of each block, [out / rows, in / columns], rounded up.
+        block: its rows and columns; the last ones may be cut off.
+    """
+    rows, columns = block
+    out, width = values.shape
+    spread = scales.float().repeat_interleave(rows, 0)[:out]
+    return values.float() * spread.repeat_interleave(columns, 1)[:, :width]
+
+
+class QuantizedFolder:
+    """The safetensors files of a Hugging Face folder."""
+
+    def __init__(self, path: str, block: Block, dtype: torch.dtype) -> None:
+        """Look which tensors there are.
+
+        Args:
+            path: of the folder.
+            block: of its float8 weights.
+            dtype: that these are returned in.
+
+        Raises:
+            UnsupportedModelError: there are none.
+        """
+        self._block = block
+        self._dtype = dtype
+        self._files: dict[str, Path] = {}
+        """By name of a tensor."""
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                self._files |= dict.fromkeys(tensors.keys(), file)
+        if not self._files:
+            raise UnsupportedModelError(
+                f"{path}: float8 weights are read from safetensors files, and there are none"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """All weights, without their scales."""
+        return [name for name in self._files if not name.endswith(_SCALE)]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return weights by name; those of float8 as what they stand for.
+
+        Raises:
+            UnsupportedModelError: a weight is not there, or has no scales.
+        """
+        return {name: self._read(name) for name in names}
+
+    def _read(self, name: str) -> Tensor:
+        values = self._tensor(name)
+        if values.element_size() > 1:
+            return values
+        scales = self._tensor(f"{name}{_SCALE}")
+        return dequantized(values, scales, self._block).to(self._dtype)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise UnsupportedModelError(f"{name}: no safetensors file of the model has it")
+        with safe_open(self._files[name], framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
