@@ -1,8 +1,8 @@
 """A suspended model goes on in another head exactly where it was, or nothing of it exists."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,12 @@ from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.engine.thread import NoBackground
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.inference.client import ServerUnreachable
+from tinkercloud_worker.inference.colocation import ColocatedThread, Turn
 
 MODEL = ModelId("s", 0)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
@@ -119,7 +122,11 @@ def root(tmp_path: Path) -> str:
 
 @contextmanager
 def a_head(
-    root: str, scratch: Path, generation: str, limits: Limits | None = None
+    root: str,
+    scratch: Path,
+    generation: str,
+    limits: Limits | None = None,
+    turn: Turn | None = None,
 ) -> Iterator[Head]:
     """Run a head in this process; when the context ends it is gone, as if it had been killed."""
     config = HeadConfig(
@@ -134,10 +141,15 @@ def a_head(
     )
     store = CheckpointStore(open_store(root))
     with an_engine(tiny_llama(), scratch / generation) as engine:
-        backend = Backend(config, engine.trainer, engine.sampler, engine.thread, store, frozenset())
+        thread = engine.thread
+        if turn is not None:
+            thread = ColocatedThread(turn, lambda: None, lambda error: pytest.fail(repr(error)))
+            thread.start(NoBackground())
+        backend = Backend(config, engine.trainer, engine.sampler, thread, store, frozenset())
         service = HeadService(backend)
         yield Head(service, store)
         service.close()
+        thread.stop()
 
 
 async def test_training_goes_on_bit_for_bit(root: str, tmp_path: Path) -> None:
@@ -170,6 +182,45 @@ async def test_training_goes_on_bit_for_bit(root: str, tmp_path: Path) -> None:
         await after.answer(7)
 
         assert losses == expected
+        assert await after.weights() == weights
+
+
+async def test_while_an_engine_on_the_trainers_gpus_is_away_steps_fail_and_nothing_is_lost(
+    root: str, tmp_path: Path
+) -> None:
+    is_away = False
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        if is_away:
+            raise ServerUnreachable("the engine is away")
+        yield
+
+    with a_head(root, tmp_path, "g0") as whole:
+        await whole.begin()
+        whole.add(1)
+        whole.apply(2)
+        whole.add(3, first=50)
+        whole.apply(4)
+        await whole.answer(4)
+        weights = await whole.weights()
+
+    with a_head(root, tmp_path, "g1", turn=turn) as before:
+        await before.begin()
+        before.add(1)
+        before.apply(2)
+        await before.answer(2)
+        is_away = True
+        before.add(3)
+        failed = orjson.loads(await before.answer(3))
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2") as after:
+        await after.resume("g1")
+        after.add(4, first=50)
+        after.apply(5)
+        await after.answer(5)
+
+        assert failed == {"error": "the engine is away", "category": "server"}
         assert await after.weights() == weights
 
 

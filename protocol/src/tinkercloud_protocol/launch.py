@@ -142,7 +142,8 @@ class InferenceConfig(_Config):
     shared_memory: Literal["cuda", "cpu"] | None = None
     """Memory in which whole models are handed to engines on this machine, which see our /dev/shm
     and /tmp; what fails goes in requests or by files. `cuda`: of the GPU on which the head itself
-    trains (CUDA IPC). `cpu`: of the machine. Absent means none. Backend sglang only."""
+    trains (CUDA IPC). `cpu`: of the machine; /dev/shm must have room for 512 MiB, and for twice the
+    largest tensor. Absent means none. Backend sglang only."""
 
 
 class SamplerConfig(_Config):

@@ -138,6 +138,67 @@ async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_a
         await sampler.close()
 
 
+@pytest.mark.parametrize("trains_first", [True, False])
+async def test_a_head_takes_over_engines_whose_memory_the_one_before_it_has_been_given(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, trains_first
+) -> None:
+    first = a_sampler(fakes[:1], tmp_path / "first", colocated=True)
+    await first.publish("base", None)
+    await first.sample("base", a_sampling_request([1]))
+    held = first.training()
+    await held.__aenter__()
+    second = a_sampler(fakes[:1], tmp_path / "second", colocated=True, generation="g2")
+    await second.publish("base", None)
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+    if trains_first:
+        async with second.training():
+            assert fakes[0].released
+    theirs = await second.sample("base", request)
+
+    assert_same(theirs, await engine.sampler.sample("base", request))
+    assert len(fakes[0].called("/release_memory_occupation")) == 1
+    assert len(fakes[0].called("/resume_memory_occupation")) == 1
+    await second.close()
+
+
+async def test_an_engine_that_begins_again_between_two_steps_is_asked_for_its_memory_again(
+    fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes, tmp_path, colocated=True)
+    async with sampler.training():
+        assert all(fake.released for fake in fakes)
+    fakes[1].restart()
+
+    async with sampler.training():
+        assert all(fake.released for fake in fakes)
+
+    assert [len(fake.called("/release_memory_occupation")) for fake in fakes] == [1, 2]
+    await sampler.close()
+
+
+async def test_a_trainer_waits_for_an_engine_that_is_away_and_says_so_if_it_stays_there(
+    engine: Engine, fakes: list[FakeSglang], model_folder: Path, tmp_path: Path
+) -> None:
+    away = FakeSglang(engine, model_folder)
+    async with listening(away):
+        port = int(away.url.rpartition(":")[2])
+    sampler = a_sampler([fakes[0], away], tmp_path, colocated=True)
+    entering = asyncio.create_task(sampler.training().__aenter__())
+    await asyncio.wait({entering}, timeout=1.5)
+    assert not entering.done()
+    assert counted(away, "up") == 0
+
+    async with listening(away, port):
+        await entering
+        assert away.released
+
+    impatient = a_sampler([away], tmp_path / "other", colocated=True, recovery_seconds=0.1)
+    with pytest.raises(ServerUnreachable, match="which shares GPUs with the trainer"):
+        await impatient.training().__aenter__()
+    await asyncio.gather(sampler.close(), impatient.close())
+
+
 async def test_an_engine_that_began_again_meanwhile_is_not_told_to_take_its_memory_back(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:

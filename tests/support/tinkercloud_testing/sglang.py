@@ -89,7 +89,7 @@ class FakeSglang:
     async def generate(self, body: dict[str, Any]) -> web.Response:
         """Answer /generate for a batch."""
         definition("GenerateReqInput").model_validate(body)
-        assert not self.released, "an engine without its memory was asked to generate"
+        self._need_memory()
         name = body.get("lora_path")
         if name is not None and name not in self.adapters:
             loaded = list(self.adapters)
@@ -145,7 +145,7 @@ class FakeSglang:
     async def load_lora_adapter(self, body: dict[str, Any]) -> web.Response:
         """Answer /load_lora_adapter."""
         definition("LoadLoRAAdapterReqInput").model_validate(body)
-        assert not self.released, "an engine without its memory was asked to load an adapter"
+        self._need_memory()
         name, folder = body["lora_name"], Path(body["lora_path"])
         if not folder.is_dir():
             return _lora_answer(f"{folder} does not exist", self.adapters)
@@ -156,7 +156,7 @@ class FakeSglang:
     async def load_lora_adapter_from_tensors(self, body: dict[str, Any]) -> web.Response:
         """Answer /load_lora_adapter_from_tensors."""
         definition("LoadLoRAAdapterFromTensorsReqInput").model_validate(body)
-        assert not self.released, "an engine without its memory was asked to load an adapter"
+        self._need_memory()
         return await self._load(body["lora_name"], body["config_dict"], self._tensors(body))
 
     async def _load(
@@ -187,7 +187,7 @@ class FakeSglang:
     async def unload_lora_adapter(self, body: dict[str, Any]) -> web.Response:
         """Answer /unload_lora_adapter."""
         definition("UnloadLoRAAdapterReqInput").model_validate(body)
-        assert not self.released, "an engine without its memory was asked to unload an adapter"
+        self._need_memory()
         if self.adapters.pop(body["lora_name"], None) is None:
             return _lora_answer(f"LoRA with name {body['lora_name']} does not exist.", {})
         self.forgotten.add(body["lora_name"])
@@ -196,6 +196,7 @@ class FakeSglang:
     async def update_weights_from_disk(self, body: dict[str, Any]) -> web.Response:
         """Answer /update_weights_from_disk."""
         definition("UpdateWeightFromDiskReqInput").model_validate(body)
+        self._need_memory()
         folder = Path(body["model_path"])
         if not (folder / "config.json").exists():
             words = f"{folder} does not exist"
@@ -255,6 +256,11 @@ class FakeSglang:
         await self._replace(tensors)
         return _weights_answer(None)
 
+    def _need_memory(self) -> None:
+        """End, as SGLang does over what it is asked without its memory."""
+        if self.released:
+            raise EOFError
+
     async def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors in place of those of the same names."""
         if self._weights is None:
@@ -281,14 +287,15 @@ class FakeSglang:
     async def release_memory_occupation(self, body: dict[str, Any]) -> web.Response:
         """Answer /release_memory_occupation."""
         definition("ReleaseMemoryOccupationReqInput").model_validate(body)
-        assert not self.released, "an engine can give its memory away once"
+        self._need_memory()
         self.released |= set(body["tags"])
         return web.Response()
 
     async def resume_memory_occupation(self, body: dict[str, Any]) -> web.Response:
         """Answer /resume_memory_occupation."""
         definition("ResumeMemoryOccupationReqInput").model_validate(body)
-        assert set(body["tags"]) <= self.released
+        if not set(body["tags"]) <= self.released:
+            raise EOFError
         self.released -= set(body["tags"])
         return web.Response()
 
@@ -323,7 +330,7 @@ class FakeSglang:
         try:
             answer: web.Response = await getattr(self, request.path.removeprefix("/"))(body)
         except EOFError:
-            # One of its ranks has gone: SGLang's end over what they can't open.
+            # Its ranks have gone: SGLang's end over what they can't open, or have no memory for.
             return self._end(request)
         except (ValidationError, AssertionError) as error:
             return web.json_response({"error": {"message": str(error)}}, status=422)

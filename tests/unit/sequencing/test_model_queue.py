@@ -22,6 +22,7 @@ class Bench:
     def __init__(self, gap_seconds: float = 60) -> None:
         self.results = Results(Timings(), 1 << 20, now=lambda: 0.0)
         self.ran: list[str] = []
+        self.can_drop = True
         self.queue = ModelQueue(
             MODEL,
             self.results,
@@ -32,6 +33,8 @@ class Bench:
         self.queue.sequencer.next_seq_id = 1
 
     async def drop_gradient(self) -> None:
+        if not self.can_drop:
+            raise RuntimeError("no engine is there")
         self.ran.append("drop")
 
     def submit(self, seq_id: int, role: Role = "other", work: Callable[[], None] | None = None):
@@ -60,6 +63,22 @@ async def bench() -> AsyncIterator[Bench]:
     made = Bench()
     yield made
     made.queue.close("the test is over")
+
+
+async def test_a_gradient_that_can_not_be_dropped_now_is_dropped_before_anything_is_added(
+    bench: Bench,
+) -> None:
+    bench.can_drop = False
+    bench.submit_broken(1)
+    assert "broken batch" in str((await bench.answer(1))["error"])
+    bench.submit(2, "gradient")
+    assert "no engine is there" not in str(await bench.answer(2))
+    bench.can_drop = True
+    bench.submit(3, "gradient")
+    bench.submit(4, "step")
+    await bench.answer(4)
+
+    assert bench.ran[:2] == ["drop", "gradient 3"]
 
 
 async def test_requests_run_in_order_of_their_numbers(bench: Bench) -> None:

@@ -107,7 +107,61 @@ async def test_a_job_that_somebody_gave_up_keeps_the_turn_until_it_has_ended(
     may_end.set()
     await asyncio.gather(given_up, return_exceptions=True)
 
-    assert record.events == ["a step", "memory is released", "the turn ends"]
+    await until(lambda: record.events == ["a step", "memory is released", "the turn ends"])
+
+
+async def test_a_job_given_up_while_another_one_releases_memory_keeps_the_turn_too(
+    thread: ColocatedThread, record: Record
+) -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def first(_between: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
+
+    def second(_between: Callable[[], None]) -> None:
+        assert record.holders, "the GPUs are somebody else's"
+        record.events.append("the second ends")
+
+    running = asyncio.create_task(thread.run(first))
+    await began.wait()
+    given_up = asyncio.create_task(thread.run(second))
+    await until(lambda: record.holders == 2)
+    may_end.set()
+    given_up.cancel()
+    await running
+
+    await until(lambda: record.events[-1:] == ["the turn ends"])
+    assert record.events[0] == "the second ends"
+
+
+async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
+    ran, waits = [], asyncio.Event()
+
+    @asynccontextmanager
+    async def never() -> AsyncIterator[None]:
+        waits.set()
+        await asyncio.Event().wait()
+        yield
+
+    thread = ColocatedThread(never, lambda: None, on_crash=lambda error: pytest.fail(repr(error)))
+    thread.start(NoBackground())
+    given_up = asyncio.create_task(thread.run(lambda _: ran.append("a step")))
+    await waits.wait()
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    await until(lambda: not thread._holding)
+
+    assert await thread.run_beside(lambda: "what needs no memory has no turn to wait for")
+    assert ran == []
+    thread.stop()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - what happens on a thread
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(("uses_cuda", "emptied"), [(True, 1), (False, 0)])

@@ -37,17 +37,15 @@ class Group(Protocol[ItemT_contra, T_co]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alone:
+class _Alone:
     """A group of one."""
 
     job: Callable[[Between], Any]
 
     def joins(self, _items: Sequence[None], _item: None) -> bool:
-        """See `Group.joins`."""
         return False
 
     def run_together(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
-        """See `Group.run_together`."""
         return [self.job(between)]
 
 
@@ -139,11 +137,22 @@ class EngineThread:
 
         The job receives a function to call whenever the background may have a turn.
         """
-        result: T = await self.run_with_others(Alone(job), None)
+        result: T = await self.run_with_others(_Alone(job), None)
+        return result
+
+    async def run_beside(self, job: Callable[[], T]) -> T:
+        """Run a job that computes next to nothing and needs no memory, as what saves or forgets.
+
+        Others who share the trainer's device may go on meanwhile.
+        """
+        result: T = await self._queued(_Alone(lambda _: job()), None)
         return result
 
     async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
         """Run an item on the thread, with others of its group that wait, and return its result."""
+        return await self._queued(group, item)
+
+    async def _queued(self, group: Group[ItemT, T], item: ItemT) -> T:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 

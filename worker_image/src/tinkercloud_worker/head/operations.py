@@ -109,7 +109,7 @@ class Operations:
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
         await self._refuse_duplicate(path, overwrite=request.overwrite)
-        state = await self._compute(lambda _: self._backend.trainer.export_state(self._name))
+        state = await self._beside(lambda: self._backend.trainer.export_state(self._name))
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
 
         def encode() -> formats.Files:
@@ -124,7 +124,7 @@ class Operations:
         if request.path is not None:
             path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
             await self._refuse_duplicate(path, overwrite=False)
-        weights = await self._compute(lambda _: self._backend.trainer.snapshot(self._name))
+        weights = await self._beside(lambda: self._backend.trainer.snapshot(self._name))
         if path is None:
             return await self._publish(request, weights)
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
@@ -159,7 +159,7 @@ class Operations:
 
         Repeating it writes the same again.
         """
-        state = await self._compute(lambda _: self._backend.trainer.export_state(self._name))
+        state = await self._beside(lambda: self._backend.trainer.export_state(self._name))
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
         manifest = self._manifest(path, None, None, state.step)
 
@@ -177,8 +177,8 @@ class Operations:
     async def export(self) -> tuple[TrainingState, Gradient | None]:
         """Return all that training goes on from: the state, and the gradient if there is one."""
         trainer = self._backend.trainer
-        return await self._compute(
-            lambda _: (trainer.export_state(self._name), trainer.export_gradient(self._name))
+        return await self._beside(
+            lambda: (trainer.export_state(self._name), trainer.export_gradient(self._name))
         )
 
     async def restore(self, state: TrainingState, gradient: Gradient | None) -> None:
@@ -206,12 +206,12 @@ class Operations:
     async def drop_gradient(self) -> None:
         """Forget the accumulated gradient."""
         if self._refused is None:
-            await self._on_thread(lambda: self._backend.trainer.discard_gradient(self._name))
+            await self._beside(lambda: self._backend.trainer.discard_gradient(self._name))
 
     async def delete(self) -> None:
         """Free the model's memory."""
         self._refused = "the model was deleted"
-        await self._on_thread(lambda: self._backend.trainer.remove_model(self._name))
+        await self._beside(lambda: self._backend.trainer.remove_model(self._name))
         await self._samplers.retire_model(self._model_id)
 
     def _check_alive(self) -> None:
@@ -228,6 +228,10 @@ class Operations:
             StateLost: the engine has lost the model; the message says from where it can go on.
         """
         return await self._unless_lost(self._backend.thread.run(job))
+
+    async def _beside(self, job: Callable[[], T]) -> T:
+        """Run a job that computes nothing on the engine's thread. Raises as `_compute`."""
+        return await self._unless_lost(self._backend.thread.run_beside(job))
 
     async def _unless_lost(self, result: Awaitable[T]) -> T:
         try:

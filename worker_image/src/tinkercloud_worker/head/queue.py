@@ -111,6 +111,8 @@ class ModelQueue:
         self._gap_timer: asyncio.TimerHandle | None = None
         self._failure: tuple[str, str] | None = None
         """The failed gradient request of the step that is being built: its id and message."""
+        self._holds_half = False
+        """Whether part of a failed request may be in the gradient."""
         self._is_paused = False
         self._later: set[asyncio.Task[None]] = set()
         self._worker = asyncio.create_task(self._work())
@@ -193,6 +195,8 @@ class ModelQueue:
         request_id = self.request_id(seq_id)
         try:
             self._check_step(queued)
+            if queued.operation.role != "other":
+                await self._drop_half()
             outcome = await queued.operation.run()
         except Exception as error:  # noqa: BLE001 - whatever it is, its future gets an answer
             result = to_result(error)
@@ -236,7 +240,16 @@ class ModelQueue:
     async def _fail_step(self, request_id: str, result: Result) -> None:
         if self._failure is None:
             self._failure = (request_id, error_message(result))
-        await self._drop_gradient()
+        self._holds_half = True
+        try:
+            await self._drop_half()
+        except Exception as error:
+            log.warning("a gradient is yet to be dropped", request_id=request_id, exc_info=error)
+
+    async def _drop_half(self) -> None:
+        if self._holds_half:
+            await self._drop_gradient()
+            self._holds_half = False
 
     def _watch_gap(self) -> None:
         if self._gap_timer is not None:

@@ -5,11 +5,12 @@ step finds the GPUs as it left them. What torch keeps of a GPU's memory between 
 before anybody else has a turn.
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tinkercloud_worker.engine.thread import Alone, EngineThread, Group
+from tinkercloud_worker.engine.thread import EngineThread, Group
 
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")
@@ -34,16 +35,38 @@ class ColocatedThread(EngineThread):
         self._release = release
         self._holders = 0
         """Jobs that have the turn."""
+        self._holding: set[asyncio.Task[Any]] = set()
+        """What has the turn, or waits for it."""
 
     async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
         """See `EngineThread.run_with_others`."""
+        has_turn = asyncio.Event()
+        holding = asyncio.create_task(self._with_turn(group, item, has_turn))
+        self._holding.add(holding)
+        holding.add_done_callback(self._settle)
+        try:
+            return await asyncio.shield(holding)
+        except asyncio.CancelledError:
+            # Whoever gives a job up does not end it: the GPUs are the trainer's until it has.
+            if not has_turn.is_set():
+                holding.cancel()
+            raise
+
+    async def _with_turn(self, group: Group[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
         async with self._turn():
+            has_turn.set()
             self._holders += 1
             try:
                 return await super().run_with_others(group, item)
             finally:
                 try:
                     if self._holders == 1:
-                        await super().run_with_others(Alone(lambda _: self._release()), None)
+                        await self.run_beside(self._release)
                 finally:
                     self._holders -= 1
+
+    def _settle(self, holding: asyncio.Task[Any]) -> None:
+        self._holding.discard(holding)
+        if not holding.cancelled():
+            # Whoever has given up does not look.
+            holding.exception()

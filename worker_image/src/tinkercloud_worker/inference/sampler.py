@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -166,11 +166,46 @@ class InferenceSampler:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Have the GPUs of colocated servers for as long as the context lasts."""
+        """Have the GPUs of colocated servers for as long as the context lasts.
+
+        A server that is away is waited for: one that begins again takes memory.
+
+        Raises:
+            ServerError: one does not come back in time, or does not give its memory away.
+        """
+        deadline = time.monotonic() + self._config.inference.recovery_seconds
         async with AsyncExitStack() as stack:
-            for control in self._controls.values():
-                await stack.enter_async_context(control.turns.of(TRAINING))
+            for url, control in self._controls.items():
+                turn = await self._training_turn(self._engines[url], control, deadline)
+                stack.push_async_exit(turn)
             yield
+
+    async def _training_turn(
+        self, engine: Engine, control: SglangControl, deadline: float
+    ) -> AbstractAsyncContextManager[None]:
+        """Return a turn that has been entered, to be left by who gets it."""
+        while True:
+            control.look_again()
+            turn = control.turns.of(TRAINING)
+            try:
+                await turn.__aenter__()
+            except ServerUnreachable as error:
+                engine.look_after(error)
+                control.lost()
+                await self._recovered(engine, deadline)
+            else:
+                return turn
+
+    async def _recovered(self, engine: Engine, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                await engine.recovered()
+        except TimeoutError:
+            raise ServerUnreachable(
+                f"the inference server {engine.url}, which shares GPUs with the trainer, does not"
+                f" answer, and did not come back within"
+                f" {self._config.inference.recovery_seconds:.0f} s; send the step again"
+            ) from None
 
     async def close(self) -> None:
         """See `Sampler.close`: a server that lives on should not keep our adapters."""

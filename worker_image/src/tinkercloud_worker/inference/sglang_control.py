@@ -6,7 +6,8 @@ taken back.
 
 An engine's weights are marked by who loaded them and what they are. Every answer tells the mark, so
 that one from other weights is never taken for right, and an engine that has begun again is known by
-having none of ours.
+having none of ours. The mark also says whether it has given its memory away, so that a head which
+comes after another asks for it back, and never twice for the same.
 """
 
 from pathlib import Path
@@ -25,6 +26,8 @@ TRAINING = "training"
 
 _UNMARKED = "default"
 """What SGLang calls the weights it was started with."""
+_RELEASED = "+released"
+"""Ends the mark of an engine without its memory."""
 _UNFINISHED = "unfinished"
 """Kind of the weights of an engine that is being sent others."""
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
@@ -60,6 +63,8 @@ class SglangControl:
         self._held: str | None = None
         """Kind of the weights it has; None for somebody else's."""
         self._is_released = False
+        self._version = _UNMARKED
+        """Its mark while it has its memory."""
         self._has_met = False
         metrics.ENGINE_RESTARTS.labels(dialect.client.url)
         self.turns = Turns(self._change, None)
@@ -67,6 +72,11 @@ class SglangControl:
     def lost(self) -> None:
         """Take note that the engine may have begun again, or has other weights than it should."""
         self.turns.reset(None)
+
+    def look_again(self) -> None:
+        """See, before work that waits begins, whether the engine has begun again meanwhile."""
+        if self.turns.is_idle:
+            self.turns.reset(None)
 
     async def close(self) -> None:
         """Let go of the engine."""
@@ -84,16 +94,18 @@ class SglangControl:
 
     async def _find_out(self) -> None:
         info = await self._dialect.model_info()
-        owner, _, held = str(info["weight_version"]).rpartition("/")
-        if info["weight_version"] == _UNMARKED:
-            self._is_released = False
+        marked = str(info["weight_version"])
+        self._version = marked.removesuffix(_RELEASED)
+        self._is_released = marked != self._version
+        owner, _, held = self._version.rpartition("/")
+        if marked == _UNMARKED:
             if self._has_met:
                 metrics.ENGINE_RESTARTS.labels(self._dialect.client.url).inc()
             await self._weights.forget()
             self._base_path = str(info["model_path"])
             self._held = BASE
-            body = {"new_version": self._mark(BASE), "abort_all_requests": False}
-            await self._call("/update_weight_version", body)
+            self._version = self._mark(BASE)
+            await self._say(self._version)
         else:
             self._held = held if owner == self._owner else None
         self._dialect.weight_version = self._mark(self._held) if self._held else None
@@ -102,6 +114,9 @@ class SglangControl:
     async def _release(self) -> None:
         if self._is_released:
             return
+        # First of all: a head that finds the mark on an engine which has its memory makes it begin
+        # again, and so does one that finds none on an engine without.
+        await self._say(self._version + _RELEASED)
         # Requests that somebody gave up may still run, and an engine that releases its memory while
         # anything runs dies of it. Pausing ends them.
         await self._call("/pause_generation", {"mode": "abort"})
@@ -113,6 +128,7 @@ class SglangControl:
             return
         await self._call("/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE, _GRAPHS]})
         self._is_released = False
+        await self._say(self._version)
         await self._call("/continue_generation", {})
 
     async def _load(self, kind: str) -> None:
@@ -124,7 +140,11 @@ class SglangControl:
             model = self._folder.find(kind)
             await self._weights.load(model, version=version, unfinished=self._mark(_UNFINISHED))
         self._held = kind
-        self._dialect.weight_version = version
+        self._dialect.weight_version = self._version = version
+
+    async def _say(self, mark: str) -> None:
+        body = {"new_version": mark, "abort_all_requests": False}
+        await self._call("/update_weight_version", body)
 
     def _mark(self, kind: str) -> str:
         return f"{self._owner}/{kind}"

@@ -54,6 +54,11 @@ class Turns:
         """Take it that the server is ready for a kind; None if that is not certain."""
         self._kind = kind
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no work runs, whatever waits."""
+        return self._running == 0
+
     def _leave(self) -> None:
         self._running -= 1
         self._advance()
