@@ -160,6 +160,7 @@ def resolve(
     problems = [
         *_too_large(spec, base_model),
         *_unlike_trainers(spec, base_model),
+        *_planned_anew(spec, base_model),
         *_not_offered(spec, base_model),
         *_too_many(base_model, sessions_of_owner),
     ]
@@ -248,6 +249,19 @@ def _unlike_trainers(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> li
         f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
         f" {shape.trainers} of those hold {shape.sampler.replicas}; leave it out, and choose"
         " spec.trainer.replicas"
+    ]
+
+
+def _planned_anew(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return what is wrong with fewer trainers, if each may then hold more beside its engines."""
+    shape, offered = _shape(spec, base_model), base_model.trainer.replicas
+    is_open = shape.trainer is not None and shape.trainer.planning is not None
+    if not is_open or not shape.engines_per_trainer or shape.trainers >= offered:
+        return []
+    return [
+        f"spec.trainer.replicas: {shape.trainers}, but with the BaseModel's trainer.planning a"
+        " model may take more of each GPU where there are fewer, and sampler.engines have the"
+        f" memory that {offered} pods leave them; leave it out"
     ]
 
 

@@ -13,7 +13,14 @@ from tinkercloud_operator.children import surroundings
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Refusal, Shape, resolve
-from tinkercloud_testing.sessions import SAMPLERS, a_base_model, a_build, a_session, observed
+from tinkercloud_testing.sessions import (
+    COLOCATED,
+    SAMPLERS,
+    a_base_model,
+    a_build,
+    a_session,
+    observed,
+)
 
 MODELS = json.loads((Path(__file__).parent / "public_models.json").read_text())
 LARGE, SMALL = "Qwen/Qwen2.5-72B", "Qwen/Qwen3-8B"
@@ -66,6 +73,23 @@ def test_a_session_of_fewer_pods_gets_a_plan_of_its_own() -> None:
     with pytest.raises(AssertionError, match="does not fit on 4xA100-40"):
         chosen(an_open_base_model(LARGE, "A100-40"), trainer={"replicas": 1})
     assert 8 % (ranks.tensor * ranks.pipeline * ranks.context) == 0
+
+
+def test_with_engines_on_its_gpus_a_session_of_fewer_pods_is_refused_by_name() -> None:
+    sharing = an_open_base_model().model_copy(
+        update={"sampler": SamplerShape.model_validate({**COLOCATED, "gpusPerReplica": 2})}
+    )
+
+    found = resolve(a_session(trainer={"replicas": 1}), sharing, 0)
+
+    assert isinstance(found, Refusal)
+    assert found.reason is Reason.NOT_ALLOWED
+    assert found.message.startswith("spec.trainer.replicas: 1, but with the BaseModel's")
+    assert "trainer.planning" in found.message
+    assert "sampler.engines have the memory that 2 pods leave them" in found.message
+    for spec in ({}, {"trainer": {"replicas": 2}}):
+        assert chosen(sharing, **spec).engines_per_trainer == 2
+    assert chosen(sharing, role="Sampler", lora=None).samplers == 4
 
 
 def test_a_full_fine_tune_needs_more_than_an_adapter() -> None:
