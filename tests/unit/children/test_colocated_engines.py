@@ -1,6 +1,9 @@
 """Engines in trainer pods: containers that share a pod's GPUs through a claim of devices."""
 
 import itertools
+import os
+import socket
+import subprocess
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ from tinkercloud_testing.sessions import (
 
 OFFERED = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 """Two trainer pods of four GPUs; on each, two engines of two."""
+SAMPLER = a_session(role="Sampler", lora=None)
 HEAD_AND_PODS = (a_pod(), *(a_pod("trainer", name=f"one-trainer-{n}") for n in range(2)))
 
 
@@ -50,6 +54,10 @@ def options_of(container: Json) -> dict[str, str]:
         for word, value in itertools.pairwise(container["args"])
         if word.startswith("--") and not value.startswith("--")
     }
+
+
+def environment_of(container: Json) -> dict[str, str]:
+    return {item["name"]: item["value"] for item in container["env"]}
 
 
 def a_node(gpus: int) -> Node:
@@ -120,6 +128,45 @@ def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile(
         assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(engine["args"])
         assert engine["livenessProbe"]["httpGet"]["path"] == "/health"
     assert surroundings.head_config(build).sampler.inference.colocated
+
+
+def test_engines_stay_as_trainers_do_while_the_head_that_asks_for_their_memory_saves() -> None:
+    for pod in pods(a_build(OFFERED)):
+        worker, *engines = pod["containers"]
+
+        for engine in engines:
+            assert engine["lifecycle"] == worker["lifecycle"]
+            assert environment_of(engine)["FQ_RAY_IP"] == "one-head-svc"
+    [_, engine] = pods(a_build(OFFERED, SAMPLER))[0]["containers"]
+    assert "lifecycle" not in engine
+
+
+def test_an_engine_s_end_waits_for_as_long_as_its_head_listens() -> None:
+    engine = pods(a_build(OFFERED))[0]["containers"][1]
+    *shell, script = engine["lifecycle"]["preStop"]["exec"]["command"]
+    environment = {**os.environ, **environment_of(engine), "FQ_RAY_IP": "127.0.0.1"}
+
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        wait = [*shell, script.replace("6379", str(head.getsockname()[1]))]
+        with pytest.raises(subprocess.TimeoutExpired):
+            subprocess.run(wait, env=environment, timeout=2, check=False)
+    ended = subprocess.run(wait, env=environment, timeout=30, check=False)
+
+    assert ended.returncode == 0
+
+
+def test_an_engine_that_hangs_is_started_over_at_once_though_its_head_lives() -> None:
+    engine = pods(a_build(OFFERED))[0]["containers"][1]
+
+    for probe in ("startupProbe", "livenessProbe"):
+        assert engine[probe]["terminationGracePeriodSeconds"] <= 10
+
+
+def test_an_engine_starts_on_gpus_of_which_ranks_that_load_have_taken_unequal_parts() -> None:
+    beside, alone = (pods(a_build(OFFERED, spec))[0]["containers"][1] for spec in (None, SAMPLER))
+
+    assert environment_of(beside)["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+    assert "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in environment_of(alone)
 
 
 def test_the_head_knows_every_engine_by_a_name_that_outlives_its_pod() -> None:
@@ -201,7 +248,7 @@ def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
 
 
 def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> None:
-    build = a_build(OFFERED, a_session(role="Sampler", lora=None))
+    build = a_build(OFFERED, SAMPLER)
     [template] = surroundings.claim_templates(build)
     inference = surroundings.head_config(build).sampler.inference
 

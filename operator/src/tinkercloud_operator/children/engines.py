@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import EnginesShape, ExternalServers
 from tinkercloud_operator.children.pods import (
+    OUTLIVE_HEAD,
+    RAY_HEAD_VARIABLE,
     TOKEN_FOLDER,
     Build,
     Json,
@@ -46,6 +48,8 @@ _ENVIRONMENT = {
 _ENVIRONMENT_BESIDE_TRAINERS = {
     # So that the containers of a pod count its GPUs alike.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    # An engine ends if its GPUs are not equally free, and those of ranks that load are not.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
 _OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
 """Volumes that an engine needs of those that all containers have."""
@@ -54,6 +58,9 @@ _STARTUP_SECONDS = 1800
 _SILENT_SECONDS = 1800
 """How long an engine may draw no token before it is started over: it draws none while it loads a
 whole model's weights."""
+_HUNG_SECONDS = 5
+"""How long an engine that is started over may take to end: its `preStop` waits for a head that
+lives."""
 
 
 def sampler_config(build: Build) -> SamplerConfig:
@@ -139,10 +146,13 @@ def _engine(build: Build, name: str, port: int) -> Json:
         {"name": volume["name"], "mountPath": ADAPTERS_FOLDER, "readOnly": True}
         for volume in volumes(build)
     ]
-    environment = _ENVIRONMENT | (_ENVIRONMENT_BESIDE_TRAINERS if is_colocated else {})
-    up = _get("/health", port)
-    # An engine that has given its memory away can't draw.
-    lives = up if is_colocated else _get("/health_generate", port)
+    environment = _ENVIRONMENT
+    if is_colocated:
+        head = {RAY_HEAD_VARIABLE: build.names.ray_head_service}
+        environment = environment | _ENVIRONMENT_BESIDE_TRAINERS | head
+        # The head asks for their memory before it saves what the trainers beside them hold.
+        body = body | {"lifecycle": OUTLIVE_HEAD}
+    probes = _probes_beside_trainers(port) if is_colocated else _probes(port)
     return body | {
         "command": ["/bin/bash", "-c", _START, name],
         "args": _arguments(build, port),
@@ -150,11 +160,27 @@ def _engine(build: Build, name: str, port: int) -> Json:
         "envFrom": [],
         "volumeMounts": [*mounts, *adapters],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
+        **probes,
+    }
+
+
+def _probes(port: int) -> dict[str, Json]:
+    up, draws = _get("/health", port), _get("/health_generate", port)
+    return {
         "startupProbe": probe(up, period=10, failures=_STARTUP_SECONDS // 10),
         "readinessProbe": probe(up, period=10, failures=3),
         # SGLang itself gives a token 20 seconds.
-        "livenessProbe": probe(lives, period=60, failures=_SILENT_SECONDS // 60)
+        "livenessProbe": probe(draws, period=60, failures=_SILENT_SECONDS // 60)
         | {"timeoutSeconds": 25},
+    }
+
+
+def _probes_beside_trainers(port: int) -> dict[str, Json]:
+    """Return probes of an engine that can't draw while its memory is given away."""
+    probes, soon = _probes(port), {"terminationGracePeriodSeconds": _HUNG_SECONDS}
+    return probes | {
+        "startupProbe": probes["startupProbe"] | soon,
+        "livenessProbe": probes["livenessProbe"] | _get("/health", port) | soon,
     }
 
 

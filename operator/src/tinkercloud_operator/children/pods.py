@@ -27,6 +27,21 @@ GPU_RESOURCE = "nvidia.com/gpu"
 GPU_CLAIM = "gpus"
 """What a pod calls its claim of devices."""
 
+RAY_HEAD_VARIABLE = "FQ_RAY_IP"
+"""Names a worker's head, to Ray's container alone: KubeRay sets it there."""
+OUTLIVE_HEAD: Json = {
+    "preStop": {
+        "exec": {
+            "command": [
+                *("/bin/bash", "-c"),
+                f"while (: < /dev/tcp/${RAY_HEAD_VARIABLE}/6379) 2> /dev/null; do sleep 1; done",
+            ]
+        }
+    }
+}
+"""The lifecycle of what a head still needs while it saves what it knows: when a node is drained,
+both are told to stop at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Names:
@@ -43,6 +58,11 @@ class Names:
     def head_service(self) -> str:
         """Service of the head."""
         return f"{self.session}-head"
+
+    @property
+    def ray_head_service(self) -> str:
+        """KubeRay's own Service of the head, whose name resolves until the head's pod is gone."""
+        return f"{self.ray_cluster}-head-svc"
 
     @property
     def engines(self) -> str:

@@ -13,6 +13,7 @@ from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     CONFIG_FOLDER,
+    OUTLIVE_HEAD,
     Build,
     Json,
     container,
@@ -29,9 +30,6 @@ _START_HEAD = (
     'eval "$KUBERAY_GEN_RAY_START_CMD" & '
     f"exec python -m tinkercloud_worker {CONFIG_FOLDER}/head.json"
 )
-# What a worker holds is wanted for as long as the head saves what it knows: when a node is drained,
-# both are told to stop at once.
-_OUTLIVE_HEAD = "while (: < /dev/tcp/$FQ_RAY_IP/6379) 2> /dev/null; do sleep 1; done"
 _PORTS = (
     ("http", labels.HEAD_PORT),
     ("gcs-server", 6379),
@@ -213,7 +211,7 @@ def _group(
     body = container(build, "worker", image, worker.resources, gpus) | {
         "readinessProbe": alive,
         "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
-        "lifecycle": {"preStop": {"exec": {"command": ["/bin/bash", "-c", _OUTLIVE_HEAD]}}},
+        "lifecycle": OUTLIVE_HEAD,
     }
     template = pod_template(build, component, body, worker.resources)
     # KubeRay's shell would be deaf to SIGTERM as the first process.
