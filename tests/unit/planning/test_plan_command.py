@@ -144,6 +144,14 @@ def test_where_gpus_are_shared_the_engines_are_in_the_trainer_pods(qwen3_8b: str
     assert not build.shape.head_computes
 
 
+def test_a_plan_says_what_sharing_gpus_needs_of_the_cluster(qwen3_8b: str) -> None:
+    shared, apart = (run(qwen3_8b, "--gpus", gpus).output for gpus in ("1xH100", "2xH100"))
+
+    needs = "needs Kubernetes 1.34 or newer, and a driver of devices that offers gpu.nvidia.com"
+    assert needs in shared
+    assert "Kubernetes" not in apart
+
+
 def test_a_folder_is_offered_from_a_volume_and_a_hub_model_from_the_hub(
     hub: str, qwen3_8b: str, tmp_path: Path
 ) -> None:

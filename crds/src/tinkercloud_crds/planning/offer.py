@@ -241,6 +241,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         _why_tokens(demand, division.trainer),
         _why_engines(demand, division),
         _why_head(demand, division),
+        *_what_sharing_needs(division),
     ]
 
 
@@ -320,3 +321,10 @@ def _why_head(demand: Demand, division: Division) -> Reason:
     if runs_engines(division):
         return Reason("head", value, "for what passes through it; the model is elsewhere")
     return Reason("head", value, f"it samples by itself: pods run {MANY_ENGINES} engines at most")
+
+
+def _what_sharing_needs(division: Division) -> list[Reason]:
+    if not division.colocated or not runs_engines(division):
+        return []
+    why = f"needs Kubernetes 1.34 or newer, and a driver of devices that offers {DEVICE_CLASS}"
+    return [Reason("cluster", "claims of devices", why)]
