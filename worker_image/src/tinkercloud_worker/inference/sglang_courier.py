@@ -7,7 +7,6 @@ when it ends. Both sides write lines of JSON: it says what it has done, or why i
 import asyncio
 import json
 import os
-import signal
 import sys
 import threading
 from asyncio.subprocess import PIPE, Process
@@ -81,17 +80,11 @@ class Courier:
         except TimeoutError:
             raise self.failure(f"the head's process said nothing for {seconds:.0f} s") from None
         if not line:
-            raise self.failure(await self._end_of_process())
+            raise self.failure(f"the head's process has ended ({await self._process.wait()})")
         said: dict[str, Any] = orjson.loads(line)
         if "error" in said:
             raise self.failure(said["error"])
         return said
-
-    async def _end_of_process(self) -> str:
-        code = await self._process.wait()
-        if code == -signal.SIGBUS:
-            return "the head's process found too little room in /dev/shm"
-        return f"the head's process has ended ({code})"
 
     def failure(self, reason: str) -> ServerError:
         """Return what to raise where the errand has failed."""
