@@ -130,7 +130,7 @@ def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile(
     assert surroundings.head_config(build).sampler.inference.colocated
 
 
-def test_engines_stay_as_trainers_do_while_the_head_that_asks_for_their_memory_saves() -> None:
+def test_engines_stay_as_trainers_do_while_their_head_finishes_what_runs_and_saves() -> None:
     for pod in pods(a_build(OFFERED)):
         worker, *engines = pod["containers"]
 

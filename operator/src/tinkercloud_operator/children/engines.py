@@ -150,7 +150,7 @@ def _engine(build: Build, name: str, port: int) -> Json:
     if is_colocated:
         head = {RAY_HEAD_VARIABLE: build.names.ray_head_service}
         environment = environment | _ENVIRONMENT_BESIDE_TRAINERS | head
-        # The head asks for their memory before it saves what the trainers beside them hold.
+        # A head that stops finishes the step that runs, for which it needs their memory.
         body = body | {"lifecycle": OUTLIVE_HEAD}
     probes = _probes_beside_trainers(port) if is_colocated else _probes(port)
     return body | {

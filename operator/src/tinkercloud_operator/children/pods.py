@@ -39,8 +39,8 @@ OUTLIVE_HEAD: Json = {
         }
     }
 }
-"""The lifecycle of what a head still needs while it saves what it knows: when a node is drained,
-both are told to stop at once."""
+"""The lifecycle of what a head still needs while it finishes what runs and saves what it knows:
+when a node is drained, all are told to stop at once."""
 
 
 @dataclass(frozen=True, slots=True)
