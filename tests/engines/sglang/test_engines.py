@@ -159,7 +159,7 @@ async def test_a_head_takes_over_engines_whose_memory_the_one_before_it_has_been
     assert_same(theirs, await engine.sampler.sample("base", request))
     assert len(fakes[0].called("/release_memory_occupation")) == 1
     assert len(fakes[0].called("/resume_memory_occupation")) == 1
-    await second.close()
+    await asyncio.gather(first.close(), second.close())
 
 
 async def test_an_engine_that_begins_again_between_two_steps_is_asked_for_its_memory_again(

@@ -15,17 +15,15 @@ import pytest
 import torch
 from aiohttp import web
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_testing.sglang_sampling import (
     FOLDER,
-    NEVER,
-    PROMPTS,
     WHOLE,
     a_sampler,
     a_whole_model,
     an_adapter,
-    assert_same,
+    assert_sampled,
     children_running,
     counted,
     publish,
@@ -41,7 +39,6 @@ JOIN, SEND, LEAVE = (
     "/destroy_weights_update_group",
 )
 RANK = "tinkercloud_worker.inference.sglang_group_rank"
-REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
 
 
 @pytest.fixture
@@ -55,11 +52,6 @@ async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[Infe
 def ranks_of_heads() -> list[int]:
     """Return the children of this process that are rank 0 of a group."""
     return children_running(RANK)
-
-
-async def assert_sampled(engine: Engine, sampler: InferenceSampler, version: str) -> None:
-    theirs = await sampler.sample(version, REQUEST)
-    assert_same(theirs, await engine.sampler.sample(version, REQUEST))
 
 
 @pytest.mark.usefixtures("_counters")

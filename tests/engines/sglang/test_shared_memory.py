@@ -13,17 +13,15 @@ import pytest
 import torch
 from aiohttp import web
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_testing.sglang_sampling import (
     FOLDER,
-    NEVER,
-    PROMPTS,
     WHOLE,
     a_sampler,
     a_whole_model,
     an_adapter,
-    assert_same,
+    assert_sampled,
     children_running,
     counted,
     publish,
@@ -34,7 +32,6 @@ from tinkercloud_worker.inference.sampler import InferenceSampler
 pytestmark = pytest.mark.slow
 
 PARTS = "tinkercloud_worker.inference.sglang_shared_parts"
-REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
 
 
 @pytest.fixture
@@ -43,11 +40,6 @@ async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[Infe
     yield running
     await running.close()
     assert children_running(PARTS) == []
-
-
-async def assert_sampled(engine: Engine, sampler: InferenceSampler, version: str) -> None:
-    theirs = await sampler.sample(version, REQUEST)
-    assert_same(theirs, await engine.sampler.sample(version, REQUEST))
 
 
 async def assert_nothing_is_left(fake: FakeSglang) -> None:

@@ -8,10 +8,8 @@ from prometheus_client import REGISTRY
 
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_testing.engines import Engine
-from tinkercloud_testing.sglang import (
-    FakeSglang,
-)
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -76,6 +74,13 @@ async def publish(
     """Publish weights here and at the engines."""
     await engine.sampler.publish(name, weights)
     await sampler.publish(name, weights)
+
+
+async def assert_sampled(engine: Engine, sampler: InferenceSampler, version: str) -> None:
+    """Draw from a version at the engines and here, and compare."""
+    request = a_sampling_request(PROMPTS[0], stop=NEVER)
+    theirs = await sampler.sample(version, request)
+    assert_same(theirs, await engine.sampler.sample(version, request))
 
 
 def assert_same(theirs: SamplingResult, ours: SamplingResult) -> None:
