@@ -45,15 +45,18 @@ class Courier:
             errand: what it is for, for the words of errors.
 
         Raises:
-            OSError: it can't be started.
+            ServerError: it can't be started.
         """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
-            *(word for option in options.items() for word in option),
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=_LONGEST_LINE,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module),
+                *(word for option in options.items() for word in option),
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=_LONGEST_LINE,
+            )
+        except OSError as error:
+            raise ServerError(f"{errand} failed: {error}") from None
         return cls(process, errand)
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference.client import InferenceClient, ServerError
+from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.sglang_courier import Courier
 
 Memory = Literal["cuda", "cpu"]
@@ -81,14 +81,10 @@ class SglangSharedMemory:
         await self.leave()
 
     async def _start(self, file: Path, most_bytes: int) -> Courier:
-        errand = f"sharing memory with {self._client.url}"
         options = {
             "--file": str(file),
             "--most-bytes": str(most_bytes),
             "--memory": self._memory,
             "--ranks": str(self._ranks),
         }
-        try:
-            return await Courier.start(_PARTS, options, errand)
-        except OSError as error:
-            raise ServerError(f"{errand} failed: {error}") from None
+        return await Courier.start(_PARTS, options, f"sharing memory with {self._client.url}")
