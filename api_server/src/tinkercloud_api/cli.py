@@ -249,10 +249,11 @@ def plan_model(
             sequence_length=sequence_length,
             lora_rank=None if full else lora_rank,
         )
+        manifest = planning.base_model(plan, model) if as_json else None
     except planning.CannotPlan as error:
         _fail(str(error))
-    if as_json:
-        typer.echo(json.dumps(planning.base_model(plan, model), indent=2))
+    if manifest is not None:
+        typer.echo(json.dumps(manifest, indent=2))
         return
     for part in planning.report(plan):
         Console().print(part, highlight=False)

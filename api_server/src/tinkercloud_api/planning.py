@@ -9,10 +9,12 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import ModelName
 from tinkercloud_crds.planning import architecture, families, fleet
 from tinkercloud_crds.planning.memory import GpuMemory
 from tinkercloud_crds.planning.offer import Plan
@@ -98,12 +100,20 @@ def base_model(plan: Plan, model: str) -> dict[str, Any]:
     Args:
         plan: of the model.
         model: as it was given to `plan`. A folder is taken for one of the same name on a volume.
+
+    Raises:
+        CannotPlan: no BaseModel can offer a model of this name.
     """
     path = Path(model).expanduser()
     name, source = model, dict[str, Any](hub=model)
     if path.is_dir():
         name = path.resolve().name
         source = {"volume": {"claimName": _MODELS_CLAIM, "path": name}}
+    if not _is_model_name(name):
+        raise CannotPlan(
+            f"spec.modelName: {name!r} can't be offered; accepted: 1 to 200 of A-Z a-z 0-9 . _ -"
+            " from a letter or a digit on. Put the model in a folder of such a name"
+        )
     spec = plan.spec()
     return {
         "apiVersion": labels.API_VERSION,
@@ -116,6 +126,14 @@ def base_model(plan: Plan, model: str) -> dict[str, Any]:
             "head": {"image": f"{_HEAD_IMAGE}:{version(_PACKAGE)}", **spec["head"]},
         },
     }
+
+
+def _is_model_name(name: str) -> bool:
+    try:
+        TypeAdapter(ModelName).validate_python(name)
+    except ValidationError:
+        return False
+    return True
 
 
 def _object_name(model: str) -> str:

@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.shapes import (
+    MAX_TOKENS,
     HeadShape,
     Idle,
     ObjectName,
@@ -64,7 +65,7 @@ class Limits(Part):
 
     max_lora_rank: Annotated[int, Field(ge=1, le=1024)] = 256
     """Rank of an adapter."""
-    max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
+    max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Upper bound of a session's `trainer.maxBatchTokens`; absent means the shape's own."""
     max_sessions_per_owner: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Live sessions of one owner; absent means any number."""
@@ -120,7 +121,7 @@ class BaseModelSpec(Part):
     """What SDK users ask for, such as `Qwen/Qwen3-8B`."""
     source: ModelSource
     """Where the weights come from."""
-    max_context_length: Annotated[int, Field(ge=16, le=1 << 22)]
+    max_context_length: Annotated[int, Field(ge=16, le=MAX_TOKENS)]
     """Tokens of the longest sequence."""
     tokenizer: Text | None = None
     """Model id under which clients find the tokenizer; modelName unless given."""

@@ -21,6 +21,12 @@ Quantity = Annotated[
 ]
 Size = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+MAX_REPLICAS = 512
+"""Trainer pods, or sampler pods, of a session."""
+MAX_ENGINES = 64
+"""Sampler pods of a session, or colocated samplers, that run engines."""
+MAX_TOKENS = 1 << 22
+"""Tokens of a sequence, or of a micro-batch."""
 
 
 class Resources(Part):
@@ -126,7 +132,7 @@ class TrainerShape(Part):
     """The engine that trains."""
     image: Image | None = None
     """Container image of the workers; the head's unless given."""
-    replicas: Annotated[int, Field(ge=0, le=512)] = 0
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Worker pods; 0 means that the head trains, on its CPU."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
     """GPUs of each worker pod, and its ranks: each has a GPU to itself."""
@@ -144,7 +150,7 @@ class TrainerShape(Part):
     what fits. The session's status says what it chose, and why."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the frozen base weights; adapters, gradients and moments are float32 always."""
-    max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = 8192
+    max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 8192
     """Tokens of one micro-batch and data-parallel rank."""
 
     @property
@@ -232,9 +238,9 @@ class SamplerShape(Part):
                 "engines.processGroup: is for engines with GPUs of their own; leave it out",
             ),
             (
-                "!has(self.engines) || (has(self.image) && self.replicas <= 64)",
-                "engines: they need an image that holds SGLang, and are 64 at most; set image and"
-                " replicas",
+                f"!has(self.engines) || (has(self.image) && self.replicas <= {MAX_ENGINES})",
+                "engines: they need an image that holds SGLang, and are"
+                f" {MAX_ENGINES} at most; set image and replicas",
             ),
         )
     )
@@ -245,7 +251,7 @@ class SamplerShape(Part):
     image: Image | None = None
     """Container image of the engines, which holds SGLang; without `engines` that of the workers,
     the head's unless given."""
-    replicas: Annotated[int, Field(ge=0, le=512)] = 0
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Sampler pods, each a whole engine; colocated engines, which have no pods of their own."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
     """GPUs of each sampler pod or colocated engine, over which the engine is divided."""

@@ -121,14 +121,28 @@ def test_a_head_has_no_memory_for_the_model_where_engines_sample(gpus: str, qwen
     assert "engines" in spec["sampler"]
 
 
-def test_a_head_has_memory_for_the_model_where_there_are_too_many_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", ["272xH100", "2048xH100", "4224xH100"])
+def test_of_many_gpus_no_more_sample_than_a_session_has_engines(gpus: str, tmp_path: Path) -> None:
     small = folder_with(CONFIGS["Qwen/Qwen2.5-0.5B"], tmp_path / "small")
 
-    few, many = (planned(small, "--gpus", gpus)["spec"] for gpus in ("8xH100", "272xH100"))
+    spec = BaseModelSpec.model_validate(planned(small, "--gpus", gpus)["spec"])
 
-    needed = [int(spec["head"]["resources"]["memory"].removesuffix("Gi")) for spec in (few, many)]
-    assert needed[1] >= needed[0] + 2
-    assert "engines" not in many["sampler"]
+    trainer, sampler = spec.trainer, spec.sampler
+    assert sampler.replicas == 64
+    assert sampler.engines is not None
+    used = [shape.replicas * shape.gpus_per_replica for shape in (trainer, sampler)]
+    assert f"{sum(used)}xH100" == gpus
+    assert "more than the 64 of a session" in run(small, "--gpus", gpus).output
+
+
+def test_more_gpus_than_a_session_can_use_are_refused_with_how_many_it_can(tmp_path: Path) -> None:
+    small = folder_with(CONFIGS["Qwen/Qwen2.5-0.5B"], tmp_path / "small")
+
+    refused = run(small, "--gpus", "4232xH100")
+
+    assert refused.exit_code == 1
+    assert "at most 512 trainer pods and 64 engines" in " ".join(refused.output.split())
+    assert "Take 4224xH100-80" in refused.output
 
 
 def test_where_gpus_are_shared_the_engines_are_in_the_trainer_pods(qwen3_8b: str) -> None:
@@ -163,6 +177,17 @@ def test_a_folder_is_offered_from_a_volume_and_a_hub_model_from_the_hub(
     assert of_hub["spec"]["modelName"] == "acme/tiny"
     assert of_hub["spec"]["source"] == {"hub": "acme/tiny"}
     assert of_folder["spec"]["source"] == {"volume": {"claimName": "models", "path": "qwen3-8b"}}
+
+
+@pytest.mark.parametrize("name", ["my model", "_model", "größe"])
+def test_a_folder_whose_name_no_model_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    folder = folder_with(CONFIGS["Qwen/Qwen3-8B"], tmp_path / name)
+
+    refused = run(folder, "--gpus", "8xH100", "--json")
+
+    assert refused.exit_code == 1
+    assert f"spec.modelName: {name!r}" in refused.output
+    assert "Put the model in a folder of such a name" in " ".join(refused.output.split())
 
 
 def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:

@@ -5,11 +5,10 @@ from typing import Any
 
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.fleet import GIB, Fleet
-from tinkercloud_crds.planning.layouts import divisors
+from tinkercloud_crds.planning.layouts import divisors, engine_sizes, pod_size
 from tinkercloud_crds.planning.memory import Layout, state_bytes, training, weight_bytes
 from tinkercloud_crds.planning.planner import (
     FEW_SEQUENCES,
-    MANY_ENGINES,
     MICRO_BATCH_CAP,
     Demand,
     Division,
@@ -20,6 +19,8 @@ from tinkercloud_crds.planning.planner import (
 )
 from tinkercloud_crds.planning.refusal import DoesNotFit, gib, refusal, trainer_refusal
 from tinkercloud_crds.shapes import (
+    MAX_ENGINES,
+    MAX_TOKENS,
     EnginesShape,
     Parallelism,
     Resources,
@@ -37,10 +38,9 @@ _SCRATCH_GIB = 16
 _HEAD_CORES = 4
 _HEAD_MEMORY_GIB = 12
 """Of a head besides models: requests that wait, results, adapters that are sampled from."""
+_WHY_HEAD = "for what passes through it; the model is elsewhere"
 _COPIES_OF_STATE = 2
 """A model's values and moments, as they come from the trainers and as they are written."""
-_COPIES_OF_WEIGHTS = 3
-"""Of a head that computes on a CPU: as they are, and packed."""
 ENGINE_IMAGE = "sglang:0.5.23"
 """An image of SGLang's, of the release whose definitions the head is held to."""
 ADAPTERS_CLAIM = "adapters"
@@ -87,15 +87,15 @@ class Plan:
     @property
     def sampler(self) -> SamplerShape:
         """The sampler pods."""
-        sampler, runs = self.division.sampler, runs_engines(self.division)
+        sampler = self.division.sampler
         return SamplerShape(
             backend="sglang",
-            image=ENGINE_IMAGE if runs else None,
+            image=ENGINE_IMAGE,
             replicas=sampler.engines,
             gpus_per_replica=sampler.tensor,
             resources=self._resources(sampler.tensor, sampler.memory.weights),
             colocated=self.division.colocated,
-            engines=self._engines if runs else None,
+            engines=self._engines,
         )
 
     @property
@@ -117,9 +117,11 @@ class Plan:
     @property
     def head(self) -> Resources:
         """What the head's container needs."""
-        memory = _head_memory_gib(self.demand, self.division)
-        scratch = _SCRATCH_GIB + (0 if runs_engines(self.division) else self._model_gib)
-        return Resources(cpu=str(_HEAD_CORES), memory=f"{memory}Gi", scratch=f"{scratch}Gi")
+        return Resources(
+            cpu=str(_HEAD_CORES),
+            memory=f"{_head_memory_gib(self.demand)}Gi",
+            scratch=f"{_SCRATCH_GIB}Gi",
+        )
 
     @property
     def _model_gib(self) -> int:
@@ -180,10 +182,11 @@ def plan(
     Raises:
         DoesNotFit: there is no way; the message says what would fit.
     """
-    if not 16 <= sequence_length <= architecture.max_context_length:
+    longest = min(architecture.max_context_length, MAX_TOKENS)
+    if not 16 <= sequence_length <= longest:
         raise DoesNotFit(
-            f"sequence_length: {sequence_length}; this model takes 16 to"
-            f" {architecture.max_context_length} tokens (max_position_embeddings)"
+            f"sequence_length: {sequence_length}; this model takes 16 to {longest} tokens"
+            f" (max_position_embeddings, at most {MAX_TOKENS})"
         )
     demand = Demand(architecture, sequence_length, lora_rank)
     division = divide(demand, fleet)
@@ -223,15 +226,9 @@ def _written(part: Part) -> dict[str, Any]:
     return part.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def runs_engines(division: Division) -> bool:
-    """Whether pods run engines; where they don't, the head samples by itself."""
-    return division.sampler.engines <= MANY_ENGINES
-
-
-def _head_memory_gib(demand: Demand, division: Division) -> int:
+def _head_memory_gib(demand: Demand) -> int:
     state = _COPIES_OF_STATE * state_bytes(demand.architecture, demand.lora_rank)
-    model = 0 if runs_engines(division) else _COPIES_OF_WEIGHTS * weight_bytes(demand.architecture)
-    return _HEAD_MEMORY_GIB + -(-(state + model) // GIB)
+    return _HEAD_MEMORY_GIB + -(-state // GIB)
 
 
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
@@ -239,8 +236,8 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         _why_these_gpus(fleet, division),
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
-        _why_engines(demand, division),
-        _why_head(demand, division),
+        _why_engines(demand, fleet, division),
+        Reason("head", f"{_head_memory_gib(demand)} GiB of memory", _WHY_HEAD),
         *_what_sharing_needs(division),
     ]
 
@@ -306,25 +303,25 @@ def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
     return Reason("maxBatchTokens", str(trainer.tokens), why)
 
 
-def _why_engines(demand: Demand, division: Division) -> Reason:
+def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> Reason:
     sampler = division.sampler
+    gpus = sampler.engines * sampler.tensor
     value = f"{sampler.engines} x {sampler.tensor} GPUs"
     holds = f"one holds {sampler.sequences} sequences of {demand.sequence_length} tokens"
     if sampler.tensor == 1:
         return Reason("sampler", value, holds)
-    few = f"fewer GPUs would hold less than {FEW_SEQUENCES}"
-    return Reason("sampler", value, f"{holds}; {few}")
-
-
-def _why_head(demand: Demand, division: Division) -> Reason:
-    value = f"{_head_memory_gib(demand, division)} GiB of memory"
-    if runs_engines(division):
-        return Reason("head", value, "for what passes through it; the model is elsewhere")
-    return Reason("head", value, f"it samples by itself: pods run {MANY_ENGINES} engines at most")
+    sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
+    smaller = max(size for size in sizes if size < sampler.tensor)
+    why = (
+        f"smaller ones would be more than the {MAX_ENGINES} of a session"
+        if gpus // smaller > MAX_ENGINES
+        else f"fewer GPUs would hold less than {FEW_SEQUENCES}"
+    )
+    return Reason("sampler", value, f"{holds}; {why}")
 
 
 def _what_sharing_needs(division: Division) -> list[Reason]:
-    if not division.colocated or not runs_engines(division):
+    if not division.colocated:
         return []
     why = f"needs Kubernetes 1.34 or newer, and a driver of devices that offers {DEVICE_CLASS}"
     return [Reason("cluster", "claims of devices", why)]

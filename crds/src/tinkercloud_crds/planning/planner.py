@@ -20,6 +20,7 @@ from tinkercloud_crds.planning.memory import (
     sampling,
     training,
 )
+from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS, MAX_TOKENS
 
 MICRO_BATCH_CAP = 1 << 16
 """Tokens beyond which a larger micro-batch is not faster."""
@@ -27,8 +28,6 @@ SMALL_MICRO_BATCH = 4096
 """Tokens below which a GPU waits for memory more than it computes."""
 FEW_SEQUENCES = 8
 """Sequences of full length below which an engine decodes too few tokens at a time."""
-MANY_ENGINES = 64
-"""Engines that a session has at most."""
 _MICRO_BATCH_ROUNDING = 256
 
 
@@ -105,8 +104,8 @@ def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
     unit = fleet.per_node if fleet.count > fleet.per_node else 1
     counts = range(unit, fleet.count, unit)
     for count in sorted(counts, key=lambda count: (abs(2 * count - fleet.count), -count)):
-        trainer = next(_trainers(demand, fleet, count, processes=1), None)
         sampler = best_sampler(demand, fleet, fleet.count - count)
+        trainer = next(_trainers(demand, fleet, count, processes=1), None) if sampler else None
         if trainer and sampler:
             yield Division(trainer, sampler, colocated=False)
 
@@ -130,6 +129,8 @@ def _trainers(demand: Demand, fleet: Fleet, gpus: int, *, processes: int) -> Ite
     """
     model, reserve = demand.architecture, fleet.gpu.contexts(processes)
     pod = pod_size(gpus, fleet.per_node)
+    if gpus // pod > MAX_REPLICAS:
+        return
     fitting = [
         (layout, tokens)
         for layout in layouts(model, gpus, pod)
@@ -163,7 +164,7 @@ def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | 
     largest = largest_micro_batch(
         demand.architecture, layout, available=available, lora_rank=demand.lora_rank
     )
-    useful = max(MICRO_BATCH_CAP, demand.architecture.max_context_length)
+    useful = min(max(MICRO_BATCH_CAP, demand.architecture.max_context_length), MAX_TOKENS)
     tokens = min(largest, useful) // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING
     return tokens if tokens >= demand.sequence_length else None
 
@@ -183,11 +184,12 @@ def best_sampler(
     samplers = [
         sampler
         for tensor in sizes
-        if (sampler := _sampler(demand, fleet, gpus // tensor, tensor, sharing_with)).sequences
+        if gpus // tensor <= MAX_ENGINES
+        and (sampler := _sampler(demand, fleet, gpus // tensor, tensor, sharing_with)).sequences
     ]
     return min(
         samplers,
-        key=lambda s: (s.engines > MANY_ENGINES, s.sequences < FEW_SEQUENCES, s.tensor),
+        key=lambda s: (s.sequences < FEW_SEQUENCES, s.tensor),
         default=None,
     )
 

@@ -6,6 +6,7 @@ from tinkercloud_crds.planning.fleet import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling, training
 from tinkercloud_crds.planning.planner import Demand, divide
+from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS
 
 _SUGGESTED_RANK = 32
 _MOST_NODES = 8
@@ -18,6 +19,12 @@ class DoesNotFit(ValueError):
 
 def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     """Return the error for a demand that `divide` found no way for."""
+    if most := _most_gpus(demand, fleet):
+        return DoesNotFit(
+            f"{fleet} is more than one session of this model can use, and a plan uses all: there"
+            f" are at most {MAX_REPLICAS} trainer pods and {MAX_ENGINES} engines, each on one node"
+            f" ({fleet.per_node} GPUs). Take {most}x{fleet.gpu.name}"
+        )
     model = demand.architecture
     what = "a full fine-tune" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
     remedies = _remedies(demand, fleet)
@@ -50,6 +57,15 @@ def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
     parts = [1 << power for power in range(fleet.per_node.bit_length())]
     nodes = [fleet.per_node << power for power in range(_MOST_NODES.bit_length())]
     counts = sorted({count for count in parts if count <= fleet.per_node} | {*nodes})
+    return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
+
+
+def _most_gpus(demand: Demand, fleet: Fleet) -> int | None:
+    """Return how many GPUs a session can use, if these are more; None if they are not too many."""
+    if fleet.count <= MAX_REPLICAS * fleet.per_node or fewest_gpus(demand, fleet) is None:
+        return None
+    nodes = range(MAX_REPLICAS + MAX_ENGINES, 0, -1)
+    counts = (count * fleet.per_node for count in nodes if count * fleet.per_node < fleet.count)
     return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
 
 
