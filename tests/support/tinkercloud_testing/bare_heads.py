@@ -1,0 +1,143 @@
+"""Heads without their HTTP surface, one after another in this process, over one store."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, Timings
+from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.wire import parse_json
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.engine.thread import NoBackground
+from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.inference.colocation import ColocatedThread, Turn
+
+MODEL = ModelId("s", 0)
+SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
+ADAM = {"learning_rate": 0.01}
+
+
+@dataclass
+class Head:
+    """A head without its HTTP surface."""
+
+    service: HeadService
+    store: CheckpointStore
+
+    async def begin(self) -> None:
+        await self.service.create_model(MODEL, SPEC)
+
+    async def resume(self, generation: str) -> None:
+        spec = SPEC.model_copy(update={"resume_generation": generation})
+        await self.service.create_model(MODEL, spec)
+
+    def add(self, seq_id: int, first: int = 5) -> None:
+        """Send data of a step."""
+        message = pb.ForwardBackwardRequest(
+            model_id=str(MODEL), seq_id=seq_id, loss_fn="cross_entropy"
+        )
+        datum = message.data.add()
+        tokens = np.array([first, 6, 7], dtype="<i4").tobytes()
+        datum.model_input.add().encoded_text.tokens = tokens
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense = np.array([6, 7, 8], dtype="<i8").tobytes()
+        targets.dtype = pb.DTYPE_INT64
+        self._send(routes.FORWARD_BACKWARD, message.SerializeToString())
+
+    def apply(self, seq_id: int) -> None:
+        self.send(routes.OPTIM_STEP, seq_id, adam_params=ADAM)
+
+    def send(self, path: str, seq_id: int, **fields: object) -> None:
+        self._send(path, orjson.dumps({"model_id": str(MODEL), "seq_id": seq_id, **fields}))
+
+    def _send(self, path: str, body: bytes) -> None:
+        self.service.submit(path, requests.read(path, body), body)
+
+    def send_broken(self, seq_id: int) -> None:
+        error = InvalidRequest("broken batch")
+        self.service.refuse(str(MODEL), seq_id, routes.FORWARD_BACKWARD, b"broken", error)
+
+    async def answer(self, seq_id: int) -> bytes:
+        result = await self.service.retrieve(f"{MODEL}:{seq_id}")
+        assert result is not None
+        return result.body
+
+    async def loss(self, seq_id: int) -> float:
+        output = pb.ForwardBackwardOutput.FromString(await self.answer(seq_id))
+        return output.metrics["loss:sum"]
+
+    async def drawn(self, session: int, seq_id: int) -> list[int]:
+        """Sample a little; return the tokens."""
+        params = {"max_tokens": 12, "seed": 1, "stop": []}
+        body = {
+            "sampling_session_id": f"s:sample:{session}",
+            "seq_id": seq_id,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+            "sampling_params": params,
+        }
+        request_id = self.service.sample(parse_json(SampleRequest, orjson.dumps(body)))
+        result = await self.service.retrieve(str(request_id))
+        assert result is not None
+        assert result.content_type == futures.PROTOBUF, result.body
+        (sequence,) = pb.SampleResponse.FromString(result.body).sequences
+        return [int(token) for token in np.frombuffer(sequence.tokens, dtype="<i4")]
+
+    async def manifest(self) -> SuspendedManifest:
+        manifest = await self.store.find_suspended(str(MODEL))
+        assert manifest is not None
+        return manifest
+
+    async def weights(self) -> dict[str, bytes]:
+        """Return the files of a checkpoint of everything as it is."""
+        (path,) = await self.service.checkpoint()
+        _, files = await self.store.read(CheckpointPath.parse(path))
+        return files
+
+
+@contextmanager
+def a_head(
+    root: str,
+    scratch: Path,
+    generation: str,
+    limits: Limits | None = None,
+    turn: Turn | None = None,
+) -> Iterator[Head]:
+    """Run a head in this process; when the context ends it is gone, as if it had been killed."""
+    config = HeadConfig(
+        head="h",
+        generation=generation,
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root=root,
+        scratch_dir=str(scratch),
+        limits=limits or Limits(),
+        timings=Timings(long_poll_seconds=20, drain_seconds=5),
+    )
+    store = CheckpointStore(open_store(root))
+    with an_engine(tiny_llama(), scratch / generation) as engine:
+        thread = engine.thread
+        if turn is not None:
+            thread = ColocatedThread(turn, lambda: None, lambda error: pytest.fail(repr(error)))
+            thread.start(NoBackground())
+        backend = Backend(config, engine.trainer, engine.sampler, thread, store, frozenset())
+        service = HeadService(backend)
+        yield Head(service, store)
+        service.close()
+        thread.stop()

@@ -1,0 +1,185 @@
+"""A model is suspended as a whole or not at all, and comes back from its latest head only."""
+
+import asyncio
+from pathlib import Path
+
+import obstore
+import orjson
+import pytest
+
+from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_worker.checkpoints import store as store_module
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+async def test_a_stopping_head_refuses_requests_and_may_be_asked_again(
+    root: str, tmp_path: Path
+) -> None:
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        assert not head.service.status().suspended
+        await head.service.suspend()
+        first = await head.manifest()
+
+        await head.service.suspend()
+
+        assert head.service.status().suspended
+        assert await head.manifest() == first
+        with pytest.raises(Unavailable, match="send the request again"):
+            head.add(1)
+
+
+async def test_what_a_suspended_head_is_asked_for_is_given_out_by_the_next_one(
+    root: str, tmp_path: Path
+) -> None:
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        await head.service.suspend()
+        head.service.release_waiters()
+
+        assert await head.service.retrieve(f"{MODEL}:0") is None
+
+
+async def test_a_state_of_another_generation_is_never_used(root: str, tmp_path: Path) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g3") as after:
+        with pytest.raises(StateLost, match="not suspended by the head it was in"):
+            await after.resume("g2")
+
+        assert after.service.status().models == []
+
+
+async def test_a_head_that_is_suspended_before_anybody_knew_of_it_is_gone_on_from(
+    root: str, tmp_path: Path
+) -> None:
+    for generation, previous in (("g1", None), ("g2", "g1")):
+        with a_head(root, tmp_path, generation) as head:
+            await (head.resume(previous) if previous else head.begin())
+            await head.service.suspend()
+
+    with a_head(root, tmp_path, "g3") as after:
+        await after.resume("g1")
+
+        assert after.service.status().models == [str(MODEL)]
+        assert (await after.manifest()).lineage == ["g1", "g2"]
+
+
+async def test_resuming_twice_at_once_and_again_is_resuming_once(root: str, tmp_path: Path) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        before.add(1)
+        before.apply(2)
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2") as after:
+        await asyncio.gather(after.resume("g1"), after.resume("g1"))
+        after.add(3)
+        after.apply(4)
+        await after.answer(4)
+        await after.resume("g1")
+
+        after.add(5)
+        after.apply(6)
+        assert orjson.loads(await after.answer(6))["metrics"]["step"] == 3
+
+
+class Death(Exception):
+    """Stands for the end of the process."""
+
+
+class DyingObstore:
+    """The obstore module, until a number of writes have been made."""
+
+    def __init__(self, writes_until_death: int) -> None:
+        self.left = writes_until_death
+
+    def __getattr__(self, name: str):
+        function = getattr(obstore, name)
+        if name not in {"put_async", "delete_async"}:
+            return function
+
+        async def write(*arguments: object, **keywords: object) -> object:
+            if self.left == 0:
+                raise Death
+            self.left -= 1
+            return await function(*arguments, **keywords)
+
+        return write
+
+
+async def suspend_until_death(
+    head: Head, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> BaseException | None:
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "obstore", DyingObstore(writes))
+        try:
+            await head.service.suspend()
+        except Unavailable as error:
+            return error
+    return None
+
+
+async def test_a_head_that_dies_while_it_suspends_leaves_the_state_before_or_the_whole_new_one(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g0") as first:
+        await first.begin()
+        await first.service.suspend()
+    seen = set()
+    for writes in range(12):
+        with a_head(root, tmp_path, f"g{writes + 1}") as head:
+            await head.resume("g0")
+            head.add(1)
+            await head.answer(1)
+            cut_off = await suspend_until_death(head, monkeypatch, writes)
+            generation = (await head.manifest()).generation
+            seen.add((generation == "g0", cut_off is None))
+        with a_head(root, tmp_path, f"again-{writes}") as after:
+            await after.resume(generation)
+            assert after.service.status().models == [str(MODEL)]
+        if cut_off is None:
+            break
+
+    assert (True, False) in seen
+    assert (False, True) in seen
+
+
+async def test_a_suspension_that_failed_can_be_asked_for_again(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        error = await suspend_until_death(head, monkeypatch, 2)
+        assert str(MODEL) in str(error)
+        assert not head.service.status().suspended
+
+        await head.service.suspend()
+
+        assert head.service.status().suspended
+    with a_head(root, tmp_path, "g2") as after:
+        await after.resume("g1")
+
+
+async def test_a_last_checkpoint_is_an_ordinary_one_and_may_be_asked_for_again(
+    root: str, tmp_path: Path
+) -> None:
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        head.add(1)
+        head.apply(2)
+        await head.answer(2)
+        assert head.service.status().latest_checkpoint is None
+
+        paths = [await head.service.checkpoint() for _ in range(2)]
+
+        expected = f"tinker://{MODEL}/weights/last-step-000001"
+        assert paths == [[expected], [expected]]
+        assert head.service.status().latest_checkpoint == expected
+        assert (await head.store.manifest(CheckpointPath.parse(expected))).step == 1
