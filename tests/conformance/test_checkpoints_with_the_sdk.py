@@ -43,6 +43,17 @@ def test_loading_in_place_restores_the_state(client: tinker.ServiceClient) -> No
     assert losses(training, 3) == first
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_client_whose_load_was_refused_trains_on(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    path = f"tinker://{training.model_id}/weights/never-saved"
+
+    with pytest.raises(tinker.RequestFailedError, match="does not exist"):
+        training.load_state(path).result()
+
+    assert losses(training, 1)
+
+
 def test_loading_without_the_optimizer_begins_with_fresh_moments(
     client: tinker.ServiceClient,
 ) -> None:

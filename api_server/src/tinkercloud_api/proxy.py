@@ -1,6 +1,7 @@
 """Forwards a request to a head, and its answer back, as bytes: streamed both ways, parsed never."""
 
 from collections.abc import AsyncIterator, Mapping
+from urllib.parse import quote
 
 import structlog
 
@@ -39,6 +40,7 @@ class Proxy:
         headers: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes]] | None = None,
+        refusal: str | None = None,
     ) -> None:
         """Send a request to a head and its answer to the client.
 
@@ -50,6 +52,7 @@ class Proxy:
             headers: of the client's request; only those about the body go on.
             body: whole, or as it arrives.
             replace: statuses of the head to answer differently, with a status and JSON body.
+            refusal: why the head is to refuse the request, in its place in its model's order.
 
         Raises:
             StaleRoute: another head serves there by now.
@@ -60,6 +63,8 @@ class Proxy:
             (routes.GENERATION_HEADER.encode(), route.generation.encode()),
             (routes.TARGET_HEADER.encode(), target.encode()),
         ]
+        if refusal is not None:
+            fields.append((routes.REFUSAL_HEADER.encode(), quote(refusal).encode()))
         fields += [(n.encode(), headers[n].encode("latin-1")) for n in _FORWARDED if n in headers]
         if not isinstance(body, bytes) and "content-length" in headers:
             fields.append((b"content-length", headers["content-length"].encode("latin-1")))

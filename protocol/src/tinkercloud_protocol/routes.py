@@ -7,6 +7,7 @@ OPTIM_STEP = "/api/v1/optim_step"
 SAVE_WEIGHTS = "/api/v1/save_weights"
 LOAD_WEIGHTS = "/api/v1/load_weights"
 SAVE_WEIGHTS_FOR_SAMPLER = "/api/v1/save_weights_for_sampler"
+SAVE_WEIGHTS_EXTERNAL = "/api/v1/save_weights_external"
 ASAMPLE = "/api/v1/asample"
 RETRIEVE_FUTURE = "/api/v1/retrieve_future"
 CANCEL_FUTURE = "/api/v1/cancel_future"
@@ -19,6 +20,9 @@ WRONG_GENERATION_STATUS = 421
 """With which a head refuses a request that is meant for another one (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
+REFUSAL_HEADER = "x-tinkercloud-refusal"
+"""Why the API server refuses a request, percent-encoded. It goes to the head all the same, which
+lets it take its place in its model's order and fail there."""
 
 HEAD_HEALTH = "/healthz"
 """A liveness probe, without a token: 503 if the head will never get on by itself."""

@@ -15,6 +15,23 @@ BAD_ORDERED_REQUESTS = {
     "an empty name": ("save_weights", {"path": ""}, "path"),
     "a short life": ("save_weights", {"path": "x", "ttl_seconds": 5}, "ttl_seconds"),
     "metadata of numbers": ("save_weights", {"path": "x", "user_metadata": {"a": 1}}, "user_meta"),
+    "metadata of megabytes": (
+        "save_weights",
+        {"path": "x", "user_metadata": {"a": "x" * (2 << 20)}},
+        "user_metadata.a",
+    ),
+    "an export": ("save_weights_external", {"path": "x"}, "save_weights_external is not served"),
+    "a load from elsewhere": (
+        "load_weights",
+        {"path": "http://é.example", "optimizer": False},
+        "path 'http://é.example' is not a checkpoint",
+    ),
+    "a load of what does not exist": (
+        "load_weights",
+        {"path": "tinker://nobody:train:0/weights/x", "optimizer": True},
+        "does not exist, or belongs to another owner",
+    ),
+    "a load of nothing": ("load_weights", {"optimizer": False}, "path: Field required"),
     "no target": ("save_weights_for_sampler", {}, "give either path"),
     "two targets": (
         "save_weights_for_sampler",

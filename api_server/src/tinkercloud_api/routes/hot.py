@@ -32,7 +32,7 @@ from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.proxy import StaleRoute
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
-from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
@@ -78,6 +78,7 @@ class Call:
         target: str,
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes]] | None = None,
+        refusal: str | None = None,
     ) -> None:
         """Forward to a head."""
         try:
@@ -89,6 +90,7 @@ class Call:
                 headers=self.request.headers,
                 body=body,
                 replace=replace,
+                refusal=refusal,
             )
         except StaleRoute:
             self.server.provider.mistrust(route)
@@ -149,15 +151,15 @@ async def forward_backward(call: Call) -> None:
 
 
 async def ordered(call: Call) -> None:
-    """Forward a small JSON request to the head of its model."""
-    body = await call.request.body(_SMALL_BODY_BYTES)
+    """Forward a JSON request to the head of its model."""
+    body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     await call.forward(await _route_run(call, model_id), model_id, body)
 
 
 async def save_weights(call: Call) -> None:
     """Forward a save; note the checkpoint that it may make."""
-    body = await call.request.body(_SMALL_BODY_BYTES)
+    body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     route = await _route_run(call, model_id)
     request = _read_or_none(SaveWeightsRequest, body)
@@ -169,7 +171,7 @@ async def save_weights(call: Call) -> None:
 
 async def save_weights_for_sampler(call: Call) -> None:
     """Forward a publication; note the checkpoint or the sampling session that it may make."""
-    body = await call.request.body(_SMALL_BODY_BYTES)
+    body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     route = await _route_run(call, model_id)
     request = _read_or_none(SaveWeightsForSamplerRequest, body)
@@ -186,16 +188,38 @@ async def load_weights(call: Call) -> None:
 
     Either way the checkpoint must be the caller's to read.
     """
-    body = await call.request.body(_SMALL_BODY_BYTES)
-    request = parse_json(LoadWeightsRequest, body)
+    body = await call.request.body(_ordered_body_bytes(call))
+    try:
+        request = parse_json(LoadWeightsRequest, body)
+        if request.model_id is not None:
+            path = CheckpointPath.parse(request.path)
+            await call.server.checkpoints.manifest(path, call.principal)
+    except (InvalidRequest, NotFound) as error:
+        await _forward_refused(call, body, error)
+        return
     if request.model_id is None:
         runs = call.server.training_runs
         request_id = await runs.create_from_checkpoint(request, call.principal)
         await answer(call.send, futures.promise(request_id))
         return
     route = await _route_run(call, request.model_id)
-    await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
     await call.forward(route, request.model_id, body)
+
+
+async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:
+    """Let a request that is refused take its place in its model's order, and fail there.
+
+    An answer with a status would leave a hole in the order, for which all that follows would wait.
+
+    Raises:
+        WireError: the one given; the request names no model.
+    """
+    try:
+        model_id = envelope.peek_json(body, "model_id")
+    except InvalidRequest:
+        raise error from None
+    route = await _route_run(call, model_id)
+    await call.forward(route, model_id, body, refusal=error.message)
 
 
 async def asample(call: Call) -> None:
@@ -315,6 +339,11 @@ async def _held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadR
         raise Unavailable(why().reason) from None
 
 
+def _ordered_body_bytes(call: Call) -> int:
+    """As much as the head reads: one that is too long is refused there, in its place."""
+    return call.server.settings.limits.max_body_bytes
+
+
 async def _expect(call: Call, path: CheckpointPath | None) -> None:
     if path is not None:
         await call.server.checkpoints.expect(path, call.principal.owner)
@@ -379,6 +408,7 @@ HANDLERS: Mapping[str, Handler] = {
     routes.OPTIM_STEP: ordered,
     routes.SAVE_WEIGHTS: save_weights,
     routes.SAVE_WEIGHTS_FOR_SAMPLER: save_weights_for_sampler,
+    routes.SAVE_WEIGHTS_EXTERNAL: ordered,
     routes.LOAD_WEIGHTS: load_weights,
     routes.ASAMPLE: asample,
     routes.RETRIEVE_FUTURE: retrieve_future,

@@ -9,6 +9,7 @@ a refused chunk keeps it from ever sending the first.
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from urllib.parse import unquote
 
 import orjson
 import structlog
@@ -79,6 +80,7 @@ class HeadApp:
             ("GET", routes.HEAD_METRICS): self._metrics,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
+            **{("POST", path): self._ordered for path in requests.NOT_SERVED},
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
@@ -183,7 +185,8 @@ class HeadApp:
     async def _ordered(self, request: Request) -> Response:
         body = await request.body(self._limits.max_body_bytes)
         try:
-            parsed = requests.read(request.path, body)
+            _check_not_refused(request)
+            parsed = await _off_loop(lambda body: requests.read(request.path, body), body)
         except InvalidRequest as error:
             model_id, seq_id = _json_place(body)
             if model_id is None or seq_id is None:
@@ -288,6 +291,12 @@ async def _disconnected(receive: Receive) -> None:
 
 def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
+
+
+def _check_not_refused(request: Request) -> None:
+    """Raise what the API server has found wrong with a request, if it has."""
+    if (refusal := request.headers.get(routes.REFUSAL_HEADER)) is not None:
+        raise InvalidRequest(unquote(refusal))
 
 
 def _json_place(body: bytes) -> tuple[str | None, int | None]:

@@ -32,6 +32,15 @@ JSON_REQUESTS: Mapping[str, type[OrderedJson]] = {
 """By path; the only other one is forward_backward, whose body is protobuf."""
 
 
+NOT_SERVED: Mapping[str, str] = {
+    routes.SAVE_WEIGHTS_EXTERNAL: (
+        "save_weights_external is not served: use save_weights_for_sampler, whose files (PEFT) lie"
+        " in the server's checkpoint store under runs/<run>/sampler_weights/<name>"
+    ),
+}
+"""By path, why; they have a place in the order all the same."""
+
+
 def read(path: str, body: bytes) -> OrderedRequest:
     """Read a request sent to one of the ordered paths.
 
@@ -40,6 +49,8 @@ def read(path: str, body: bytes) -> OrderedRequest:
     """
     if path == routes.FORWARD_BACKWARD:
         return decode_forward_backward(body)
+    if path in NOT_SERVED:
+        raise InvalidRequest(NOT_SERVED[path])
     return parse_json(JSON_REQUESTS[path], body)
 
 
