@@ -24,5 +24,22 @@ def test_a_large_json_body_is_refused(run: Run) -> None:
 
 
 def test_lists_refuse_absurd_pages(run: Run) -> None:
-    for query in ("limit=0", "limit=100000", "offset=-1", "limit=x", "access_scope=all"):
-        assert run.server.request("GET", f"/api/v1/training_runs?{query}").status == 400
+    absurd = ("limit=0", "limit=100000", "offset=-1", f"offset={1 << 63}", "limit=x")
+    for listed in ("training_runs", "checkpoints", "sessions"):
+        for query in (*absurd, "access_scope=all"):
+            assert run.server.request("GET", f"/api/v1/{listed}?{query}").status == 400
+
+
+def test_a_character_that_no_database_holds_is_refused_by_name(run: Run) -> None:
+    text = "a\0b"
+    answers = [
+        run.server.post("create_session", {"sdk_version": "t", "display_name": text}),
+        run.server.post("session_heartbeat", {"session_id": text}),
+        run.server.post("get_info", {"model_id": text}),
+        run.server.request("GET", "/api/v1/sessions/a%00b"),
+        run.server.request("GET", "/api/v1/training_runs/a%00b"),
+    ]
+
+    for answer in answers:
+        assert answer.status == 400
+        assert "U+0000" in answer.detail

@@ -18,7 +18,7 @@ from tinkercloud_api.catalog.database import migrate, migration_config, open_dat
 from tinkercloud_api.catalog.store import Catalog, Page
 from tinkercloud_api.catalog.tables import Session, Table, TrainingRun
 from tinkercloud_protocol.checkpoints import Manifest
-from tinkercloud_protocol.errors import NotFound, Unauthenticated, Unavailable
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.postgresql import PostgreSQL
 
@@ -136,6 +136,32 @@ async def test_pages_are_newest_first_and_count_everything(catalog: Catalog) -> 
     assert total == 5
     assert (await catalog.runs("you", Page(0, 10)))[1] == 0
     assert (await catalog.runs(None, Page(0, 10)))[1] == 5
+
+
+async def test_text_that_one_database_can_not_hold_is_refused_by_all(catalog: Catalog) -> None:
+    unstorable = a_session()
+    unstorable.display_name = "a\0b"
+    attempts = [
+        catalog.session("a\0b"),
+        catalog.beat(["a\0b"]),
+        catalog.add_session(unstorable),
+        catalog.sessions("a\0b", Page(0, 10)),
+    ]
+
+    for attempt in attempts:
+        with pytest.raises(InvalidRequest, match=r"'a\\x00b' holds the character U\+0000"):
+            await attempt
+
+
+async def test_metadata_comes_back_whatever_it_holds(catalog: Catalog) -> None:
+    session = a_session()
+    session.user_metadata = {"a\0b": "c\0d \U0001f600"}
+
+    await catalog.add_session(session)
+
+    found = await catalog.session("s")
+    assert found is not None
+    assert found.user_metadata == {"a\0b": "c\0d \U0001f600"}
 
 
 async def test_times_come_back_with_their_zone(catalog: Catalog) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, TypeDecorator
 from sqlalchemy import DateTime as SqlDateTime
 from sqlalchemy.engine import Dialect
+from sqlalchemy.exc import DontWrapMixin
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from tinkercloud_protocol.errors import InvalidRequest
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -32,6 +35,28 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
 
 
+class UnstorableText(InvalidRequest, DontWrapMixin):
+    """A text holds U+0000, which PostgreSQL has no room for."""
+
+
+class Text(TypeDecorator[str]):
+    """A text that every database can hold: what one of them refuses is refused with all."""
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Check a text that is stored or looked for.
+
+        Raises:
+            UnstorableText: it holds U+0000.
+        """
+        del dialect
+        if value is not None and "\0" in value:
+            raise UnstorableText(f"{value[:80]!r} holds the character U+0000: send it without")
+        return value
+
+
 def now() -> datetime:
     """Return the current time, with its zone."""
     return datetime.now(UTC)
@@ -45,7 +70,7 @@ class Table(DeclarativeBase):
         dict[str, Any]: JSON,
         dict[str, str]: JSON,
         list[str]: JSON,
-        str: String,
+        str: Text,
     }
 
 

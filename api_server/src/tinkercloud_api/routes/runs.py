@@ -23,7 +23,7 @@ from tinkercloud_protocol.wire import TtlSeconds, WireModel
 router = APIRouter(prefix="/api/v1", tags=["training runs"])
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, lt=1 << 63)]
 Scope = Literal["owned", "accessible"]
 
 

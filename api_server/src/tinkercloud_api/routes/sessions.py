@@ -129,7 +129,7 @@ async def list_sessions(
     server: Server,
     caller: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionList:
     """List sessions, newest first."""
