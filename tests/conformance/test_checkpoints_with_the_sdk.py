@@ -91,6 +91,9 @@ def test_a_name_is_written_over_only_when_asked(client: tinker.ServiceClient) ->
 
     with pytest.raises(tinker.RequestFailedError, match="overwrite"):
         training.save_state("same").result()
+    training.save_weights_for_sampler("same").result()
+    with pytest.raises(tinker.RequestFailedError, match="delete it first"):
+        training.save_weights_for_sampler("same").result()
     losses(training, 2)
     second = training.save_state("same", overwrite=True, user_metadata={"which": "2nd"}).result()
 

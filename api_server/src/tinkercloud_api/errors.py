@@ -36,9 +36,15 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": "; ".join(faults)}, 400)
 
 
-async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+    detail = error.detail
+    if error.status_code in {404, 405}:
+        detail = (
+            f"{request.method} {request.url.path} is not served here: see what is and what is not"
+            " in Tinkercloud's README"
+        )
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:

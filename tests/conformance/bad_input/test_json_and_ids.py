@@ -30,6 +30,21 @@ def test_lists_refuse_absurd_pages(run: Run) -> None:
             assert run.server.request("GET", f"/api/v1/{listed}?{query}").status == 400
 
 
+def test_what_is_not_served_is_named(run: Run) -> None:
+    answers = {
+        "GET /api/v1/audit": 404,
+        "POST /api/v1/copy_weights": 404,
+        "POST /api/v1/sessions/search": 405,
+    }
+
+    for what, status in answers.items():
+        method, path = what.split()
+        answer = run.server.request(method, path)
+
+        assert answer.status == status
+        assert f"{what} is not served here" in answer.detail
+
+
 def test_a_character_that_no_database_holds_is_refused_by_name(run: Run) -> None:
     text = "a\0b"
     answers = [

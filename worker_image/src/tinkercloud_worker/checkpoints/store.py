@@ -22,7 +22,7 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.paths import CheckpointPath, suspended_prefix
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 
 
 def open_store(url: str) -> ObjectStore:
@@ -208,8 +208,12 @@ class CheckpointStore:
 
 
 def _exists(path: CheckpointPath) -> InvalidRequest:
+    remedy = {
+        CheckpointKind.TRAINING: "save_state with overwrite=True",
+        CheckpointKind.SAMPLER: "delete it first",
+    }
     return InvalidRequest(
-        f"checkpoint {path} exists already: choose another name, or save_state with overwrite=True"
+        f"checkpoint {path} exists already: choose another name, or {remedy[path.kind]}"
     )
 
 
