@@ -54,12 +54,15 @@ class Settings(BaseSettings):
     """Secrets to pull session images with."""
     run_as_user: int | None = 65532
     """User of session pods; null leaves it to the namespace (OpenShift)."""
-    client_labels: list[dict[str, str]] = [{"app.kubernetes.io/part-of": "tinkercloud"}]
+    client_labels: Annotated[
+        list[Annotated[dict[str, str], Field(min_length=1)]], Field(min_length=1)
+    ] = [{"app.kubernetes.io/part-of": "tinkercloud"}]
     """Labels of the pods that may reach heads, one selector each: API server and operator."""
     network_policies: bool = True
     """Whether each session gets a NetworkPolicy."""
     outgoing_ports: list[Annotated[int, Field(gt=0, lt=65536)]] = [443]
-    """Ports at which heads reach the checkpoint store and the model hub, wherever those are."""
+    """Ports at which heads reach the checkpoint store and the model hub, wherever those are; none
+    where both are volumes."""
     ray_version: str = "2.60.0"
     """Ray in the session images."""
     drain_seconds: Annotated[int, Field(ge=1)] = 20

@@ -263,6 +263,14 @@ def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
     }
 
 
+def test_a_session_that_needs_no_store_and_no_hub_reaches_nothing_outside() -> None:
+    policy = surroundings.network_policy(a_build(outgoing_ports=[]))
+
+    # A rule without ports or peers would be about all of them.
+    assert all(rule.get("ports") or rule.get("to") for rule in policy["spec"]["egress"])
+    assert len(policy["spec"]["egress"]) == 2
+
+
 def what_the_head_reads(build: Build) -> Json:
     text: str = surroundings.config_map(build)["data"]["head.json"]
     read: Json = json.loads(text)

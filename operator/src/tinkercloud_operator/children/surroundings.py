@@ -129,6 +129,8 @@ def network_policy(build: Build) -> Json:
     own = {"podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}}}
     clients = [{"podSelector": {"matchLabels": wanted}} for wanted in build.settings.client_labels]
     ports = sorted({*build.settings.outgoing_ports, *engines.external_ports(build)})
+    # A rule that names no ports is about all of them.
+    stores = [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -146,7 +148,7 @@ def network_policy(build: Build) -> Json:
             "egress": [
                 {"to": [own]},
                 {"ports": _DNS_PORTS},
-                {"ports": [{"protocol": "TCP", "port": port} for port in ports]},
+                *stores,
             ],
         },
     }
