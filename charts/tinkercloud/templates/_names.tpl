@@ -43,19 +43,24 @@
 {{/* Labels of an object. Takes the root context and a component: (list . "api"). */}}
 {{- define "tinkercloud.labels" -}}
 {{- $root := index . 0 -}}
-{{- with $root.Values.commonLabels }}{{ toYaml . }}
-{{ end -}}
-{{ include "tinkercloud.selector" . }}
-app.kubernetes.io/part-of: tinkercloud
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- $ours := dict
+  "app.kubernetes.io/part-of" "tinkercloud"
+  "app.kubernetes.io/version" $root.Chart.AppVersion
+  "app.kubernetes.io/managed-by" $root.Release.Service
+  "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_")
+-}}
+{{- toYaml (merge (include "tinkercloud.selector" . | fromYaml) $ours $root.Values.commonLabels) -}}
+{{- end -}}
+
+{{/* Labels of an object that others find by labels of theirs, which win: (list . "api" .Values...labels). */}}
+{{- define "tinkercloud.foundLabels" -}}
+{{- toYaml (merge (deepCopy (index . 2)) (include "tinkercloud.labels" . | fromYaml)) -}}
 {{- end -}}
 
 {{/* Labels that never change, by which pods are selected. */}}
 {{- define "tinkercloud.selector" -}}
 {{- $root := index . 0 -}}
-app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}

@@ -15,7 +15,7 @@
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 # A Service called tinkercloud would set TINKERCLOUD_PORT, which is a setting.
@@ -23,11 +23,11 @@ enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
   {{- with .Values.podSecurity.runAsUser }}
-  runAsUser: {{ . }}
-  runAsGroup: {{ . }}
+  runAsUser: {{ int64 . }}
+  runAsGroup: {{ int64 . }}
   {{- end }}
   {{- with .Values.podSecurity.fsGroup }}
-  fsGroup: {{ . }}
+  fsGroup: {{ int64 . }}
   fsGroupChangePolicy: OnRootMismatch
   {{- end }}
   seccompProfile:
@@ -54,7 +54,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 topologySpreadConstraints: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $scheduling.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 affinity:
 {{- if $scheduling.affinity }}
@@ -81,7 +81,7 @@ affinity:
 {{- if has $name $names }}
 {{- fail (printf "%s: %s is set by the chart from another value; remove it there" $field $name) }}
 {{- end }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   value: {{ $value | quote }}
 {{- end }}
 {{- end -}}
@@ -93,7 +93,7 @@ affinity:
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata:
-  name: {{ index . 2 }}
+  name: {{ index . 2 | quote }}
   namespace: {{ $root.Release.Namespace }}
   labels: {{- include "tinkercloud.labels" . | nindent 4 }}
   {{- if $volume.retain }}
@@ -103,11 +103,11 @@ metadata:
 spec:
   accessModes: {{- toYaml $volume.accessModes | nindent 4 }}
   {{- with $volume.storageClassName }}
-  storageClassName: {{ . }}
+  storageClassName: {{ . | quote }}
   {{- end }}
   resources:
     requests:
-      storage: {{ $volume.size }}
+      storage: {{ $volume.size | quote }}
 {{- end -}}
 
 {{/* A PodDisruptionBudget. Takes the root context, a component, a name, its values and whether there are several pods. */}}

@@ -2,6 +2,7 @@
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,11 +14,13 @@ from tinkercloud_testing.charts import (
     CHART,
     CRD_CHART,
     NAMESPACE,
+    Manifest,
     environment,
     helm,
     objects,
     of_kind,
     one,
+    template,
 )
 
 API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
@@ -192,6 +195,90 @@ def test_a_single_pod_has_no_budget_that_would_block_a_drain() -> None:
     names = {each["metadata"]["name"] for each in of_kind("PodDisruptionBudget")}
 
     assert names == {OPERATOR}
+
+
+NAMED = (
+    "nameOverride",
+    "image.pullSecrets[0]",
+    "apiServer.bootstrapKey.existingSecret",
+    "apiServer.modelClaims[0]",
+    "apiServer.serviceAccount.name",
+    "apiServer.scheduling.priorityClassName",
+    "database.volume.existingClaim",
+    "database.volume.storageClassName",
+    "checkpoints.existingSecret",
+    "checkpoints.volume.existingClaim",
+    "operator.serviceAccount.name",
+    "operator.scheduling.priorityClassName",
+    "sessions.serviceAccount.name",
+    "ingress.className",
+    "ingress.tlsSecret",
+    "baseModels[0].name",
+)
+
+
+def named(name: str) -> list[Manifest]:
+    """Return the chart's objects where everything that has a name has this one."""
+    options = ["--set=fullnameOverride=tc,ingress.enabled=true,metrics.dashboards.enabled=true"]
+    options += [f"--set-string={value}={name}" for value in NAMED]
+    options += ["--set", "baseModels[0].spec.modelName=a/b,baseModels[0].spec.source.hub=a/b"]
+    options += ["--set", "baseModels[0].spec.maxContextLength=64,baseModels[0].spec.head.image=x"]
+    rendered = helm("template", name, str(CHART), "--namespace", NAMESPACE, *options)
+    return [found for found in yaml.safe_load_all(rendered) if found is not None]
+
+
+def with_names(value: Any, old: str, new: str) -> Any:
+    """Return the same with another name in every text, at any depth."""
+    if isinstance(value, dict):
+        return {key: with_names(each, old, new) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_names(each, old, new) for each in value]
+    return value.replace(old, new) if isinstance(value, str) else value
+
+
+def test_names_that_look_like_numbers_are_names() -> None:
+    assert named("2024") == with_names(named("omega"), "omega", "2024")
+
+
+def test_large_user_ids_are_written_as_whole_numbers(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("podSecurity: {runAsUser: 1000680000, fsGroup: 1000680000}\n")
+
+    rendered = helm("template", "tinker", str(CHART), "--values", str(values))
+
+    users = {line.strip() for line in rendered.splitlines() if "runAsUser:" in line}
+    groups = {line.strip() for line in rendered.splitlines() if "fsGroup:" in line}
+    assert users == {"runAsUser: 1000680000"}
+    assert groups == {"fsGroup: 1000680000"}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "commonLabels.app\\.kubernetes\\.io/part-of=research",
+        "metrics.serviceMonitor.labels.app\\.kubernetes\\.io/name=found",
+        "metrics.dashboards.labels.app\\.kubernetes\\.io/name=found",
+    ],
+)
+def test_a_label_that_the_chart_sets_too_is_there_once(option: str) -> None:
+    options = ("--set", "metrics.serviceMonitor.enabled=true,metrics.dashboards.enabled=true")
+
+    assert repeated_keys(template(*options, "--set", option)) == []
+
+
+def repeated_keys(rendered: str) -> list[str]:
+    """Return the keys that a mapping has twice, which parsers may refuse."""
+    nodes = list(yaml.compose_all(rendered, yaml.SafeLoader))
+    found = []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            found += [key for key in set(keys) if keys.count(key) > 1]
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return found
 
 
 def test_the_operator_and_its_session_pods_may_be_told_no_user() -> None:

@@ -10,6 +10,7 @@ from tinkercloud_testing.charts import CASES, CHART, NAMESPACE, objects, of_kind
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
 READ = {"get", "list", "watch"}
+NAME_OF_NAMESPACE = "kubernetes.io/metadata.name"
 OWN = READ | {"create", "patch", "delete"}
 MADE = READ | {"create", "patch"}
 
@@ -149,12 +150,10 @@ def test_only_named_peers_reach_the_api_server_and_its_metrics() -> None:
 
     rules = one("NetworkPolicy", API, *options)["spec"]["ingress"]
 
-    namespaces = {
-        rule["ports"][0]["port"]: peer["namespaceSelector"]["matchLabels"]
-        for rule in rules
-        for peer in rule["from"]
-    }
-    assert namespaces == {
-        8000: {"kubernetes.io/metadata.name": "gateways"},
-        9090: {"kubernetes.io/metadata.name": "monitoring"},
-    }
+    peers = {rule["ports"][0]["port"]: rule["from"] for rule in rules}
+    gateways, test = peers[8000]
+    (monitoring,) = peers[9090]
+    assert gateways == {"namespaceSelector": {"matchLabels": {NAME_OF_NAMESPACE: "gateways"}}}
+    assert monitoring == {"namespaceSelector": {"matchLabels": {NAME_OF_NAMESPACE: "monitoring"}}}
+    labels = one("Pod", "tinker-tinkercloud-test", *options)["metadata"]["labels"]
+    assert test["podSelector"]["matchLabels"].items() <= labels.items()

@@ -64,6 +64,7 @@ def test_the_defaults_are_acceptable() -> None:
         ("apiServer.replica=2", "'replica' not allowed"),
         ("apiServer.replicas=two", "want integer"),
         ("operator.scheduling.nodeSelectors.a=b", "'nodeSelectors' not allowed"),
+        ("nameOverride=my app", "does not match pattern"),
         ("checkpoints.root=/checkpoints", "does not match pattern"),
         ("image.pullPolicy=Sometimes", "value must be one of"),
         ("baseModels[0].name=x,baseModels[0].spec.modelNam=y", "'modelNam' not allowed"),
@@ -86,6 +87,8 @@ def test_a_value_nobody_reads_or_of_the_wrong_kind_is_refused(option: str, compl
         ("httpRoute.enabled=true", "httpRoute.parentRefs is empty"),
         ("apiServer.env.TINKERCLOUD_STATE_DIR=/x", "TINKERCLOUD_STATE_DIR is set by the chart"),
         ("operator.env.TINKERCLOUD_OPERATOR_NAMESPACE=x", "OPERATOR_NAMESPACE is set by the chart"),
+        ("fullnameOverride=9-lives", 'named "9-lives", which no Service can be: set fullnameO'),
+        ("fullnameOverride=My_App", 'named "My_App", which no Service can be: set fullnameO'),
         ("kuberay.enabled=true", "helm dependency build charts/tinkercloud/charts/kuberay"),
     ],
 )
