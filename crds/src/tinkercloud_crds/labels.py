@@ -25,6 +25,8 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 LAST_ACTIVITY = f"{GROUP}/last-activity"
 """Annotation on a TrainingSession, written by the API server at most once a minute: when a client
 last used it (RFC 3339). The operator copies it into the status and culls by it."""
+LAST_ACTIVITY_SECONDS = 60
+"""Between two writes of it, at least."""
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server made: the run or sampling session that asked
 first."""

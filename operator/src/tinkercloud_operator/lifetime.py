@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_operator.observed import Observed
 
@@ -17,6 +18,10 @@ _WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.RE
 """What a session waits for before it can be used."""
 _ON_ITS_WAY = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
 """Reasons of a session that nobody can use yet, and that nobody has to help."""
+
+_UNTOLD = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
+"""For how long a session in use may not be said to be: the API server's replicas let some seconds
+more go by, and a write of theirs may fail."""
 
 
 class Wanted(StrEnum):
@@ -77,7 +82,10 @@ def _as_it_is(observed: Observed, expiry: datetime | None) -> Decision:
 
 
 def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
-    idle_at = last_use(observed) + timedelta(seconds=idle.timeout_seconds)
+    unused_since = last_use(observed)
+    if observed.last_activity is not None:
+        unused_since = max(unused_since, observed.last_activity + _UNTOLD)
+    idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
         message = f"unused for {idle.timeout_seconds} s"
         if idle.action == "Delete":
@@ -92,7 +100,8 @@ def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision
 def last_use(observed: Observed) -> datetime:
     """Return when a session was last used, or could not be: the end of a wait counts as use.
 
-    It waits until it is accepted, admitted and ready, and, once suspended, to be resumed.
+    It waits until it is accepted, admitted and ready, and, once suspended, to be resumed: whoever
+    wants it then wants it now, whatever his clock said.
     """
     moments = [observed.created, observed.last_activity]
     conditions = observed.status.conditions
@@ -104,9 +113,17 @@ def last_use(observed: Observed) -> datetime:
         is_on_its_way = ready is not None and ready.reason in _ON_ITS_WAY
         if accepted is None or accepted.status == "False" or is_on_its_way:
             moments.append(observed.now)
-    if suspended is not None and suspended.status == "False":
-        moments.append(parse_time(suspended.last_transition_time))
+    if suspended is not None:
+        moments.append(_end_of_sleep(observed, suspended))
     return max(moment for moment in moments if moment is not None)
+
+
+def _end_of_sleep(observed: Observed, suspended: Condition) -> datetime | None:
+    """Return when it was resumed, or now if it is to be; None if it sleeps on."""
+    since, used = parse_time(suspended.last_transition_time), observed.last_activity
+    if suspended.status == "False":
+        return since
+    return observed.now if since is not None and used is not None and used > since else None
 
 
 def _reached(observed: Observed, kind: ConditionType) -> datetime | None:

@@ -64,6 +64,14 @@ def test_a_session_ends_once_it_existed_for_its_lifetime_and_not_before(
     assert decide(at(seconds), HOUR, 600).wanted is wanted
 
 
+@pytest.mark.parametrize("idle", [HOUR, DELETED_AFTER_AN_HOUR])
+def test_a_session_in_use_is_not_idle_while_the_next_word_of_it_is_not_due(idle: Idle) -> None:
+    used = {"last_activity": after(1000)}
+
+    assert decide(at(1000 + 3600 + 75, **used), idle, None).wanted is Wanted.RUNNING
+    assert decide(at(1000 + 3600 + 90, **used), idle, None).wanted is not Wanted.RUNNING
+
+
 def test_the_earlier_of_idleness_and_the_end_is_looked_forward_to() -> None:
     assert decide(at(0), HOUR, 600).changes_at == after(600)
     assert decide(at(0), HOUR, 7200).changes_at == after(3600)
@@ -125,6 +133,13 @@ def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
     assert used.wanted is Wanted.RUNNING
 
 
+def test_what_is_wanted_while_it_sleeps_wakes_whatever_the_clocks_say() -> None:
+    idle = a_status([since(ConditionType.SUSPENDED, "True", 3600, Reason.IDLE)])
+    by_a_slow_clock = at(86400, status=idle, last_activity=after(86400 - 7200))
+
+    assert decide(by_a_slow_clock, HOUR, None).wanted is Wanted.RUNNING
+
+
 QUEUED = a_status([since(ConditionType.QUOTA_RESERVED, "False", 0, Reason.QUEUED)])
 ADMITTED = since(ConditionType.QUOTA_RESERVED, "True", 90)
 
@@ -139,6 +154,7 @@ ADMITTED = since(ConditionType.QUOTA_RESERVED, "True", 90)
         ([since(ConditionType.READY, "False", 70)], 50, 50),
         ([since(ConditionType.SUSPENDED, "False", 80)], 50, 80),
         ([since(ConditionType.SUSPENDED, "True", 80)], 50, 50),
+        ([since(ConditionType.SUSPENDED, "True", 80)], 81, 1000),
         ([ADMITTED], 50, 90),
         ([ADMITTED, since(ConditionType.SUSPENDED, "True", 80)], 50, 50),
         ([since(ConditionType.ACCEPTED, "False", 10)], 50, 1000),
@@ -152,6 +168,7 @@ ADMITTED = since(ConditionType.QUOTA_RESERVED, "True", 90)
         "not ceasing to be",
         "being resumed",
         "not being suspended",
+        "now, when it is wanted while it is suspended",
         "being admitted by a queue",
         "not an admission before it was suspended",
         "now, while it is refused",

@@ -18,7 +18,7 @@ from tinkercloud_crds.conditions import timestamp
 
 log = structlog.get_logger(__name__)
 
-_SHORTEST = timedelta(seconds=60)
+_SHORTEST = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS)
 _SPREAD_SECONDS = 10.0
 """Replicas write at different moments, so that the first one's word keeps the others quiet."""
 _AFTER_FAILURE_SECONDS = 5.0
