@@ -26,6 +26,8 @@ _TIMEOUT_SECONDS = 30
 _PAGE_SIZE = 250
 """Objects that are listed at a time: a page of pods takes some megabytes while it is read."""
 _APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+_MANAGER = labels.OPERATOR_FIELD_MANAGER
 _MAX_MESSAGE_LENGTH = 512
 """Of the API server's answers, so that nothing secret in them travels far."""
 
@@ -145,6 +147,16 @@ class Cluster:
         path = self._path(manifest["kind"], manifest["metadata"]["name"])
         return await self._apply(f"{path}/status", manifest)
 
+    async def merge(self, ref: ObjectRef, patch: Manifest) -> Json:
+        """Change fields of an object, whoever set them (JSON merge patch); it must exist.
+
+        Raises:
+            Conflict: it is not of the resource version that the patch names, if it names one.
+            ClusterError: see the module.
+        """
+        path, query = self._path(ref.kind, ref.name), [("fieldManager", _MANAGER)]
+        return await self._call("PATCH", path, body=patch, query=query, content_type=_MERGE)
+
     async def create(self, manifest: Manifest) -> Json:
         """Create an object.
 
@@ -195,7 +207,7 @@ class Cluster:
         return f"/{api}{place}/{plural}" + (f"/{name}" if name else "")
 
     async def _apply(self, path: str, manifest: Manifest) -> Json:
-        query = [("fieldManager", labels.OPERATOR_FIELD_MANAGER), ("force", "true")]
+        query = [("fieldManager", _MANAGER), ("force", "true")]
         return await self._call("PATCH", path, body=manifest, query=query, content_type=_APPLY)
 
     async def _call(

@@ -180,26 +180,30 @@ class Executor:
         return True
 
     async def _hold_finalizer(self, observed: Observed) -> None:
-        await self._apply_metadata(observed, {"finalizers": [labels.FINALIZER]})
-
-    async def _let_go(self, observed: Observed) -> None:
-        try:
-            await self._apply_metadata(observed, {})
-        except Conflict:
-            # The answer to letting go may be older than what was seen of the session's deletion.
-            log.debug("gone already", session=observed.name)
-
-    async def _apply_metadata(self, observed: Observed, metadata: Manifest) -> None:
         # With the uid, applying can't make a session anew that is gone by now.
-        own = {"name": observed.name, "uid": observed.uid}
+        own = {"name": observed.name, "uid": observed.uid, "finalizers": [labels.FINALIZER]}
         applied = await self._cluster.apply(
-            {
-                "apiVersion": labels.API_VERSION,
-                "kind": "TrainingSession",
-                "metadata": {**own, **metadata},
-            }
+            {"apiVersion": labels.API_VERSION, "kind": "TrainingSession", "metadata": own}
         )
         self._note_own("TrainingSession", applied)
+
+    async def _let_go(self, observed: Observed) -> None:
+        """Take the finalizer out of a session.
+
+        Not by applying, which leaves what somebody else has set as well: a session that comes from
+        a backup, or from a file that was read from a cluster, has its finalizer from there.
+        """
+        ref = ObjectRef("TrainingSession", observed.name)
+        try:
+            metadata = (await self._cluster.get(ref))["metadata"]
+            if metadata["uid"] == observed.uid:
+                left = [held for held in metadata.get("finalizers", []) if held != labels.FINALIZER]
+                now = {"resourceVersion": metadata["resourceVersion"], "finalizers": left}
+                patched = await self._cluster.merge(ref, {"metadata": now})
+                self._note_own("TrainingSession", patched)
+        except NotThere:
+            # The answer to letting go may be older than what was seen of the session's deletion.
+            log.debug("gone already", session=observed.name)
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)

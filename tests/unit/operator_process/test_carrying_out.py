@@ -187,14 +187,40 @@ async def test_a_witness_that_went_is_made_again_of_the_same_secret(operator: Op
     assert has_secret("one", operator.children)
 
 
-async def test_a_deleted_session_that_is_gone_already_is_let_go(operator: Operator) -> None:
-    operator.api.refused["one"] = 409
+async def let_go(operator: Operator) -> bool:
+    """Let the operator look at the session, which is deleted and has no head."""
     deleted = observed(deleted=NOON, has_finalizer=True)
+    return await operator.executor.execute(deleted, reconcile(deleted, Settings()))
 
-    again = await operator.executor.execute(deleted, reconcile(deleted, Settings()))
 
-    assert not again
-    assert operator.api.writes == [f"PATCH {SESSION}"]
+async def test_a_deleted_session_is_let_go_whoever_has_set_its_finalizer(
+    operator: Operator,
+) -> None:
+    held = ["example.org/backup", labels.FINALIZER]
+    operator.api.put(SESSION, {}, uid="uid-of-one", finalizers=held)
+
+    assert not await let_go(operator)
+
+    assert operator.api.objects[SESSION]["metadata"]["finalizers"] == ["example.org/backup"]
+
+
+async def test_a_deleted_session_that_is_gone_already_is_let_go(operator: Operator) -> None:
+    assert not await let_go(operator)
+
+    operator.api.put(SESSION, {}, uid="uid-of-another", finalizers=[labels.FINALIZER])
+    assert not await let_go(operator)
+
+    assert operator.api.writes == []
+
+
+async def test_a_session_that_changed_while_it_was_let_go_is_looked_at_again(
+    operator: Operator,
+) -> None:
+    operator.api.put(SESSION, {}, uid="uid-of-one", finalizers=[labels.FINALIZER])
+    operator.api.refused["one"] = 409
+
+    with pytest.raises(Conflict):
+        await let_go(operator)
 
 
 @pytest.mark.parametrize(
