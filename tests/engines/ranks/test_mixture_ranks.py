@@ -33,6 +33,8 @@ SHAPES = {
     "ep2": ("qwen3", 1, 1, 1, 2, 2),
     "cp2 ep2": ("qwen3", 1, 1, 2, 2, 2),
     "tp2 ep2": ("qwen3", 2, 1, 1, 2, 4),
+    "pp2 ep2": ("qwen3", 1, 2, 1, 2, 4),
+    "ep2 dp4": ("qwen3", 1, 1, 1, 2, 4),
     "deepseek tp2": ("deepseek", 2, 1, 1, 1, 2),
     "deepseek pp2": ("deepseek", 1, 2, 1, 1, 2),
     "deepseek cp2 ep2": ("deepseek", 1, 1, 2, 2, 2),

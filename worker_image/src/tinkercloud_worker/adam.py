@@ -52,7 +52,9 @@ def new_adapter(
     selected = lora.select(targets, config)
     trainable = Trainable(lora.layout(selected, config.rank), device)
     seed = config.seed if config.seed is not None else torch.seed()
-    lora.initialize(trainable.tensors, selected, seed)
+    for target in selected:
+        a = lora.initial_a(target, config.rank, seed)
+        trainable.tensors[target.a_name].detach().copy_(a)
     return TrainedModel(config, trainable)
 
 

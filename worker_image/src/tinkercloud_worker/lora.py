@@ -62,6 +62,11 @@ class Target:
         """Name of its B [out, rank], of experts stacked."""
         return f"{self.name}.lora_B.weight"
 
+    @property
+    def own_name(self) -> str:
+        """Name of the half that each expert has for itself; the other is one for all of a layer."""
+        return self.b_name if _is_shared(self.a_name) else self.a_name
+
     def specs(self, rank: int) -> list[TensorSpec]:
         """Return its A and its B."""
         shapes = {
@@ -73,7 +78,7 @@ class Target:
     def _stacked(self, name: str) -> tuple[int, ...]:
         if not self.experts:
             return ()
-        return (1 if _is_shared(name) else self.experts,)
+        return (self.experts if name == self.own_name else 1,)
 
 
 def scale(rank: int) -> float:
@@ -106,16 +111,12 @@ def layout(targets: Iterable[Target], rank: int) -> Layout:
     return Layout(spec for target in targets for spec in target.specs(rank))
 
 
-def initialize(tensors: Mapping[str, Tensor], targets: Iterable[Target], seed: int) -> None:
-    """Write the initial values into an adapter's tensors."""
-    with torch.no_grad():
-        for target in targets:
-            a = tensors[target.a_name]
-            bound = 1.0 / math.sqrt(target.in_features)
-            # Drawn on the CPU, so that a seed means the same values on every device.
-            drawn = torch.empty(a.shape)
-            a.copy_(drawn.uniform_(-bound, bound, generator=_generator(seed, target.name)))
-            tensors[target.b_name].zero_()
+def initial_a(target: Target, rank: int, seed: int) -> Tensor:
+    """Return how the A of a target begins, on the CPU, whole."""
+    a, _ = target.specs(rank)
+    bound = 1.0 / math.sqrt(target.in_features)
+    # Drawn on the CPU, so that a seed means the same values on every device.
+    return torch.empty(a.shape).uniform_(-bound, bound, generator=_generator(seed, target.name))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

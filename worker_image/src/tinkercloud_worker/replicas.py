@@ -23,8 +23,9 @@ class ReplicatedTrainer(AdamTrainer):
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`. All begin from rank 0's values: a seed nobody gave differs."""
         super().add_model(model_id, lora_config)
-        if lora_config is not None:
-            dist.broadcast(self._models[model_id].trainable.flat.detach(), src=0)
+        model = self._models[model_id]
+        if lora_config is not None and model.parts is None:
+            dist.broadcast(model.trainable.flat.detach(), src=0)
 
     def sum_gradient(self, model_id: str) -> None:
         """See `RankTrainer.sum_gradient`."""

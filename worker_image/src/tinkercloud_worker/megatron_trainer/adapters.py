@@ -1,7 +1,8 @@
 """LoRA behind megatron-core's parallel linear layers.
 
-Adapters have Hugging Face's names and shapes, whole at every rank: a layer that holds a slice of a
-weight uses the same slice of the adapter, as views. So queries, keys and values, which megatron
+Adapters have Hugging Face's names and shapes, whole at every rank but for what experts have each
+for itself (`grouped_experts`): a layer that holds a slice of a weight uses the same slice of the
+adapter, as views. So queries, keys and values, which megatron
 computes as one, have an adapter each, and what is exported needs no conversion.
 
 A and B are float32; over a base of lower precision they are rounded to it, as in the torch trainer
@@ -41,6 +42,7 @@ class Active:
     """The adapter a pass runs with."""
 
     tensors: Mapping[str, Tensor]
+    """What experts have for themselves, of those that are here only (`grouped_experts.Piece`)."""
     scale: float
 
 

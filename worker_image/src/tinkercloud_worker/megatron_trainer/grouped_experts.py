@@ -4,11 +4,11 @@ megatron-core computes them one after another unless other packages bring kernel
 of those at this rank lie in one tensor for each projection, of which megatron-core's own parameters
 are views, and one product computes a projection of all of them, as the torch trainer (`experts`).
 
-The adapters of a layer's experts are stacked in tensors with Hugging Face's names, whole at every
-rank (`adapters`); `lora` says which halves are one for all. A rank uses the part of those experts
-that it holds, and where experts are divided by their width, a slice of each. Terms need no
-communication of their own: tokens have been gathered from the ranks that divide an expert before,
-and what these make of them is added up behind.
+The adapters of a layer's experts are stacked in tensors with Hugging Face's names; `lora` says
+which halves are one for all. Of the others a rank has the part of those experts that it holds, and
+where experts are divided by their width, a slice of each: a `Piece`. Terms need no communication of
+their own: tokens have been gathered from the ranks that divide an expert before, and what these
+make of them is added up behind.
 
 Where the ranks of a tensor-parallel group hold the same positions, an expert gets each token once
 from every one of them, and so its gradient: that is divided by their number.
@@ -18,7 +18,8 @@ size, F this rank's part of an expert's width, r rank of the adapter.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -30,6 +31,24 @@ from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
 
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where in a tensor that all experts of a layer are stacked in, a rank's part of it is."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """Of each dimension, the first of its indices and the one behind the last."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the part's shape."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Return what takes it out of the tensor."""
+        return tuple(slice(start, stop) for start, stop in self.bounds)
 
 
 def located(weight: str) -> tuple[str, int]:
@@ -63,7 +82,7 @@ class GroupedExperts:
         """
         self._linears = linears
         *self._before, self._down = targets
-        self._here = slice(first, first + experts.num_local_experts)
+        self._here = (first, first + experts.num_local_experts)
         divided = experts.config.sequence_parallel
         tensor = parallel_state.get_tensor_model_parallel_world_size()
         self._arrivals = 1 if divided else tensor
@@ -74,6 +93,19 @@ class GroupedExperts:
         self._down_EDF = _stacked([expert.linear_fc2 for expert in experts.local_experts])
         # Assigned to the instance, so that the module stays what it is, names and all.
         experts.forward = self._forward
+
+    def pieces(self, rank: int) -> Mapping[str, Piece]:
+        """Return what is used here of adapters' tensors that experts have for themselves.
+
+        Args:
+            rank: of the adapter.
+        """
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+        width = self._down.in_features // ranks
+        number: int = parallel_state.get_expert_tensor_parallel_rank()
+        here, all_of = (number * width, (number + 1) * width), (0, rank)
+        into = {target.own_name: Piece((self._here, here, all_of)) for target in self._before}
+        return into | {self._down.own_name: Piece((self._here, all_of, here))}
 
     def _forward(
         self, hidden_SD: Tensor, tokens_per_expert: Tensor, shares_S: Tensor
@@ -88,7 +120,7 @@ class GroupedExperts:
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
         output_SD = grouped(inner_SF, self._down_EDF, ends_E)
         if active is not None:
-            low = grouped(inner_SF, self._part(active, self._down.a_name, divided_dim=2), ends_E)
+            low = grouped(inner_SF, self._counted(active.tensors[self._down.a_name]), ends_E)
             [b] = self._counted(active.tensors[self._down.b_name])
             output_SD = plus(output_SD, low, b.T, active.scale)
         return output_SD, None
@@ -103,14 +135,7 @@ class GroupedExperts:
         """Return the term of a gate or up projection, [S, F]."""
         [a] = self._counted(active.tensors[target.a_name])
         low = hidden_SD @ a.to(hidden_SD.dtype).T * active.scale
-        return grouped(low, self._part(active, target.b_name, divided_dim=1), ends_E)
-
-    def _part(self, active: Active, name: str, divided_dim: int) -> Tensor:
-        """Return what is used here of all experts' own A [experts, r, width] or B."""
-        own = self._counted(active.tensors[name][self._here])
-        parts = own.chunk(parallel_state.get_expert_tensor_parallel_world_size(), divided_dim)
-        rank: int = parallel_state.get_expert_tensor_parallel_rank()
-        return parts[rank]
+        return grouped(low, self._counted(active.tensors[target.b_name]), ends_E)
 
     def _counted(self, half: Tensor) -> Tensor:
         """Return a half of an adapter, whose gradient counts each token once."""

@@ -81,6 +81,8 @@ class MegatronModel:
     layout: Layout
     """Of the Hugging Face model's weights."""
     linears: AdaptedLinears
+    experts: Sequence[GroupedExperts]
+    """Those at this rank, layer by layer."""
     layers: RepeatableLayers
     targets: Sequence[Target]
     hf_config: PretrainedConfig
@@ -168,7 +170,7 @@ def blank(
     sources = _sources(bridge, module)
     _check_complete(whole, sources)
     targets = find_targets(whole, "model", "lm_head")
-    linears = _adapt(bridge, module, targets)
+    linears, experts = _adapt(bridge, module, targets)
     # The output layer is called by the trainer.
     module.post_process = False
     return MegatronModel(
@@ -176,6 +178,7 @@ def blank(
         sources,
         Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
         linears,
+        experts,
         RepeatableLayers(module.decoder.layers),
         targets,
         config,
@@ -290,9 +293,13 @@ def _check_complete(whole: nn.Module, sources: Mapping[str, Sequence[str]]) -> N
             )
 
 
-def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedLinears:  # noqa: ANN401 - as above
+def _adapt(
+    bridge: Any,  # noqa: ANN401 - as above
+    module: GPTModel,
+    targets: Sequence[Target],
+) -> tuple[AdaptedLinears, Sequence[GroupedExperts]]:
     by_name = {target.name: target for target in targets}
-    linears = AdaptedLinears()
+    linears, experts = AdaptedLinears(), []
     merges: dict[str, Merge] = {"linear_qkv": interleaved(module.config)}
     names = bridge._weight_name_mapping_mcore_local_to_global(module)
     for name, submodule in module.named_modules():
@@ -304,11 +311,12 @@ def _adapt(bridge: Any, module: GPTModel, targets: Sequence[Target]) -> AdaptedL
             adapted = [by_name[weight.removesuffix(".weight")] for weight in weights]
             linears.attach(submodule, adapted, merges.get(last, concatenated))
         if isinstance(submodule, SequentialMLP):
-            _adapt_experts(bridge, linears, submodule, f"{name}.local_experts.0", by_name, names)
+            first = f"{name}.local_experts.0"
+            experts.append(_adapt_experts(bridge, linears, submodule, first, by_name, names))
     if module.post_process:
         head = next(target for target in targets if target.group == "unembed")
         linears.attach(module.output_layer, [head], concatenated)
-    return linears
+    return linears, experts
 
 
 def _adapt_experts(  # noqa: PLR0917 - as above
@@ -318,11 +326,11 @@ def _adapt_experts(  # noqa: PLR0917 - as above
     first: str,
     targets: Mapping[str, Target],
     names: Mapping[str, str],
-) -> None:
+) -> GroupedExperts:
     weights = [
         weight
         for linear in ("linear_fc1", "linear_fc2")
         for weight in bridge._weight_name_mapping_mcore_to_hf(names[f"{first}.{linear}.weight"])
     ]
     gate, up, down = (targets[located(weight)[0]] for weight in weights)
-    GroupedExperts(linears, experts, (gate, up, down), first=located(weights[0])[1])
+    return GroupedExperts(linears, experts, (gate, up, down), first=located(weights[0])[1])

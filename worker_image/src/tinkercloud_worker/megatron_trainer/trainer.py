@@ -2,7 +2,8 @@
 
 Passes are megatron-core's own schedules over packed sequences. Every rank holds the adapters
 whole and the gradient of its part (`adapters`), so that steps, states and names are those of any
-replicated model. Of models trained as a whole it holds what it does of the base (`whole`).
+replicated model; but what experts have for themselves only of those that it holds
+(`divided_adapter`). Of models trained as a whole it holds what it does of the base (`whole`).
 
 Where ranks divide sequences, each computes the logprobs of the positions it holds, and all of them
 the loss of the whole.
@@ -34,6 +35,8 @@ from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
+from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
+from tinkercloud_worker.megatron_trainer.grouped_experts import Piece
 from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
@@ -112,7 +115,20 @@ class MegatronTrainer(ReplicatedTrainer):
         if lora_config is None:
             parts = DividedModel(self._base.module, self._base.sources, self._base.layout)
             return TrainedModel(None, parts.trainable, parts)
-        return new_adapter(self._base.targets, lora_config, self._device)
+        return self._new_adapter(lora_config)
+
+    def _new_adapter(self, config: LoraConfig) -> TrainedModel:
+        targets = lora.select(self._base.targets, config)
+        between: dist.ProcessGroup = (
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        )
+        if between.size() == 1 or not any(target.experts for target in targets):
+            return new_adapter(targets, config, self._device)
+        pieces: dict[str, Piece] = {}
+        for experts in self._base.experts:
+            pieces |= experts.pieces(config.rank)
+        parts = DividedAdapter(targets, config, pieces, self._device)
+        return TrainedModel(config, parts.trainable, parts)
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
