@@ -6,6 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from tinkercloud_crds.planning.families import read
+from tinkercloud_crds.planning.memory import Layout, training
+from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
@@ -26,6 +29,7 @@ pytestmark = [
 
 LENGTHS = [5, 17, 3, 11, 8]
 LORA = LoraConfig(rank=4, seed=1)
+OF_ATTENTION = LoraConfig(rank=4, seed=1, train_mlp=False)
 ADAM = AdamParams(learning_rate=1e-2)
 MODELS = {"qwen3": tiny_qwen3_moe, "deepseek": partial(tiny_deepseek_v3, num_hidden_layers=4)}
 SHAPES = {
@@ -45,14 +49,45 @@ KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
 
+def test_experts_of_a_killed_rank_take_their_model_along_and_no_other(cluster, tmp_path) -> None:
+    folder = save(tiny_qwen3_moe(), tmp_path)
+    factory = megatron_factory(str(folder), tensor=1, pipeline=1, expert=2)
+    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
+    for name, config in {"experts": LORA, "attention": OF_ATTENTION}.items():
+        ranked.add_model(name, config)
+        run(ranked, random_data(LENGTHS), model_id=name)
+        ranked.optim_step(name, ADAM)
+    saved, kept = ranked.export_state("experts"), ranked.snapshot("attention").tensors
+    ranked._group.call("die_in", "forward_backward", 1)
+
+    with pytest.raises(StateLost, match=r"model experts was lost .* from its last checkpoint"):
+        run(ranked, random_data(LENGTHS), model_id="experts")
+    assert_close(ranked.snapshot("attention").tensors, kept, rtol=0)
+    ranked.add_model("experts", LORA)
+    ranked.import_state("experts", saved)
+
+    assert_close(ranked.snapshot("experts").tensors, saved.weights.tensors, rtol=0)
+    ranked.close()
+
+
 @pytest.fixture(scope="module", params=SHAPES)
-def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
-    name, *parallelism, ranks = SHAPES[request.param]
+def shape(request) -> tuple[str, int, int, int, int, int]:
+    return SHAPES[request.param]
+
+
+@pytest.fixture(scope="module")
+def trainers(shape, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
+    name, *parallelism, ranks = shape
     folder = save(MODELS[name](), tmp_path_factory.mktemp("model"))
     factory = megatron_factory(str(folder), *parallelism, max_kept_tokens=KEPT[ranks])
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
     yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
     ranked.close()
+
+
+def of_every_rank(ranked: RankedTrainer, method: str, model_id: str) -> list:
+    group = ranked._group
+    return group.call_each(method, [(model_id,)] * group.shape.ranks)
 
 
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:
@@ -84,6 +119,64 @@ def test_five_steps_of_unequal_batches_go_alike(trainers) -> None:
             losses[-1].append(output.metrics["loss:sum"])
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_a_rank_holds_of_an_adapter_what_is_planned(trainers, shape) -> None:
+    ranked, _ = trainers
+    name, tensor, pipeline, context, expert, ranks = shape
+    layout = Layout(tensor, pipeline, context, expert, ranks // (tensor * pipeline * context))
+    ranked.add_model("m", LORA)
+    ranked.optim_step("m", ADAM)
+
+    held = of_every_rank(ranked, "trained_elements", "m")
+
+    architecture = read(MODELS[name]().config.to_dict())
+    planned = training(architecture, layout, tokens=1, lora_rank=LORA.rank).trained
+    assert (
+        4 * max(held) == planned < training(architecture, Layout(), tokens=1, lora_rank=4).trained
+    )
+
+
+def test_a_seed_means_the_same_adapter_and_without_one_copies_begin_alike(trainers) -> None:
+    ranked, single = trainers
+    for trainer in trainers:
+        trainer.add_model("m", LORA)
+    assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=0)
+    ranked.add_model("m", LoraConfig(rank=4))
+    run(ranked, random_data(LENGTHS))
+    ranked.optim_step("m", ADAM)
+
+    whole = ranked.snapshot("m").tensors
+
+    held = of_every_rank(ranked, "held", "m")
+    for name, tensor in whole.items():
+        of_ranks = [tensors[name] for tensors in held if name in tensors]
+        parts = {part.numpy().tobytes(): part.numel() for part in of_ranks}
+        assert sum(parts.values()) == tensor.numel(), name
+
+
+def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(trainers) -> None:
+    ranked, single = trainers
+    for trainer in trainers:
+        trainer.add_model("m", LORA)
+    for seed in range(2):
+        run(ranked, random_data(LENGTHS, seed=seed))
+        ranked.optim_step("m", ADAM)
+    run(ranked, random_data(LENGTHS, seed=2))
+    state, gradient = ranked.export_state("m"), ranked.export_gradient("m")
+
+    for trainer in (single, ranked):
+        trainer.import_state("m", state)
+        trainer.import_gradient("m", gradient)
+
+    returned = ranked.export_state("m")
+    assert_close(returned.weights.tensors, state.weights.tensors, rtol=0)
+    assert_close(returned.moments, state.moments, rtol=0)
+    assert_close(ranked.export_gradient("m"), gradient, rtol=0)
+    clipped = AdamParams(learning_rate=1e-2, grad_clip_norm=1)
+    norms = [trainer.optim_step("m", clipped) for trainer in (ranked, single)]
+    assert norms[0] == pytest.approx(norms[1])
+    assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
 
 
 def test_one_example_leaves_other_replicas_nothing_but_their_experts(trainers) -> None:

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
@@ -108,7 +109,18 @@ class MortalTrainer(Mortal, DataParallelTrainer):
         super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
-class MeasuredTrainer(Mortal, ShardedTrainer):
+class Measured(AdamTrainer):
+    """A rank's trainer that tells what it holds."""
+
+    def trained_elements(self, model_id: str) -> int:
+        """Return how many numbers are held here of a model: weights, gradient and moments."""
+        model = self._models[model_id]
+        state = model.optimizer.state[model.trainable.flat]
+        held = [model.trainable.flat, model.trainable.gradient, *state.values()]
+        return sum(tensor.numel() for tensor in held if tensor.ndim)
+
+
+class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
     """A rank's trainer of a tiny model, whose layers the ranks hold between them."""
 
     def __init__(
@@ -126,13 +138,6 @@ class MeasuredTrainer(Mortal, ShardedTrainer):
         """Return how many numbers of the layers are held here."""
         weights = self._base.named_weights().values()
         return sum(w.to_local().numel() for w in weights if isinstance(w, DTensor))
-
-    def trained_elements(self, model_id: str) -> int:
-        """Return how many numbers are held here of a model: weights, gradient and moments."""
-        model = self._models[model_id]
-        state = model.optimizer.state[model.trainable.flat]
-        held = [model.trainable.flat, model.trainable.gradient, *state.values()]
-        return sum(tensor.numel() for tensor in held if tensor.ndim)
 
 
 def _die(*_: object) -> None:

@@ -2,11 +2,11 @@
 
 What is assumed of the engines, and which of the figures have been measured, is told in
 docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
-two moments in float32, adapters whole on every rank, other models on every data-parallel one; only
-the inputs of layers are kept for the backward pass and the rest is computed again, one layer at a
-time; with tensor parallelism sequences are split between layers too; ranks that divide sequences
-gather a layer's keys and values; logits exist a few rows at a time, and are gone when the first
-layer is computed again.
+two moments in float32: adapters on every rank, but for what experts have each for itself, which is
+where the expert is, other models on every data-parallel one; only the inputs of layers are kept for
+the backward pass and the rest is computed again, one layer at a time; with tensor parallelism
+sequences are split between layers too; ranks that divide sequences gather a layer's keys and
+values; logits exist a few rows at a time, and are gone when the first layer is computed again.
 """
 
 from collections.abc import Iterator
@@ -226,7 +226,8 @@ def adapter_parameters(architecture: Architecture, rank: int) -> int:
 
     Experts have one rank, and share the halves that lie at hidden states.
     """
-    return rank * sum(_adapter_width(matrix) for matrix in _adapted(architecture))
+    own = (_own_width(matrix, Layout()) for matrix in _adapted(architecture))
+    return rank * (_undivided_width(architecture) + sum(own))
 
 
 def _sampled(architecture: Architecture, rank: int, layout: Layout) -> int:
@@ -245,7 +246,7 @@ def _adapted(architecture: Architecture) -> Iterator[Matrix]:
 
 def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -> Iterator[_Stage]:
     per_stage = architecture.layers // layout.pipeline
-    adapter = None if lora_rank is None else adapter_parameters(architecture, lora_rank)
+    undivided = _undivided_width(architecture)
     for number in range(layout.pipeline):
         start = number * per_stage
         runs = architecture.between(start, start + per_stage)
@@ -253,16 +254,18 @@ def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -
         embeddings = is_first + (is_last and not (is_first and architecture.tied))
         embedding = _held(_head(architecture), layout)
         parameters = embeddings * embedding + (architecture.hidden_size if is_last else 0)
+        width = undivided
         for layer, count in runs:
             held = sum(_held(matrix, layout) for matrix in layer.matrices)
             parameters += count * (held + layer.others)
+            width += count * sum(_own_width(m, layout) for m in layer.matrices if m.adapted)
         # One forward, one backward: stage 0 has begun as many micro-batches as there are stages
         # before the first of them comes back.
         kept = _kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
         kinds = [layer for layer, _ in runs]
         yield _Stage(
             weights=parameters * _WEIGHT_BYTES,
-            trained=_TRAINED_BYTES * (parameters if adapter is None else adapter),
+            trained=_TRAINED_BYTES * (parameters if lora_rank is None else lora_rank * width),
             per_token=kept + _working_per_token(architecture, layout, kinds, lora_rank or 0),
             logits=_LOGITS_BYTES if is_last else 0,
             per_token_at_logits=kept + _final_per_token(architecture, layout),
@@ -348,11 +351,24 @@ def _held(matrix: Matrix, layout: Layout) -> int:
     return _copies(matrix, layout) * inputs * outputs
 
 
-def _adapter_width(matrix: Matrix) -> int:
-    """Return the elements of a matrix's A and B for each of their rank."""
-    copies, is_down = max(matrix.experts, 1), matrix.split == "row"
-    inputs, outputs = matrix.inputs, matrix.outputs
-    return copies * inputs + outputs if is_down else inputs + copies * outputs
+def _undivided_width(architecture: Architecture) -> int:
+    """Return the elements of an adapter that every rank holds, for each of its rank."""
+    return sum(_common_width(matrix) for matrix in _adapted(architecture))
+
+
+def _common_width(matrix: Matrix) -> int:
+    """Return the elements of a matrix's A and B that are none of one expert, as above."""
+    if not matrix.experts:
+        return matrix.inputs + matrix.outputs
+    return matrix.outputs if matrix.split == "row" else matrix.inputs
+
+
+def _own_width(matrix: Matrix, layout: Layout) -> int:
+    """Return those that the experts of one rank have for themselves, as above."""
+    if not matrix.experts:
+        return 0
+    inputs, outputs = _cut(matrix, layout)
+    return _copies(matrix, layout) * (inputs if matrix.split == "row" else outputs)
 
 
 def _cut(matrix: Matrix, layout: Layout) -> tuple[int, int]:
