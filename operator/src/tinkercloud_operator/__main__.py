@@ -29,7 +29,12 @@ _GATHER_SECONDS = 2.0
 async def run(settings: Settings) -> None:
     """Operate until a stop signal."""
     configuration = await _credentials()
-    async with client.ApiClient(configuration) as api, aiohttp.ClientSession() as http:
+    # Any number of heads may be asked at the same time.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        client.ApiClient(configuration) as api,
+        aiohttp.ClientSession(connector=connector) as http,
+    ):
         leadership = Leadership(api, settings)
         cluster = Cluster(api, settings.namespace, leadership.may_act)
         probes = Probes(leadership, settings)
@@ -111,6 +116,7 @@ async def _watch_and_work(
         resync = tasks.create_task(_resync(controller, stop, settings))
         workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
         workers.append(tasks.create_task(controller.work_on_base_models()))
+        workers.append(tasks.create_task(controller.ask_heads()))
         # kopf takes the stop signals when it starts; they are to end more than the watching.
         await watch(
             controller,

@@ -13,6 +13,7 @@ from tinkercloud_operator.cluster import Cluster, ClusterError, Refused
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import Manifest, Node, Observed
+from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.queue import WorkQueue
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
@@ -28,7 +29,7 @@ back."""
 _NODES_SECONDS = 60.0
 """How long a list of nodes is good."""
 _MAX_ROUNDS = 4
-"""Times a session is looked at in a row when a head's answer changes what is to be done."""
+"""Times a session is looked at in a row when what is refused changes what there is to say."""
 
 
 class Controller:
@@ -46,7 +47,8 @@ class Controller:
         self._is_complete = asyncio.Event()
         """Whether everything has been listed once: half of a picture must not be acted on."""
         self._cluster = cluster
-        self._executor = Executor(cluster, heads, self.note, self.watched.note)
+        self._questions = Questions(heads, self.queue.add)
+        self._executor = Executor(cluster, self._questions, self.note, self.watched.note)
         self._base_models = BaseModels(self.watched, self._executor)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
@@ -72,6 +74,7 @@ class Controller:
         self._base_models.note(kind, manifest)
         if kind == "TrainingSession" and is_gone:
             self._executor.forget(manifest["metadata"]["name"])
+            self._questions.forget(manifest["metadata"]["name"])
 
     async def resync(self) -> None:
         """List everything, and look at every session.
@@ -124,6 +127,10 @@ class Controller:
                 metrics.RECONCILES.labels("done").inc()
                 self.queue.done(name)
 
+    async def ask_heads(self) -> None:
+        """Have heads save what they hold, without end."""
+        await self._questions.work()
+
     async def work_on_base_models(self) -> None:
         """Keep the status of BaseModels, without end."""
         await self._is_complete.wait()
@@ -146,7 +153,8 @@ class Controller:
             has_device_claims=self.has_device_claims,
             nodes=None,
             apply_error=self._executor.refusal(name),
-            answers=self._executor.answers(name),
+            answers=self._questions.answers(name),
+            asked=self._questions.asked(name),
             now=datetime.now(UTC),
         )
         observed = self.watched.observed(name, surroundings)

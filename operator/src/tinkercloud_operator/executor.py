@@ -16,7 +16,6 @@ from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator import metrics
 from tinkercloud_operator.children.pods import Names
 from tinkercloud_operator.cluster import Cluster, Conflict, NotThere, ObjectRef, Refused
-from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import Manifest, Observed
 from tinkercloud_operator.plan import (
     Action,
@@ -30,6 +29,7 @@ from tinkercloud_operator.plan import (
     Plan,
     WitnessSecret,
 )
+from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.witness import witness
 
 log = structlog.get_logger(__name__)
@@ -40,7 +40,7 @@ class Executor:
 
     Args:
         cluster: where.
-        heads: who is asked to save what they hold.
+        questions: by which heads are asked to save what they hold.
         note_child: told, with its kind, how a child is after a write.
         note_own: told, with its kind, how an object of ours is after a write about itself: what is
             new in it needs no further look.
@@ -49,20 +49,15 @@ class Executor:
     def __init__(
         self,
         cluster: Cluster,
-        heads: Heads,
+        questions: Questions,
         note_child: Callable[[str, Manifest], object],
         note_own: Callable[[str, Manifest], object],
     ) -> None:
         self._cluster = cluster
-        self._heads = heads
+        self._questions = questions
         self._note_child = note_child
         self._note_own = note_own
-        self._answers: dict[str, frozenset[tuple[str, str]]] = {}
         self._refusals: dict[str, str] = {}
-
-    def answers(self, session: str) -> frozenset[tuple[str, str]]:
-        """Return what a session's heads have done: what was asked, and the incarnation."""
-        return self._answers.get(session, frozenset())
 
     def refusal(self, session: str) -> str | None:
         """Return why something of a session was refused the last time, if it was."""
@@ -70,7 +65,6 @@ class Executor:
 
     def forget(self, session: str) -> None:
         """Forget a session that is gone."""
-        self._answers.pop(session, None)
         self._refusals.pop(session, None)
 
     async def execute(self, observed: Observed, plan: Plan) -> bool:
@@ -79,7 +73,7 @@ class Executor:
         Raises:
             ClusterError: something could not be done. If it was refused, the status says so.
         """
-        again, refusal = False, None
+        refusal = None
         for actions in plan.stages:
             done = await asyncio.gather(
                 *(self._do(observed, action) for action in actions), return_exceptions=True
@@ -87,9 +81,7 @@ class Executor:
             refusal = _first_refusal(done)
             if refusal is not None:
                 break
-            again |= any(done)
-        again |= self._remember(observed.name, refusal)
-        if again:
+        if self._remember(observed.name, refusal):
             return True
         await self._tell(observed, plan)
         if refusal is not None:
@@ -117,8 +109,7 @@ class Executor:
             self._refusals[session] = str(refusal)
         return (before is None) != (refusal is None)
 
-    async def _do(self, observed: Observed, action: Action) -> bool:
-        """Do one thing; return whether it changed what there is to be done."""
+    async def _do(self, observed: Observed, action: Action) -> None:
         match action:
             case Apply(manifest):
                 self._note_child(manifest["kind"], await self._cluster.apply(manifest))
@@ -130,13 +121,12 @@ class Executor:
                 uid = observed.children[key]["metadata"]["uid"]
                 await self._cluster.delete(ObjectRef(key.kind, key.name), uid)
             case AskHead():
-                return await self._ask(observed, action)
+                self._questions.ask(observed.name, action)
             case HoldFinalizer(held):
                 await (self._hold_finalizer(observed) if held else self._let_go(observed))
             case DeleteSession():
                 ref = ObjectRef("TrainingSession", observed.name)
                 await self._cluster.delete(ref, observed.uid)
-        return False
 
     async def _create_secret(self, observed: Observed, action: CreateSecret) -> None:
         token = base64.b64encode(secrets.token_urlsafe(32).encode()).decode()
@@ -167,17 +157,6 @@ class Executor:
                 " that is still going, or to somebody else; it is tried again"
             )
         return secret
-
-    async def _ask(self, observed: Observed, action: AskHead) -> bool:
-        answer = await self._heads.ask(observed.name, action)
-        if answer is None:
-            return False
-        done = (action.what, action.incarnation)
-        self._answers[observed.name] = self.answers(observed.name) | {done}
-        if answer.latest_checkpoint is not None:
-            update = {"latest_checkpoint": answer.latest_checkpoint}
-            await self._write_status(observed, observed.status.model_copy(update=update))
-        return True
 
     async def _hold_finalizer(self, observed: Observed) -> None:
         # With the uid, applying can't make a session anew that is gone by now.
@@ -239,7 +218,7 @@ class Executor:
             log.debug("no new Event", session=observed.name, reason=action.reason)
 
 
-def _first_refusal(results: Sequence[bool | BaseException]) -> Refused | None:
+def _first_refusal(results: Sequence[BaseException | None]) -> Refused | None:
     """Return what was refused, if anything; raise what failed for another reason."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:

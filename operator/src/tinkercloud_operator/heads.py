@@ -43,7 +43,10 @@ class Heads:
                 raise_for_status=True,
             ) as response:
                 body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, ClusterError, KeyError) as error:
+            if question.what == "suspend":
+                return Answer(latest_checkpoint=None)
+            saved = Saved.model_validate_json(body)
+        except (aiohttp.ClientError, TimeoutError, ClusterError, KeyError, ValueError) as error:
             log.warning(
                 "a head did not save its state",
                 session=session,
@@ -51,9 +54,6 @@ class Heads:
                 error=f"{type(error).__name__}: {error}",
             )
             return None
-        if question.what == "suspend":
-            return Answer(latest_checkpoint=None)
-        saved = Saved.model_validate_json(body)
         return Answer(saved.checkpoints[-1] if saved.checkpoints else None)
 
     async def _token(self, session: str) -> str:

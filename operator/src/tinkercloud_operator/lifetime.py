@@ -67,6 +67,10 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
         )
     if observed.spec.suspend:
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
+    if observed.status.stopping_since is not None and observed.ray_cluster is not None:
+        # Its head serves nobody any more. Who wants it back gets another one.
+        message = "stops before it is resumed"
+        return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
     if _owner_suspended_it(observed):
         return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):

@@ -15,6 +15,9 @@ from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessi
 Manifest = Mapping[str, Any]
 """A Kubernetes object as JSON."""
 
+Done = tuple[str, str]
+"""What a head was asked to do, and its incarnation."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildKey:
@@ -102,8 +105,11 @@ class Observed:
     """Whether the cluster knows ResourceClaimTemplates (resource.k8s.io/v1)."""
     apply_error: str | None
     """Why the API server refused a child the last time, if it did."""
-    answers: frozenset[tuple[str, str]]
-    """What heads have done since this process started: what was asked, and the incarnation."""
+    answers: Mapping[Done, str | None]
+    """What heads have done since this process started, each with the last checkpoint that was made
+    for it."""
+    asked: frozenset[Done]
+    """What heads are being asked to do now."""
     now: datetime
 
     @property

@@ -16,7 +16,7 @@ from tinkercloud_operator.children import engines, surroundings
 from tinkercloud_operator.children.pods import Build, Json, Names
 from tinkercloud_operator.children.raycluster import kept, ray_cluster
 from tinkercloud_operator.drift import is_as_wanted
-from tinkercloud_operator.lifetime import Decision, Wanted, decide
+from tinkercloud_operator.lifetime import Decision, Wanted, decide, parse_time
 from tinkercloud_operator.observed import ChildKey, Observed
 from tinkercloud_operator.plan import (
     Action,
@@ -153,10 +153,16 @@ def _stop(
     """Let the head save what there is, then let the pods go; never wait for it without end."""
     if observed.ray_cluster is None:
         return _plan(observed, [], seen, again)
-    began = _since(observed, Reason.SUSPENDING)
-    ask = _question(observed, what, began, settings.stop_seconds)
+    began = parse_time(observed.status.stopping_since)
+    left = _left(observed, began or observed.now, settings.stop_seconds)
+    ask = _question(observed, what, left)
+    if ask is not None and began is None:
+        # A head that was asked serves nobody any more: whoever takes over must know that it was.
+        return _plan(observed, [], seen, 0.0)
     if ask is not None:
-        return _plan(observed, [ask], seen, min(ask.timeout_seconds, _RETRY_SECONDS))
+        return _plan(observed, [ask], seen, min(left, _RETRY_SECONDS))
+    if left > 0 and not _is_written(observed, seen):
+        return _plan(observed, [], seen, 0.0)
     is_going = "deletionTimestamp" in observed.ray_cluster["metadata"]
     end = [] if is_going else [Delete(ChildKey("RayCluster", observed.name))]
     return _plan(observed, end, seen, again)
@@ -168,34 +174,41 @@ def _let_go(observed: Observed, settings: Settings) -> Plan:
         return Plan()
     shape = _shape(observed, settings)
     seen = status(observed, shape, None)
-    ask = _question(observed, "checkpoint", observed.deleted, settings.last_checkpoint_seconds)
+    left = _left(observed, observed.deleted, settings.last_checkpoint_seconds)
+    ask = _question(observed, "checkpoint", left)
     if ask is not None:
-        return _plan(observed, [ask], seen, min(ask.timeout_seconds, _RETRY_SECONDS))
+        return _plan(observed, [ask], seen, min(left, _RETRY_SECONDS))
+    if left > 0 and not _is_written(observed, seen):
+        return _plan(observed, [], seen, 0.0)
     return Plan((HoldFinalizer(held=False),))
 
 
+def _left(observed: Observed, began: datetime, patience_seconds: float) -> float:
+    """Return for how many seconds a head is still waited for."""
+    return (began + timedelta(seconds=patience_seconds) - observed.now).total_seconds()
+
+
+def _is_written(observed: Observed, seen: TrainingSessionStatus) -> bool:
+    """Whether the status says what the head has saved: once it is gone, nobody can ask it."""
+    written = observed.status
+    return (written.saved_incarnation, written.latest_checkpoint) == (
+        seen.saved_incarnation,
+        seen.latest_checkpoint,
+    )
+
+
 def _question(
-    observed: Observed,
-    what: Literal["suspend", "checkpoint"],
-    began: datetime,
-    patience_seconds: float,
+    observed: Observed, what: Literal["suspend", "checkpoint"], left: float
 ) -> AskHead | None:
     """Return what the head is still to be asked; None if it has done it, or can't any more."""
     head = observed.head
-    left = (began + timedelta(seconds=patience_seconds) - observed.now).total_seconds()
-    if head is None or not head.is_ready or left <= 0:
+    if head is None or left <= 0:
         return None
-    if (what, head.incarnation) in observed.answers:
+    done = (what, head.incarnation)
+    # One that saves what it holds, to end, is not ready for anything else.
+    if done in observed.answers or not (head.is_ready or done in observed.asked):
         return None
     return AskHead(what, endpoint(observed), head.incarnation, left)
-
-
-def _since(observed: Observed, reason: Reason) -> datetime:
-    """Return since when the session is not Ready for this reason; now if it is not."""
-    ready = find(observed.status.conditions, ConditionType.READY)
-    if ready is None or ready.reason != reason:
-        return observed.now
-    return datetime.fromisoformat(ready.last_transition_time)
 
 
 def _until(observed: Observed, moment: datetime | None) -> float | None:

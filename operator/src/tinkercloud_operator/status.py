@@ -57,9 +57,10 @@ def status(
         gpus=_gpus(observed, shape),
         plan=shape.plan if isinstance(shape, Shape) else previous.plan,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
-        latest_checkpoint=previous.latest_checkpoint,
+        latest_checkpoint=_latest_checkpoint(observed),
         restarts=previous.restarts + _has_restarted(observed, incarnation),
         saved_incarnation=_saved_incarnation(observed),
+        stopping_since=_stopping_since(observed, decision),
         finished_time=_finished_time(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
@@ -189,6 +190,19 @@ def _saved_incarnation(observed: Observed) -> str | None:
     if incarnation is not None and ("suspend", incarnation) in observed.answers:
         return incarnation
     return observed.status.saved_incarnation
+
+
+def _latest_checkpoint(observed: Observed) -> str | None:
+    told = observed.answers.get(("checkpoint", observed.status.incarnation or ""))
+    return told or observed.status.latest_checkpoint
+
+
+def _stopping_since(observed: Observed, decision: Decision | None) -> str | None:
+    """Return since when its head has been asked to save its state, for its pods to go."""
+    stops = decision is not None and decision.wanted in {Wanted.SUSPENDED, Wanted.FINISHED}
+    if not stops or observed.ray_cluster is None:
+        return None
+    return observed.status.stopping_since or timestamp(observed.now)
 
 
 def _finished_time(observed: Observed, decision: Decision | None) -> str | None:

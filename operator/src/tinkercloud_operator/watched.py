@@ -17,7 +17,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator import seen
 from tinkercloud_operator.lifetime import parse_time
-from tinkercloud_operator.observed import ChildKey, Manifest, Node, Observed, Pod
+from tinkercloud_operator.observed import ChildKey, Done, Manifest, Node, Observed, Pod
 from tinkercloud_operator.witness import has_secret
 
 Metadata = Mapping[str, Any]
@@ -41,7 +41,8 @@ class Surroundings:
     has_device_claims: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
-    answers: frozenset[tuple[str, str]]
+    answers: Mapping[Done, str | None]
+    asked: frozenset[Done]
     now: datetime
 
 
@@ -142,6 +143,7 @@ class Watched:
             nodes=surroundings.nodes,
             apply_error=surroundings.apply_error,
             answers=surroundings.answers,
+            asked=surroundings.asked,
             now=surroundings.now,
         )
 

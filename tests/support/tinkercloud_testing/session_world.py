@@ -69,6 +69,8 @@ class World:
         self.is_gone = False
         self.is_deaf = False
         self.refuses = False
+        self.stopping: set[str] = set()
+        """Heads that were asked to suspend: they serve nobody any more."""
         self._uids = itertools.count()
 
     @property
@@ -109,7 +111,7 @@ class World:
         if plan.status is not None and (writes is None or writes > len(plan.actions)):
             self._write(plan.status)
         if writes is not None:
-            self.change(answers=frozenset(), apply_error=None)
+            self.change(answers={}, asked=frozenset(), apply_error=None)
         check_conditions(before, self.status)
         return plan
 
@@ -150,9 +152,16 @@ class World:
         assert head is not None
         assert head.incarnation == question.incarnation
         assert question.timeout_seconds > 0
-        if not self.is_deaf:
-            answer = (question.what, question.incarnation)
-            self.change(answers=self.session.answers | {answer})
+        done = (question.what, question.incarnation)
+        if question.what == "suspend":
+            self.stopping.add(question.incarnation)
+            self.pods[head.name] = replace(head, is_ready=False)
+        if self.is_deaf:
+            self.change(asked=self.session.asked | {done})
+        else:
+            saved = "tinker://one:train:0/weights/last" if question.what == "checkpoint" else None
+            self.change(answers={**self.session.answers, done: saved})
+            self.change(asked=self.session.asked - {done})
 
     # KubeRay, Kueue, the kubelet.
 
@@ -161,6 +170,7 @@ class World:
         cluster = self.children.get(RAY_CLUSTER)
         if cluster is not None and "deletionTimestamp" in cluster["metadata"]:
             del self.children[RAY_CLUSTER]
+            cluster = None
         if cluster is None or cluster["spec"].get("suspend"):
             self.pods = {name: replace(pod, is_terminating=True) for name, pod in self.pods.items()}
             return
@@ -181,7 +191,8 @@ class World:
                 del self.pods[name]
                 return
             stages = (pod.is_scheduled, pod.is_started, pod.is_ready)
-            if pod.trouble is None and not all(stages):
+            is_stopping = pod.is_started and pod.incarnation in self.stopping
+            if pod.trouble is None and not all(stages) and not is_stopping:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
                 self.pods[name] = replace(pod, **further)

@@ -108,7 +108,8 @@ def observed(**fields: Any) -> Observed:
         "has_kuberay": True,
         "has_device_claims": True,
         "apply_error": None,
-        "answers": frozenset(),
+        "answers": {},
+        "asked": frozenset(),
         "now": NOON,
     }
     return Observed(**values | fields)

@@ -56,7 +56,8 @@ def a_session(**changes: Any) -> Observed:
         has_kuberay=True,
         has_device_claims=True,
         apply_error=None,
-        answers=frozenset(),
+        answers={},
+        asked=frozenset(),
         now=NOW,
     )
     return dataclasses.replace(known, **changes)

@@ -12,6 +12,7 @@ from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import ChildKey, Manifest
 from tinkercloud_operator.plan import Delete, DeleteSession, Plan
+from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret
@@ -32,7 +33,8 @@ class Operator:
     def __init__(self, api: MemoryApi, heads: Heads, connection: Connection) -> None:
         self.api = api
         self.children: dict[ChildKey, Manifest] = {}
-        self.executor = Executor(connection.cluster, heads, self.note, lambda *_: None)
+        questions = Questions(heads, lambda _: None)
+        self.executor = Executor(connection.cluster, questions, self.note, lambda *_: None)
 
     def note(self, kind: str, manifest: Manifest) -> None:
         self.children[ChildKey(kind, manifest["metadata"]["name"])] = manifest

@@ -6,7 +6,7 @@ import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.observed import Trouble
-from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, HoldFinalizer, Plan
+from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, Delete, HoldFinalizer, Plan
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, a_world, is_true
 from tinkercloud_testing.sessions import a_session, a_status, observed
@@ -17,15 +17,49 @@ def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: li
     world = a_world("workers", "it settles", "the head goes deaf", *history)
     began = world.session.now
 
-    plans = [world.operate()]
-    while any(isinstance(action, AskHead) for action in plans[-1].actions):
-        world.pass_time(plans[-1].look_again_seconds or 0)
-        plans.append(world.operate())
+    asked = 0
+    while not (world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]):
+        plan = world.operate()
+        asked += any(isinstance(action, AskHead) for action in plan.actions)
+        world.pass_time(plan.look_again_seconds or 0)
 
     patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds)
-    assert len(plans) > 2
+    assert asked > 2
     assert (world.session.now - began).total_seconds() <= patience
-    assert world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]
+
+
+@pytest.mark.parametrize("looks", range(1, 6))
+def test_a_session_that_is_wanted_again_while_it_stops_gets_another_head(looks: int) -> None:
+    world = a_world("workers", "it settles", "its owner suspends it")
+    world.happen(*["the operator looks"] * looks, "its owner resumes it", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert world.status.restarts == 0
+
+
+def test_a_head_is_waited_for_as_long_as_it_takes_to_stop_however_long_it_was_not_ready() -> None:
+    world = a_world("workers", "it settles", "the trainers are lost", "the operator looks")
+    world.happen("half an hour passes", "the head goes deaf", "its owner suspends it")
+
+    world.happen(
+        "the operator looks", "the operator looks", "a minute passes", "the operator looks"
+    )
+
+    assert "deletionTimestamp" not in world.children[RAY_CLUSTER]["metadata"]
+    world.happen("the head hears again", "it settles")
+    assert world.status.phase == "Suspended"
+    assert world.status.saved_incarnation == world.status.incarnation
+
+
+def test_what_a_head_has_saved_is_written_down_before_it_goes() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it")
+    while not any(isinstance(a, Delete) for a in reconcile(world.observe(), SETTINGS).actions):
+        world.operate()
+
+    world.happen("the operator dies after a write", "it settles")
+    world.happen("its owner resumes it", "it settles")
+
+    assert world.status.restarts == 0
 
 
 def test_a_resumed_session_gets_its_pods_back() -> None:

@@ -47,7 +47,8 @@ def look(watched: Watched, name: str = "one") -> Observed | None:
         has_device_claims=True,
         nodes=None,
         apply_error=None,
-        answers=frozenset(),
+        answers={},
+        asked=frozenset(),
         now=NOON,
     )
     return watched.observed(name, surroundings)
