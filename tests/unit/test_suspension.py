@@ -170,7 +170,7 @@ async def test_a_refused_request_that_waits_fails_in_the_next_head(
 async def test_a_model_that_could_not_be_created_says_so_in_the_next_head(
     root: str, tmp_path: Path
 ) -> None:
-    with a_head(root, tmp_path, "g1", Limits(max_lora_rank=1)) as before:
+    with a_head(root, tmp_path, "g1", limits=Limits(max_lora_rank=1)) as before:
         await before.begin()
         await before.service.suspend()
     with a_head(root, tmp_path, "g2") as after:
@@ -212,7 +212,7 @@ async def test_samplers_keep_their_versions_and_equal_weights_are_stored_once(
 async def test_of_more_samplers_than_there_is_room_for_the_latest_come_back(
     root: str, tmp_path: Path
 ) -> None:
-    with a_head(root, tmp_path, "g1", Limits(max_sampler_bytes=1 << 16)) as before:
+    with a_head(root, tmp_path, "g1", limits=Limits(max_sampler_bytes=1 << 16)) as before:
         await before.begin()
         for index in range(8):
             before.add(3 * index + 1)

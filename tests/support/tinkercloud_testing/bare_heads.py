@@ -14,7 +14,14 @@ from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, Timings
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    Limits,
+    ModelSpec,
+    SamplerConfig,
+    Timings,
+)
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.training import LoraConfig
@@ -63,7 +70,7 @@ class Head:
     def apply(self, seq_id: int) -> None:
         self.send(routes.OPTIM_STEP, seq_id, adam_params=ADAM)
 
-    def send(self, path: str, seq_id: int, **fields: object) -> None:
+    def send(self, path: str, seq_id: int, /, **fields: object) -> None:
         self._send(path, orjson.dumps({"model_id": str(MODEL), "seq_id": seq_id, **fields}))
 
     def _send(self, path: str, body: bytes) -> None:
@@ -82,9 +89,9 @@ class Head:
         output = pb.ForwardBackwardOutput.FromString(await self.answer(seq_id))
         return output.metrics["loss:sum"]
 
-    async def drawn(self, session: int, seq_id: int) -> list[int]:
-        """Sample a little; return the tokens."""
-        params = {"max_tokens": 12, "seed": 1, "stop": []}
+    def sample(self, session: int, seq_id: int, max_tokens: int = 12) -> str:
+        """Ask for a little to be drawn; return the request's id."""
+        params = {"max_tokens": max_tokens, "seed": 1, "stop": []}
         body = {
             "sampling_session_id": f"s:sample:{session}",
             "seq_id": seq_id,
@@ -92,8 +99,11 @@ class Head:
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
             "sampling_params": params,
         }
-        request_id = self.service.sample(parse_json(SampleRequest, orjson.dumps(body)))
-        result = await self.service.retrieve(str(request_id))
+        return str(self.service.sample(parse_json(SampleRequest, orjson.dumps(body))))
+
+    async def drawn(self, session: int, seq_id: int) -> list[int]:
+        """Sample a little; return the tokens."""
+        result = await self.service.retrieve(self.sample(session, seq_id))
         assert result is not None
         assert result.content_type == futures.PROTOBUF, result.body
         (sequence,) = pb.SampleResponse.FromString(result.body).sequences
@@ -116,8 +126,11 @@ def a_head(
     root: str,
     scratch: Path,
     generation: str,
+    *,
     limits: Limits | None = None,
     turn: Turn | None = None,
+    sampler: SamplerConfig | None = None,
+    drain_seconds: float = 5,
 ) -> Iterator[Head]:
     """Run a head in this process; when the context ends it is gone, as if it had been killed."""
     config = HeadConfig(
@@ -127,8 +140,9 @@ def a_head(
         token_file="",
         checkpoint_root=root,
         scratch_dir=str(scratch),
+        sampler=sampler or SamplerConfig(),
         limits=limits or Limits(),
-        timings=Timings(long_poll_seconds=20, drain_seconds=5),
+        timings=Timings(long_poll_seconds=20, drain_seconds=drain_seconds),
     )
     store = CheckpointStore(open_store(root))
     with an_engine(tiny_llama(), scratch / generation) as engine:

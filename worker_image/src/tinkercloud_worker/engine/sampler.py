@@ -108,7 +108,6 @@ class Sampler(Protocol):
 
         Raises:
             NotFound: the version is unknown.
-            Overloaded: too many requests wait already.
         """
 
     async def close(self) -> None:

@@ -33,6 +33,8 @@ class Samplers:
         self._backend = backend
         self._sessions: dict[str, asyncio.Task[str] | str] = {}
         """Session to its version: a name, or a task that publishes it."""
+        self._specs: dict[str, SamplerSpec] = {}
+        """Session of the base model or of a checkpoint to what it was made of."""
         self._inflight: dict[str, str] = {}
         """Model to the version its inflight sessions sample from now."""
         self._inflight_sessions: dict[str, str] = {}
@@ -48,6 +50,7 @@ class Samplers:
         """Make a session of the base model, or of a checkpoint, known. Repeating it is fine."""
         name = str(session_id)
         if name not in self._sessions:
+            self._specs[name] = spec
             self._sessions[name] = asyncio.create_task(self._load(name, spec))
 
     async def _load(self, name: str, spec: SamplerSpec) -> str:
@@ -122,13 +125,20 @@ class Samplers:
         session = self._sessions.get(name)
         if session is None:
             raise NotFound(f"sampling session {name!r} is unknown to this head")
-        return session if isinstance(session, str) else await asyncio.shield(session)
+        if isinstance(session, str):
+            return session
+        if session.done() and session.exception() is not None:
+            # A store or a server that was away a moment ago may be there by now.
+            session = asyncio.create_task(self._load(name, self._specs[name]))
+            self._sessions[name] = session
+        return await asyncio.shield(session)
 
     async def retire(self, session_id: SamplingSessionId) -> None:
         """Forget a session and, unless it shares them, its weights."""
         name = str(session_id)
         self._inflight_sessions.pop(name, None)
         self._snapshots.pop(name, None)
+        self._specs.pop(name, None)
         session = self._sessions.pop(name, None)
         if isinstance(session, asyncio.Task):
             session.cancel()

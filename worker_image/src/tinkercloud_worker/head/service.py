@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded, Unavailable, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
@@ -107,8 +107,9 @@ class HeadService:
         # A head that began to stop meanwhile would not suspend it: it stays where it was.
         self._accept()
         self._models[str(model_id)] = model
+        # However many they are: they were taken in before.
         for request in unfinished:
-            self.sample(request)
+            self._draw(_request_id(request), request, content_digest(request))
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
@@ -167,8 +168,7 @@ class HeadService:
             Overloaded: too many wait already.
         """
         self._accept()
-        session_id = SamplingSessionId.parse(request.sampling_session_id)
-        request_id, digest = RequestId(session_id, request.seq_id), content_digest(request)
+        request_id, digest = _request_id(request), content_digest(request)
         known = self._results.digest(str(request_id))
         if known is not None and known != digest:
             raise InvalidRequest(
@@ -176,19 +176,27 @@ class HeadService:
                 " with other content"
             )
         if known is None:
-            backend = self._backend
-            sound = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
-            self._results.open(str(request_id), digest)
-
-            async def draw() -> Result:
-                version = await self._samplers.version(session_id)
-                result = await backend.sampler.sample(version, sound)
-                body = encode_sample_response(result.sequences, result.prompt)
-                return Result(body, futures.PROTOBUF)
-
-            task = self._spawn(self._answer(str(request_id), draw))
-            self._samples[str(request_id)] = _Sample(request, task)
+            waiting = len(self._samples)
+            if waiting >= self._backend.config.sampler.max_queued_requests:
+                raise Overloaded(
+                    f"{waiting} sampling requests wait already; slow down and send this one again"
+                )
+            self._draw(request_id, request, digest)
         return request_id
+
+    def _draw(self, request_id: RequestId, request: SampleRequest, digest: bytes) -> None:
+        session_id, backend = SamplingSessionId.parse(request.sampling_session_id), self._backend
+        sound = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
+        self._results.open(str(request_id), digest)
+
+        async def draw() -> Result:
+            version = await self._samplers.version(session_id)
+            result = await backend.sampler.sample(version, sound)
+            body = encode_sample_response(result.sequences, result.prompt)
+            return Result(body, futures.PROTOBUF)
+
+        task = self._spawn(self._answer(str(request_id), draw))
+        self._samples[str(request_id)] = _Sample(request, task)
 
     async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
@@ -316,3 +324,7 @@ class HeadService:
         model = self._models.get(str(parsed.target))
         if model is not None:
             model.queue.sequencer.forget(parsed.seq_id)
+
+
+def _request_id(request: SampleRequest) -> RequestId:
+    return RequestId(SamplingSessionId.parse(request.sampling_session_id), request.seq_id)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import structlog
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.payloads import PromptScores, SampledSequence
 from tinkercloud_protocol.training import LoraConfig
@@ -97,7 +97,6 @@ class InferenceSampler:
         self._versions: dict[str, _Version] = {}
         self._users: Counter[str] = Counter()
         """Versions and requests that need the files of a name."""
-        self._queued = 0
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
@@ -148,19 +147,13 @@ class InferenceSampler:
             InvalidRequest: the servers can't do what is asked.
             ServerError: no server is there, or it failed.
         """
-        if self._queued >= self._config.max_queued_requests:
-            raise Overloaded(
-                f"{self._queued} sampling requests wait already; slow down and send this one again"
-            )
         published = self._known(version)
-        self._queued += 1
         if published.name is not None:
             self._users[published.name] += 1
         try:
             used = published if published.name is not None else await self._base_version()
             return await self._ask(version, used, _sampling(request, used.adapter))
         finally:
-            self._queued -= 1
             if published.name is not None:
                 self._let_go(published.name)
 

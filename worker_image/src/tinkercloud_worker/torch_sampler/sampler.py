@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
+from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.payloads import SampledSequence
 from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
@@ -110,7 +110,6 @@ class TorchSampler:
         self._kept = Room(config.max_running_sequences, kept_tokens)
         self._lock = threading.Lock()
         self._inbox: deque[_Job] = deque()
-        self._queued = 0
         self._jobs: list[_Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
 
@@ -136,10 +135,6 @@ class TorchSampler:
 
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
         """See `Sampler.sample`."""
-        if self._queued >= self._config.max_queued_requests:
-            raise Overloaded(
-                f"{self._queued} sampling requests wait already; slow down and send this one again"
-            )
         longest = len(request.prompt) + request.max_tokens
         if longest > self._config.max_cached_tokens:
             raise InvalidRequest(
@@ -152,13 +147,9 @@ class TorchSampler:
         def resolve(result: SamplingResult | Exception) -> None:
             loop.call_soon_threadsafe(_settle, done, result)
 
-        self._queued += 1
         self._inbox.append(_Job(version, request, resolve, done.cancelled))
         self._wake()
-        try:
-            return await done
-        finally:
-            self._queued -= 1
+        return await done
 
     async def close(self) -> None:
         """See `Sampler.close`. Everything is in this process."""

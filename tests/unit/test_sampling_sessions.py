@@ -1,0 +1,78 @@
+"""Sampling sessions of a head: when a sample is taken in, and what weights it is drawn with."""
+
+import shutil
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.launch import SamplerConfig, SamplerSpec
+from tinkercloud_testing.bare_heads import MODEL, a_head
+
+SESSION = SamplingSessionId("s", 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+async def test_a_sample_that_there_is_no_room_for_is_refused_until_there_is(
+    store: Path, tmp_path: Path
+) -> None:
+    with a_head(
+        store.as_uri(), tmp_path, "g1", sampler=SamplerConfig(max_queued_requests=2)
+    ) as head:
+        head.service.register_sampler(SESSION, SamplerSpec())
+        taken_in = [head.sample(0, seq_id) for seq_id in range(2)]
+
+        with pytest.raises(Overloaded, match="2 sampling requests wait already"):
+            head.sample(0, 2)
+        assert head.sample(0, 1) == taken_in[1]
+
+        for request_id in taken_in:
+            await head.service.retrieve(request_id)
+        assert await head.drawn(0, 2)
+
+
+async def test_samples_that_were_taken_in_go_on_in_a_head_with_less_room(
+    store: Path, tmp_path: Path
+) -> None:
+    with a_head(store.as_uri(), tmp_path, "g1", drain_seconds=0.001) as head:
+        await head.begin()
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=0)
+        await head.answer(1)
+        waiting = [head.sample(0, seq_id, max_tokens=400) for seq_id in range(3)]
+        await head.service.suspend()
+        assert head.service.status().pending_requests == 3
+        head.service.release_waiters()
+    room = SamplerConfig(max_queued_requests=1)
+    with a_head(store.as_uri(), tmp_path, "g2", sampler=room) as head:
+        await head.resume("g1")
+
+        for request_id in waiting:
+            result = await head.service.retrieve(request_id)
+            assert result is not None
+            assert result.content_type == futures.PROTOBUF, result.body
+
+
+async def test_weights_that_could_not_be_read_are_read_for_the_next_sample(
+    store: Path, tmp_path: Path
+) -> None:
+    with a_head(store.as_uri(), tmp_path, "g1") as head:
+        await head.begin()
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, path="x")
+        path = orjson.loads(await head.answer(1))["path"]
+        folder = store / "runs" / str(MODEL) / "sampler_weights" / "x"
+        shutil.move(folder, tmp_path / "away")
+        head.service.register_sampler(SESSION, SamplerSpec(model_path=path))
+
+        failed = await head.service.retrieve(head.sample(0, 0))
+        shutil.move(tmp_path / "away", folder)
+
+        assert failed is not None
+        assert "does not exist" in orjson.loads(failed.body)["error"]
+        assert await head.drawn(0, 1)
