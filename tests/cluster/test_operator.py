@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.kwok import KwokNodes
@@ -20,6 +21,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     SOON_SECONDS,
     Sessions,
     a_base_model,
+    a_session,
     a_volume,
 )
 from tinkercloud_testing.waiting import wait_until
@@ -267,6 +269,17 @@ def test_a_removed_finalizer_is_put_back(sessions: Sessions) -> None:
         return sessions.cluster.kubectl("get", *where, "-o", "jsonpath={.metadata.finalizers}")
 
     wait_until(lambda: "last-checkpoint" in finalizers(), "the finalizer", SOON_SECONDS)
+
+
+def test_a_session_that_was_restored_with_its_finalizer_can_be_deleted(sessions: Sessions) -> None:
+    restored = a_session(sessions.namespace, "one")
+    restored["metadata"]["finalizers"] = [labels.FINALIZER]
+    sessions.cluster.apply(restored)
+    sessions.wait_for("one", "condition=Ready")
+
+    sessions.delete("one")
+
+    sessions.wait_until_nothing_is_left("one")
 
 
 def test_a_suspended_session_gives_its_pods_back_and_resumes(sessions: Sessions) -> None:
