@@ -100,8 +100,11 @@ def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
     problem = (
         _obstacle(observed, shape)
         or _pod_trouble(observed, shape)
-        or _quota_trouble(observed.ray_cluster)
+        or _pods_refused(observed.ray_cluster)
     )
+    if problem is not None and _serves(observed, shape):
+        message = f"what runs goes on, but could not be made again: {problem.message}"
+        return Finding(is_reached=True, reason=problem.reason, message=message)
     if problem is not None:
         return problem
     if observed.has_predecessors:
@@ -129,7 +132,7 @@ def _obstacle(observed: Observed, shape: Shape | Refusal) -> Finding | None:
         )
         return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
     if observed.apply_error is not None:
-        return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=observed.apply_error)
+        return _refused(observed.apply_error)
     return None
 
 
@@ -154,18 +157,23 @@ def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:
 _QUOTA = re.compile(r"requested: ([^ ]+), used: ([^ ]+), limited: ([^ ]+)")
 
 
-def _quota_trouble(cluster: Manifest | None) -> Finding | None:
-    """Return what a ResourceQuota has to do with KubeRay's failure to create pods, if anything."""
+def _pods_refused(cluster: Manifest | None) -> Finding | None:
+    """Return why KubeRay could not create pods, if it could not."""
     conditions: list[Mapping[str, Any]] = (cluster or {}).get("status", {}).get("conditions", [])
     for condition in conditions:
         message = str(condition.get("message", ""))
         if condition.get("type") != "ReplicaFailure" or condition.get("status") != "True":
             continue
-        if "exceeded quota" not in message:
-            return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
-        reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
-        return Finding(is_reached=False, reason=reason, message=message)
+        return _refused(message)
     return None
+
+
+def _refused(message: str) -> Finding:
+    """Return what it means that something was refused: a ResourceQuota may have room for it yet."""
+    reason = Reason.APPLY_FAILED
+    if "exceeded quota" in message:
+        reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
+    return Finding(is_reached=False, reason=reason, message=message)
 
 
 def _never_within(message: str) -> bool:
@@ -181,6 +189,13 @@ def _never_within(message: str) -> bool:
         name in limited and parse_quantity(amount) > parse_quantity(limited[name])
         for name, amount in requested.items()
     )
+
+
+def _serves(observed: Observed, shape: Shape | Refusal) -> bool:
+    """Whether all pods are there, and well."""
+    live = [pod for pod in observed.pods if not pod.is_terminating]
+    is_well = all(pod.is_ready and pod.trouble is None for pod in live)
+    return 0 < len(live) == _wanted_pods(observed, shape) and is_well
 
 
 def _wanted_pods(observed: Observed, shape: Shape | Refusal) -> int:

@@ -305,3 +305,20 @@ def test_a_quota_that_is_used_up_differs_from_one_that_is_too_small(
     message: str, reason: Reason
 ) -> None:
     assert ready_reason(cluster=failure(message)) == reason
+    assert ready_reason(apply_error=f"PATCH /api/v1/services: 403 {message}") == reason
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"apply_error": "PATCH /poddisruptionbudgets/one: 403 a policy denied the request"},
+        {"has_kuberay": False},
+        {"cluster": failure("admission webhook denied the request")},
+    ],
+    ids=["a refused child", "no KubeRay", "pods that were refused once"],
+)
+def test_what_can_not_be_put_right_does_not_end_what_serves(trouble: dict[str, Any]) -> None:
+    pods = (a_pod("head"), a_pod("trainer", name="0"), a_pod("trainer", name="1"))
+
+    assert ready_reason(pods=pods, **trouble) == Reason.READY
+    assert ready_reason(pods=pods[:2], **trouble) != Reason.READY
