@@ -1,5 +1,6 @@
 """Sampling sessions of a head: when a sample is taken in, and what weights it is drawn with."""
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -57,6 +58,27 @@ async def test_samples_that_were_taken_in_go_on_in_a_head_with_less_room(
             result = await head.service.retrieve(request_id)
             assert result is not None
             assert result.content_type == futures.PROTOBUF, result.body
+
+
+async def test_samples_of_a_session_that_is_over_are_given_up(store: Path, tmp_path: Path) -> None:
+    with a_head(store.as_uri(), tmp_path, "g1") as head:
+        for index in range(2):
+            head.service.register_sampler(SamplingSessionId("s", index), SamplerSpec())
+        given_up = [head.sample(0, 0, max_tokens=500)]
+        await asyncio.sleep(0.1)
+        given_up.append(head.sample(0, 1, max_tokens=500))
+        going_on = head.sample(1, 0, max_tokens=100)
+
+        await head.service.retire_sampler(SESSION)
+
+        for request_id in given_up:
+            result = await head.service.retrieve(request_id)
+            assert result is not None
+            assert orjson.loads(result.body)["error"] == "the request was cancelled"
+        assert head.service.status().pending_requests == 1
+        drawn = await head.service.retrieve(going_on)
+        assert drawn is not None
+        assert drawn.content_type == futures.PROTOBUF
 
 
 async def test_weights_that_could_not_be_read_are_read_for_the_next_sample(

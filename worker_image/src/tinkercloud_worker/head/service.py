@@ -157,7 +157,10 @@ class HeadService:
         self._samplers.register(session_id, spec)
 
     async def retire_sampler(self, session_id: SamplingSessionId) -> None:
-        """Forget a sampling session. Unknown ones are fine."""
+        """Forget a sampling session and give up what is being drawn. Unknown ones are fine."""
+        for sample in self._samples.values():
+            if sample.request.sampling_session_id == str(session_id):
+                sample.task.cancel()
         await self._samplers.retire(session_id)
 
     def sample(self, request: SampleRequest) -> RequestId:
@@ -195,16 +198,23 @@ class HeadService:
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
+        def answer_cancelled(task: asyncio.Task[None]) -> None:
+            # Even a task that had not begun.
+            if task.cancelled():
+                self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
+
         task = self._spawn(self._answer(str(request_id), draw))
+        task.add_done_callback(answer_cancelled)
         self._samples[str(request_id)] = _Sample(request, task)
 
     async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
             result = await work()
-        except asyncio.CancelledError:
-            result = futures.failed("the request was cancelled", "user")
         except Exception as error:  # noqa: BLE001 - whatever it is, its future gets an answer
             result = to_result(error)
+        self._finish(request_id, result)
+
+    def _finish(self, request_id: str, result: Result) -> None:
         self._samples.pop(request_id, None)
         self._results.finish(request_id, result)
 
