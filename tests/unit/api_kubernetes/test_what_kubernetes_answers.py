@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterUnreachable
+from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
 from tinkercloud_api.providers.session_cache import Cache
 from tinkercloud_api.providers.session_status import Session, read_session
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
@@ -47,6 +47,29 @@ async def test_a_conflict_with_something_else_is_no_object_that_is_there_already
 
     with pytest.raises(ClusterUnreachable, match="resourcequotas"):
         await cluster.create("trainingsessions", a_session_manifest("one"))
+
+
+@pytest.mark.parametrize(
+    ("explanation", "remedy"),
+    [
+        ('User "api" cannot create resource "trainingsessions"', "give the API server's service"),
+        ("exceeded quota: q, requested: count/trainingsessions=1", "finish other sessions"),
+        ("unable to create new content in namespace a because it is being terminated", None),
+        ("admission webhook denied the request: label it", None),
+    ],
+)
+async def test_a_refusal_says_what_to_do_unless_kubernetes_does(
+    connection: Connection, cluster: ClusterApi, explanation: str, remedy: str | None
+) -> None:
+    connection.api.refused["trainingsessions"] = 403
+    connection.api.explanation = explanation
+
+    with pytest.raises(ClusterRefused) as refused:
+        await cluster.create("trainingsessions", a_session_manifest("one"))
+
+    before, _, after = refused.value.message.partition(explanation)
+    assert "403" in before
+    assert after.startswith(f"; {remedy}") if remedy is not None else after == ""
 
 
 async def test_an_object_that_can_not_be_read_hides_no_other(

@@ -321,9 +321,13 @@ def _error(status: int, content: bytes, what: str) -> Exception:
         return (_Exists if reason == "AlreadyExists" else _Conflict)(message)
     if status in {400, 422}:
         return ClusterRefusedRequest(f"Kubernetes does not accept this session: {message}")
-    hint = (
-        "finish other sessions, or have the namespace's ResourceQuota raised"
-        if "exceeded quota" in message
-        else "give the API server's service account the Role of the chart"
-    )
-    return ClusterRefused(f"Kubernetes refuses {what} ({status}): {message}; {hint}")
+    return ClusterRefused(f"Kubernetes refuses {what} ({status}): {message}{_remedy(message)}")
+
+
+def _remedy(message: str) -> str:
+    """Return what to do about a refusal; the message of an admission policy says so itself."""
+    if "exceeded quota" in message:
+        return "; finish other sessions, or have the namespace's ResourceQuota raised"
+    if " cannot " in message:
+        return "; give the API server's service account the Role of the chart"
+    return ""
