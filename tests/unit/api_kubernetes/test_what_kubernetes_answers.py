@@ -1,12 +1,19 @@
 """What the API server makes of Kubernetes' answers, over a real connection."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
 
-from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
+from tinkercloud_api.providers.cluster_api import (
+    ClusterApi,
+    ClusterRefused,
+    ClusterUnreachable,
+    Event,
+    Listing,
+    ResourceVersionGone,
+)
 from tinkercloud_api.providers.session_cache import Cache
 from tinkercloud_api.providers.session_status import Session, read_session
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
@@ -70,6 +77,35 @@ async def test_a_refusal_says_what_to_do_unless_kubernetes_does(
     before, _, after = refused.value.message.partition(explanation)
     assert "403" in before
     assert after.startswith(f"; {remedy}") if remedy is not None else after == ""
+
+
+class WithoutPast(ClusterApi):
+    """A cluster of which no watch can begin, whatever was listed just before."""
+
+    lists = 0
+
+    async def list_all(self, plural: str) -> Listing:
+        self.lists += 1
+        return await super().list_all(plural)
+
+    async def watch(
+        self, plural: str, resource_version: str, seconds: int
+    ) -> AsyncGenerator[Event, None]:
+        raise ResourceVersionGone(f"{plural}: too old resource version: {resource_version}")
+        yield
+
+
+async def test_a_cluster_that_forgets_what_it_has_just_said_is_not_asked_without_pause(
+    connection: Connection,
+) -> None:
+    cluster = WithoutPast(connection.client, "default")
+    cache: Cache[Session] = Cache(cluster, "trainingsessions", read_session, lambda _: None)
+
+    keeping = asyncio.create_task(cache.run())
+    await asyncio.sleep(0.5)
+    keeping.cancel()
+
+    assert 1 <= cluster.lists <= 3
 
 
 async def test_an_object_that_can_not_be_read_hides_no_other(

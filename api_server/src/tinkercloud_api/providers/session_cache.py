@@ -120,11 +120,13 @@ class Cache(Generic[ObjectT]):
             try:
                 if self._position is None:
                     self._position = await self._relist()
-                    failures = 0
                 await self._follow(self._position)
                 failures = 0
             except ResourceVersionGone:
+                failures += 1
                 self._position = None
+                if failures > 1:
+                    await asyncio.sleep(pause_seconds(failures))
             except (ClusterUnreachable, ClusterRefused) as error:
                 failures += 1
                 log.warning("lost sight of Kubernetes", resource=self._plural, error=str(error))
