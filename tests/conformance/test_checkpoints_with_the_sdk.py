@@ -152,6 +152,30 @@ def test_weights_info_describes_a_checkpoint(server: Server, client: tinker.Serv
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, False, True)
 
 
+def test_runs_are_listed_by_the_project_they_were_begun_in(server: Server) -> None:
+    sessions = [
+        server.post("create_session", {"sdk_version": "t", **project}).json()["session_id"]
+        for project in ({"project_id": "alpha"}, {})
+    ]
+    runs = [
+        server.post(
+            "create_model",
+            {
+                "session_id": session,
+                "model_seq_id": 0,
+                "base_model": MODEL,
+                "lora_config": {"rank": 1},
+            },
+        ).json()["model_id"]
+        for session in sessions
+    ]
+
+    of_project = server.rest().list_training_runs(project_id="alpha").result()
+
+    assert [run.training_run_id for run in of_project.training_runs] == runs[:1]
+    assert of_project.cursor.total_count == 1
+
+
 def test_metadata_of_a_run_is_kept(server: Server, client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client(
         MODEL, rank=4, user_metadata={"renderer_name": "role_colon"}

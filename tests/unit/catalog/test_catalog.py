@@ -138,6 +138,23 @@ async def test_pages_are_newest_first_and_count_everything(catalog: Catalog) -> 
     assert (await catalog.runs(None, Page(0, 10)))[1] == 5
 
 
+async def test_runs_of_a_project_are_those_of_its_sessions(catalog: Catalog) -> None:
+    session = a_session()
+    session.project_id = "p"
+    await catalog.add_session(session)
+    await catalog.add_session(a_session("other"))
+    mine = await catalog.add_run(a_run())
+    elsewhere = a_run(1)
+    elsewhere.session_id = "other"
+    await catalog.add_run(elsewhere)
+
+    rows, total = await catalog.runs("me", Page(0, 10), "p")
+
+    assert ([row.id for row in rows], total) == ([mine.id], 1)
+    assert (await catalog.runs("me", Page(0, 10), "q")) == ([], 0)
+    assert (await catalog.runs("you", Page(0, 10), "p")) == ([], 0)
+
+
 async def test_text_that_one_database_can_not_hold_is_refused_by_all(catalog: Catalog) -> None:
     unstorable = a_session()
     unstorable.display_name = "a\0b"

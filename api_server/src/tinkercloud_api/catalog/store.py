@@ -166,11 +166,22 @@ class Catalog:
         """Return a run."""
         return await self._one(select(TrainingRun).where(TrainingRun.id == run_id))
 
-    async def runs(self, owner: str | None, page: Page) -> tuple[Sequence[TrainingRun], int]:
-        """Return runs, newest first, and how many there are in all."""
+    async def runs(
+        self, owner: str | None, page: Page, project_id: str | None = None
+    ) -> tuple[Sequence[TrainingRun], int]:
+        """Return runs, newest first, and how many there are in all.
+
+        Args:
+            owner: whose; None means everybody's.
+            page: which part.
+            project_id: that their sessions were begun with; None means any or none.
+        """
         query = select(TrainingRun)
         if owner is not None:
             query = query.where(TrainingRun.owner == owner)
+        if project_id is not None:
+            in_project = select(Session.id).where(Session.project_id == project_id)
+            query = query.where(TrainingRun.session_id.in_(in_project))
         ordered = query.order_by(TrainingRun.created_at.desc(), TrainingRun.id)
         return await self._page(ordered, page)
 

@@ -37,13 +37,15 @@ class Ttl(WireModel):
 async def list_runs(
     server: Server,
     caller: Caller,
+    *,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: Scope = "owned",
+    project_id: str | None = None,
 ) -> TrainingRunList:
-    """List training runs, newest first."""
+    """List training runs, newest first; those of a project if one is named."""
     owner = caller.listed_owner(access_scope)
-    rows, total = await server.catalog.runs(owner, Page(offset, limit))
+    rows, total = await server.catalog.runs(owner, Page(offset, limit), project_id)
     infos = [_run_info(row, await server.checkpoints.of_run(row.id)) for row in rows]
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return TrainingRunList(training_runs=infos, cursor=cursor)
