@@ -15,7 +15,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
@@ -195,11 +194,25 @@ def test_biases_of_experts_stay_float32_in_a_bfloat16_model(alone, tmp_path) -> 
     assert torch.equal(ours, theirs)
 
 
-def test_full_fine_tuning_is_refused_by_name(alone, tmp_path) -> None:
-    megatron = megatron_trainer(str(save(tiny_deepseek_v3(), tmp_path)), 1, 1)
+@pytest.mark.parametrize("make", [tiny_deepseek_v2, tiny_deepseek_v3])
+def test_a_whole_model_has_the_torch_trainers_gradient_and_steps(alone, tmp_path, make) -> None:
+    trainers = [
+        megatron_trainer(str(save(make(), tmp_path)), 1, 1),
+        TorchTrainer(BaseModel(make()), max_batch_tokens=32),
+    ]
+    clipped = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
+    gradients, steps = [], []
+    for trainer in trainers:
+        trainer.add_model("m", None)
+        run(trainer, random_data(LENGTHS))
+        gradients.append(trainer.export_gradient("m"))
+        steps.append([])
+        for seed in range(5):
+            trainer.optim_step("m", clipped)
+            steps[-1].append(run(trainer, random_data(LENGTHS, seed=seed)).metrics["loss:sum"])
 
-    with pytest.raises(InvalidRequest, match=r"of a mixture of experts .* adapters only"):
-        megatron.add_model("m", None)
+    assert_close(*gradients, rtol=1e-4)
+    np.testing.assert_allclose(steps[0], steps[1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("make", [tiny_deepseek_v3, tiny_qwen3_moe])

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.trainers import assert_equal, run
+from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.megatron_trainer.device import Parallelism
@@ -25,6 +24,7 @@ pytestmark = [
 
 LENGTHS = [5, 17, 3, 11]
 LORA = LoraConfig(rank=4, seed=1)
+CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 MODELS = {
     "qwen3": tiny_qwen3_moe,
     "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
@@ -96,11 +96,27 @@ def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
     np.testing.assert_allclose(*(np.concatenate(o.logprobs) for o in outputs), atol=1e-5)
 
 
-def test_full_fine_tuning_of_a_mixture_is_refused_by_name(alone, tmp_path) -> None:
-    megatron = megatron_trainer(str(save(tiny_qwen3_moe(), tmp_path)), 1, 1)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(alone, tmp_path, name) -> None:
+    trainers = [
+        megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1),
+        TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32),
+    ]
+    gradients, losses = [], []
+    for trainer in trainers:
+        trainer.add_model("m", None)
+        run(trainer, random_data(LENGTHS))
+        gradients.append(trainer.export_gradient("m"))
+        losses.append([])
+        for seed in range(10):
+            losses[-1].append(run(trainer, random_data(LENGTHS, seed=seed)).metrics["loss:sum"])
+            trainer.optim_step("m", CLIPPED)
 
-    with pytest.raises(InvalidRequest, match=r"of a mixture of experts .* adapters only"):
-        megatron.add_model("m", None)
+    assert_close(*gradients, rtol=1e-4)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    state = trainers[0].export_state("m")
+    trainers[1].import_state("m", state)
+    assert_equal(trainers[1].export_state("m").moments, state.moments, atol=0)
 
 
 def test_layers_without_experts_among_those_with_them_are_refused(alone, tmp_path) -> None:

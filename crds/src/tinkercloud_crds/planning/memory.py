@@ -3,7 +3,7 @@
 What is assumed of the engines, and which of the figures have been measured, is told in
 docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
 two moments in float32: adapters on every rank, but for what experts have each for itself, which is
-where the expert is, other models on every data-parallel one; only the inputs of layers are kept for
+where the expert is, other models as the base is; only the inputs of layers are kept for
 the backward pass and the rest is computed again, one layer at a time; with tensor parallelism
 sequences are split between layers too; ranks that divide sequences gather a layer's keys and
 values; logits exist a few rows at a time, and are gone when the first layer is computed again.

@@ -18,8 +18,7 @@ size, F this rank's part of an expert's width, r rank of the adapter.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -29,26 +28,9 @@ from torch import Tensor, nn
 from tinkercloud_worker.experts import grouped
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
+from tinkercloud_worker.megatron_trainer.pieces import Piece
 
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)\.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where in a tensor that all experts of a layer are stacked in, a rank's part of it is."""
-
-    bounds: tuple[tuple[int, int], ...]
-    """Of each dimension, the first of its indices and the one behind the last."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the part's shape."""
-        return tuple(stop - start for start, stop in self.bounds)
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Return what takes it out of the tensor."""
-        return tuple(slice(start, stop) for start, stop in self.bounds)
 
 
 def located(weight: str) -> tuple[str, int]:
@@ -76,7 +58,7 @@ class GroupedExperts:
 
         Args:
             linears: know the adapter that a pass runs with.
-            experts: of a layer. Their weights are frozen, and set in place only.
+            experts: of a layer. Their own weights are frozen, and set in place only.
             targets: gate, up and down projections of all experts of the layer.
             first: number among those of the first one here.
         """
@@ -88,37 +70,37 @@ class GroupedExperts:
         self._arrivals = 1 if divided else tensor
         """Of each token at an expert."""
         self._activation = experts.config.activation_func
-        self._gate_up_EGD = _stacked([expert.linear_fc1 for expert in experts.local_experts])
+        self._gate_up_EGD = Stack([expert.linear_fc1 for expert in experts.local_experts])
         """Gates before ups, [E, 2F, D]."""
-        self._down_EDF = _stacked([expert.linear_fc2 for expert in experts.local_experts])
+        self._down_EDF = Stack([expert.linear_fc2 for expert in experts.local_experts])
         # Assigned to the instance, so that the module stays what it is, names and all.
         experts.forward = self._forward
 
-    def pieces(self, rank: int) -> Mapping[str, Piece]:
+    def pieces(self, rank: int) -> Sequence[Piece]:
         """Return what is used here of adapters' tensors that experts have for themselves.
 
         Args:
             rank: of the adapter.
         """
-        ranks = parallel_state.get_expert_tensor_parallel_world_size()
-        width = self._down.in_features // ranks
         number: int = parallel_state.get_expert_tensor_parallel_rank()
-        here, all_of = (number * width, (number + 1) * width), (0, rank)
-        into = {target.own_name: Piece((self._here, here, all_of)) for target in self._before}
-        return into | {self._down.own_name: Piece((self._here, all_of, here))}
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+        width = (0, self._down.in_features)
+        into = [Piece(t.own_name, (self._here, width, (0, rank))) for t in self._before]
+        back = Piece(self._down.own_name, (self._here, (0, rank), width))
+        return [*(piece.chunk(number, ranks, 1) for piece in into), back.chunk(number, ranks, 2)]
 
     def _forward(
         self, hidden_SD: Tensor, tokens_per_expert: Tensor, shares_S: Tensor
     ) -> tuple[Tensor, None]:
         ends_E = tokens_per_expert.cumsum(0).to(hidden_SD.device, torch.int32)
-        gate_up = grouped(hidden_SD, self._gate_up_EGD, ends_E)
+        gate_up = grouped(hidden_SD, self._counted(self._gate_up_EGD.weights()), ends_E)
         active = self._active
         if active is not None:
             terms = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
             gate_up = gate_up + torch.cat(terms, -1)
         gate, up = gate_up.chunk(2, -1)
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
-        output_SD = grouped(inner_SF, self._down_EDF, ends_E)
+        output_SD = grouped(inner_SF, self._counted(self._down_EDF.weights()), ends_E)
         if active is not None:
             low = grouped(inner_SF, self._counted(active.tensors[self._down.a_name]), ends_E)
             [b] = self._counted(active.tensors[self._down.b_name])
@@ -137,19 +119,27 @@ class GroupedExperts:
         low = hidden_SD @ a.to(hidden_SD.dtype).T * active.scale
         return grouped(low, self._counted(active.tensors[target.b_name]), ends_E)
 
-    def _counted(self, half: Tensor) -> Tensor:
-        """Return a half of an adapter, whose gradient counts each token once."""
-        if not half.requires_grad or self._arrivals == 1:
-            return half
-        half = half.view_as(half)
-        half.register_hook(lambda gradient: gradient / self._arrivals)
-        return half
+    def _counted(self, weights: Tensor) -> Tensor:
+        """Return weights of experts, or of adapters, whose gradient counts each token once."""
+        if not weights.requires_grad or self._arrivals == 1:
+            return weights
+        weights = weights.view_as(weights)
+        weights.register_hook(lambda gradient: gradient / self._arrivals)
+        return weights
 
 
-def _stacked(linears: Sequence[nn.Module]) -> Tensor:
-    """Let the weights of layers lie in one tensor, and return it: [number of them, out, in]."""
-    weights = [linear.get_parameter("weight") for linear in linears]
-    stacked = torch.stack([weight.data for weight in weights])
-    for weight, place in zip(weights, stacked, strict=True):
-        weight.data = place
-    return stacked
+class Stack:
+    """The weights of layers of one shape, in one tensor: [number of them, out, in]."""
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        """Let them lie there from here on."""
+        self._linears = linears
+        self._own = [linear.get_parameter("weight") for linear in linears]
+        self._stacked = torch.stack([weight.data for weight in self._own])
+        for weight, place in zip(self._own, self._stacked, strict=True):
+            weight.data = place
+
+    def weights(self) -> Tensor:
+        """Return them, or what is in their place in a pass of a model that is trained whole."""
+        used: list[Tensor] = [linear.weight for linear in self._linears]  # type: ignore[misc]
+        return self._stacked if used[0] is self._own[0] else torch.stack(used)

@@ -1,11 +1,11 @@
 """Mixtures of experts: what makes megatron-core compute them as Hugging Face does.
 
-Experts have megatron-core's own weights, and tokens travel to the ranks that hold them. Router and
-experts are frozen, no token is dropped and no loss is added: what a token gets does not depend on
-the others in its batch.
+Experts have megatron-core's own weights, and tokens travel to the ranks that hold them. No token is
+dropped and no loss is added: what a token gets does not depend on the others in its batch. Routers
+and experts are trained with whole models only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.collate import Pack
+from tinkercloud_worker.experts import find_experts
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.grouped_experts import located
+from tinkercloud_worker.megatron_trainer.pieces import Piece, all_of
 from tinkercloud_worker.packing import Packed
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
@@ -135,6 +139,32 @@ def _numbered(name: str, first: int) -> str:
         return name
     number, _, weight = after.partition(".")
     return f"{before}.{weight}{first + int(number)}"
+
+
+def made_of(whole: PreTrainedModel) -> Callable[[str], Piece]:
+    """Return what finds the weights of files in a Hugging Face model, which stacks experts'.
+
+    Args:
+        whole: the model. Its weights are not read.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in whole.named_parameters()}
+    stacked: dict[str, tuple[str, tuple[int, int]]] = {}
+    for each in find_experts(whole):
+        width, hidden = each.gate.out_features, each.down.out_features
+        stacked[each.gate.name] = (f"{each.name}.gate_up_proj", (0, width))
+        stacked[each.up.name] = (f"{each.name}.gate_up_proj", (width, 2 * width))
+        stacked[each.down.name] = (f"{each.name}.down_proj", (0, hidden))
+
+    def find(weight: str) -> Piece:
+        if ".experts." in weight:
+            target, number = located(weight)
+            name, rows = stacked[target]
+            return Piece(name, ((number, number + 1), rows, (0, shapes[name][-1])))
+        # Mixtral's files and modules have two names for the same.
+        name = weight.replace(".block_sparse_moe.", ".mlp.")
+        return all_of(name, shapes[name])
+
+    return find
 
 
 def keep_in_step(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:

@@ -34,6 +34,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers
+from tinkercloud_worker.megatron_trainer.pieces import Piece
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
@@ -76,8 +77,9 @@ class MegatronModel:
     module: GPTModel
     """It ends with the last stage's final norm: `head_weight` and the output layer are for the
     caller, who has no room for the logits of all positions."""
-    sources: Mapping[str, Sequence[str]]
-    """Of each weight of the module, the Hugging Face weights it is made of."""
+    sources: Mapping[str, Sequence[Piece]]
+    """Of each weight of the module, the parts of Hugging Face weights that it is made of where
+    tensor parallelism does not divide it."""
     layout: Layout
     """Of the Hugging Face model's weights."""
     linears: AdaptedLinears
@@ -87,8 +89,6 @@ class MegatronModel:
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
-    has_experts: bool
-    """Whether its layers are mixtures, which are not trained as a whole."""
 
     @property
     def head_weight(self) -> str:
@@ -173,9 +173,10 @@ def blank(
     linears, experts = _adapt(bridge, module, targets)
     # The output layer is called by the trainer.
     module.post_process = False
+    find = mixtures.made_of(whole)
     return MegatronModel(
         module,
-        sources,
+        {name: [find(weight) for weight in weights] for name, weights in sources.items()},
         Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
         linears,
         experts,
@@ -183,7 +184,6 @@ def blank(
         targets,
         config,
         device,
-        has_experts=mixture is not None,
     ), bridge
 
 

@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.func import functional_call
 
-from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import TrainedModel, new_adapter
@@ -36,7 +35,6 @@ from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
-from tinkercloud_worker.megatron_trainer.grouped_experts import Piece
 from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
@@ -107,11 +105,6 @@ class MegatronTrainer(ReplicatedTrainer):
         return output
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
-        if lora_config is None and self._base.has_experts:
-            raise InvalidRequest(
-                "lora_config: of a mixture of experts the megatron trainer trains adapters only;"
-                " give a rank, or use a base model that is served by the torch trainer"
-            )
         if lora_config is None:
             parts = DividedModel(self._base.module, self._base.sources, self._base.layout)
             return TrainedModel(None, parts.trainable, parts)
@@ -124,9 +117,7 @@ class MegatronTrainer(ReplicatedTrainer):
         )
         if between.size() == 1 or not any(target.experts for target in targets):
             return new_adapter(targets, config, self._device)
-        pieces: dict[str, Piece] = {}
-        for experts in self._base.experts:
-            pieces |= experts.pieces(config.rank)
+        pieces = [piece for layer in self._base.experts for piece in layer.pieces(config.rank)]
         parts = DividedAdapter(targets, config, pieces, self._device)
         return TrainedModel(config, parts.trainable, parts)
 

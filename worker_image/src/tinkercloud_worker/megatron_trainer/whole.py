@@ -4,14 +4,17 @@ Each rank has float32 copies of the weights of its part of the module, which tak
 in passes, with a gradient and moments. Names and shapes are the module's; what leaves the ranks has
 Hugging Face's (`Weight`). Moments are rearranged as weights are: element by element.
 
-Three kinds of weights are at more than one rank that holds the model between them. Norms are at all
-ranks of a tensor-parallel group, which work out the same gradient for them, unless each does so
-from its own heads, or from its own positions of a divided sequence: then it is a part. An embedding
-that is the output layer too is at the first and the last stage, each with a part of its gradient.
-All of these are summed, and what is the same at several ranks counts once.
+Three kinds of weights are at more than one rank that holds the model between them. Norms and
+routers are at all ranks of a tensor-parallel group, which work out the same gradient for them,
+unless each does so from its own heads, or from its own positions of a divided sequence: then it is
+a part. An embedding that is the output layer too is at the first and the last stage, each with a
+part of its gradient. All of these are summed, and what is the same at several ranks counts once.
+
+Experts are at fewer ranks than the rest: those that would hold copies of the model divide them.
+They come last in flat vectors.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,33 +24,41 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, put
 
 _OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 _EMBEDDINGS = {"embedding.word_embeddings.weight", "output_layer.weight"}
-_NOBODY = 1 << 30
+_OF_EXPERTS = ".local_experts."
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a rank's part of the module, and the Hugging Face weights it is made of."""
+    """A weight of a rank's part of the module, and what it is made of of the Hugging Face model."""
 
     name: str
-    sources: Sequence[str]
-    divided_dim: int | None
-    """Along which a tensor-parallel group divides it, and each of its sources; None: not at all."""
+    pieces: Sequence[Piece]
+    """Of Hugging Face weights, this rank's."""
+    is_divided: bool
+    """Whether a tensor-parallel group divides it."""
     group_rows: Sequence[int]
-    """Rows here of each source that follow each other: a group of heads, or all there are."""
+    """Rows here of each piece that follow each other: a group of heads, or all there are."""
 
-    def merge(self, sources: Sequence[Tensor]) -> Tensor:
-        """Return it, made of this rank's parts of the sources."""
-        if len(sources) == 1:
-            return sources[0]
-        rows = zip(sources, self.group_rows, strict=True)
+    @property
+    def is_of_an_expert(self) -> bool:
+        """Whether it is at the ranks that have its expert only."""
+        return _OF_EXPERTS in self.name
+
+    def cut(self, whole: Mapping[str, Tensor]) -> Tensor:
+        """Return it, made of whole Hugging Face weights."""
+        parts = [_as_matrix(piece.of(whole[piece.name])) for piece in self.pieces]
+        if len(parts) == 1:
+            return parts[0]
+        rows = zip(parts, self.group_rows, strict=True)
         return torch.cat([part.unflatten(0, (-1, n)) for part, n in rows], 1).flatten(0, 1)
 
     def split(self, merged: Tensor) -> Sequence[Tensor]:
-        """Return what it is made of."""
-        if len(self.sources) == 1:
+        """Return what its pieces are."""
+        if len(self.pieces) == 1:
             return [merged]
         groups = merged.unflatten(0, (-1, sum(self.group_rows)))
         return [part.flatten(0, 1) for part in groups.split(list(self.group_rows), 1)]
@@ -57,35 +68,41 @@ class DividedModel:
     """See `engine.ranks.Parts`. Made by all ranks together."""
 
     def __init__(
-        self, module: GPTModel, sources: Mapping[str, Sequence[str]], whole: Layout
+        self, module: GPTModel, sources: Mapping[str, Sequence[Piece]], whole: Layout
     ) -> None:
         """Begin from the base's weights.
 
         Args:
             module: this rank's part of the base.
-            sources: of each of its weights, the Hugging Face weights it is made of.
-            whole: the Hugging Face model's, which is no mixture of experts; tied weights once.
+            sources: of each of its weights, what the undivided one is made of.
+            whole: the Hugging Face model's; tied weights once.
         """
-        self._weights = weights = _describe(module, sources, whole)
+        self._weights = _describe(module, sources)
         self._whole = whole
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self._copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.is_whole = self._tensor.size() * self._stages.size() == 1
+        self._copies_of_experts = parallel_state.get_expert_data_parallel_group()
+        experts: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
+        self.is_whole = self._tensor.size() * self._stages.size() * experts.size() == 1
         base = dict(module.named_parameters())
-        self.trainable = Trainable(
-            Layout(TensorSpec(weight.name, tuple(base[weight.name].shape)) for weight in weights),
-            next(module.parameters()).device,
-        )
+        specs = [TensorSpec(each.name, tuple(base[each.name].shape)) for each in self._weights]
+        self._dense_elements = sum(spec.size for spec in specs if _OF_EXPERTS not in spec.name)
+        self.trainable = Trainable(Layout(specs), next(module.parameters()).device)
         self.trainable.layout.fill(self.trainable.flat.detach(), base, "base model")
-        self._undivided = {weight.name for weight in weights if weight.divided_dim is None}
+        dense = [each for each in self._weights if not each.is_of_an_expert]
+        self._undivided = {weight.name for weight in dense if not weight.is_divided}
         self._alike: Set[str] = set()
         if not module.config.sequence_parallel:
-            self._alike = {n for n in self._undivided if not n.endswith(_OF_OWN_HEADS)}
+            # Norms of latents come before heads are made of them.
+            own = () if module.config.multi_latent_attention else _OF_OWN_HEADS
+            self._alike = {name for name in self._undivided if not name.endswith(own)}
         self._tied: Set[str] = set()
         if self._stages.size() > 1 and module.share_embeddings_and_output_weights:
             self._tied = _EMBEDDINGS & base.keys()
-        self._owners = self._find_owners()
+        self._counted = [weight for weight in self._weights if self._counts(weight)]
+        pieces = [piece for weight in self._counted for piece in weight.pieces]
+        self._holdings = Holdings(whole.shapes(), pieces, self.trainable.gradient.device)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return what takes the place of the module's weights in a pass, under autograd."""
@@ -97,29 +114,18 @@ class DividedModel:
             self._drop(self._alike, self.trainable.gradient)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `Parts.gather`: over each tensor-parallel group, then from each stage."""
-        if self._copies.rank() != 0 and not self.is_whole:
-            return {}
-        here: dict[str, Tensor] = {}
-        for weight in self._weights:
-            parts = self._gather_part(tensors[weight.name], weight)
-            if not parts:
-                continue
-            sources = zip(*(weight.split(part) for part in parts), strict=True)
-            for name, source in zip(weight.sources, sources, strict=True):
-                divided = weight.divided_dim is not None
-                whole = torch.cat(source, weight.divided_dim or 0) if divided else source[0]
-                here[name] = whole.cpu()
-        return here if self.is_whole else self._gather_stages(here)
+        """See `Parts.gather`."""
+        if not self.is_whole:
+            return self._holdings.join(_parts(self._counted, tensors))
+        whole = {name: torch.empty(shape) for name, shape in self._whole.shapes().items()}
+        pieces = [piece for weight in self._weights for piece in weight.pieces]
+        put(whole, pieces, _parts(self._weights, tensors))
+        return whole
 
     def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
         """See `Parts.cut`."""
         self._whole.check(tensors, what)
-        parts = {}
-        for weight in self._weights:
-            sources = [self._part(tensors[source], weight) for source in weight.sources]
-            parts[weight.name] = weight.merge(sources)
-        return parts
+        return {weight.name: weight.cut(tensors) for weight in self._weights}
 
     def add_up(self, gradient: Tensor) -> None:
         """See `Parts.add_up`."""
@@ -129,16 +135,14 @@ class DividedModel:
         if self._tied:
             _sum_over([views[name] for name in self._tied], parallel_state.get_embedding_group())
         if self._copies.size() > 1:
-            dist.all_reduce(gradient, group=self._copies)
+            dist.all_reduce(gradient[: self._dense_elements], group=self._copies)
+        if self._copies_of_experts.size() > 1:
+            dist.all_reduce(gradient[self._dense_elements :], group=self._copies_of_experts)
 
     def contribute(self, gradient: Tensor) -> None:
         """See `Parts.contribute`."""
-        if self._copies.rank() != 0:
-            gradient.zero_()
-        if self._tensor.rank() != 0:
-            self._drop(self._undivided, gradient)
-        if self._stages.rank() != 0:
-            self._drop(self._tied, gradient)
+        counted = {weight.name for weight in self._counted}
+        self._drop(self.trainable.tensors.keys() - counted, gradient)
 
     def norm(self, gradient: Tensor) -> float:
         """See `Parts.norm`."""
@@ -148,64 +152,47 @@ class DividedModel:
         dist.all_reduce(square)
         return float(square.sqrt())
 
+    def _counts(self, weight: Weight) -> bool:
+        """Whether this is the first of the ranks that have the same of a weight."""
+        if weight.is_of_an_expert:
+            return bool(self._copies_of_experts.rank() == 0)
+        is_first = self._copies.rank() == 0 and (weight.is_divided or self._tensor.rank() == 0)
+        return is_first and not (weight.name in self._tied and self._stages.rank())
+
     def _drop(self, names: Set[str], gradient: Tensor) -> None:
         views = self.trainable.layout.views(gradient)
         for name in names:
             views[name].zero_()
 
-    def _part(self, whole: Tensor, weight: Weight) -> Tensor:
-        if weight.divided_dim is None:
-            return whole
-        part: Tensor = whole.chunk(self._tensor.size(), weight.divided_dim)[self._tensor.rank()]
-        return part
 
-    def _gather_part(self, tensor: Tensor, weight: Weight) -> Sequence[Tensor]:
-        """Return the parts of a weight at the group's first rank; nothing at the others."""
-        is_first = self._tensor.rank() == 0
-        if weight.divided_dim is None or self._tensor.size() == 1:
-            return [tensor] if is_first else []
-        parts = [torch.empty_like(tensor) for _ in range(self._tensor.size())] if is_first else None
-        dist.gather(tensor, parts, group=self._tensor, group_dst=0)
-        return parts or []
-
-    def _gather_stages(self, here: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        rank, whole = dist.get_rank(), {}
-        for name, shape in self._whole.shapes().items():
-            if rank == self._owners[name]:
-                whole[name] = here[name]
-                if rank:
-                    dist.send(here[name].contiguous(), dst=0)
-            elif rank == 0:
-                whole[name] = torch.empty(shape)
-                dist.recv(whole[name], src=self._owners[name])
-        return {} if rank else whole
-
-    def _find_owners(self) -> Mapping[str, int]:
-        """Return the rank that hands each Hugging Face weight to rank 0: the first that has it."""
-        names = list(self._whole.names())
-        sources = {source for weight in self._weights for source in weight.sources}
-        rank = dist.get_rank()
-        owners = torch.tensor([rank if name in sources else _NOBODY for name in names])
-        owners = owners.to(self.trainable.gradient.device)
-        dist.all_reduce(owners, op=dist.ReduceOp.MIN)
-        return dict(zip(names, owners.tolist(), strict=True))
-
-
-def _describe(
-    module: GPTModel, sources: Mapping[str, Sequence[str]], whole: Layout
-) -> list[Weight]:
-    shapes, weights = whole.shapes(), []
+def _describe(module: GPTModel, sources: Mapping[str, Sequence[Piece]]) -> list[Weight]:
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    of_experts = parallel_state.get_expert_tensor_parallel_group()
+    weights = []
     for name, here in module.named_parameters():
-        made_of = [shapes[source] for source in sources[name]]
-        shape = (sum(rows for rows, *_ in made_of), *made_of[0][1:])
-        divided = (dim for dim, size in enumerate(here.shape) if size != shape[dim])
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        group = of_experts if _OF_EXPERTS in name else tensor
+        pieces = sources[name]
+        rows = [piece.shape[-here.ndim] for piece in pieces]
+        whole = (sum(rows), *pieces[0].shape[1 - here.ndim :]) if here.ndim > 1 else tuple(rows)
+        divided = [dim - here.ndim for dim, size in enumerate(here.shape) if size != whole[dim]]
+        for dim in divided:
+            pieces = [piece.chunk(group.rank(), group.size(), dim) for piece in pieces]
         # Queries, keys and values are arranged group by group; gates come before all of what they
         # gate.
-        groups = module.config.num_query_groups if "linear_qkv" in name else ranks
-        group_rows = [rows // groups for rows, *_ in made_of]
-        weights.append(Weight(name, sources[name], next(divided, None), group_rows))
-    return weights
+        groups = module.config.num_query_groups if "linear_qkv" in name else group.size()
+        group_rows = [count // groups for count in rows]
+        weights.append(Weight(name, pieces, bool(divided), group_rows))
+    return sorted(weights, key=lambda weight: weight.is_of_an_expert)
+
+
+def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    for weight in weights:
+        yield from weight.split(tensors[weight.name])
+
+
+def _as_matrix(part: Tensor) -> Tensor:
+    """Return what is of one expert without the dimension that counts them."""
+    return part.squeeze(0) if part.ndim == 3 else part
 
 
 def _sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
