@@ -191,10 +191,7 @@ async def load_weights(call: Call) -> None:
     body = await call.request.body(_ordered_body_bytes(call))
     try:
         request = parse_json(LoadWeightsRequest, body)
-        if request.model_id is not None:
-            path = CheckpointPath.parse(request.path)
-            await call.server.checkpoints.manifest(path, call.principal)
-    except (InvalidRequest, NotFound) as error:
+    except InvalidRequest as error:
         await _forward_refused(call, body, error)
         return
     if request.model_id is None:
@@ -202,8 +199,15 @@ async def load_weights(call: Call) -> None:
         request_id = await runs.create_from_checkpoint(request, call.principal)
         await answer(call.send, futures.promise(request_id))
         return
-    route = await _route_run(call, request.model_id)
-    await call.forward(route, request.model_id, body)
+    try:
+        await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
+    except (InvalidRequest, NotFound) as error:
+        # A head that is older than refusals would load what it is told to, whoever owns it: it is
+        # not told.
+        place = request.model_dump_json(include={"model_id", "seq_id"}).encode()
+        await _forward_refused(call, place, error)
+        return
+    await call.forward(await _route_run(call, request.model_id), request.model_id, body)
 
 
 async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:

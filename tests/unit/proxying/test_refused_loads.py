@@ -1,0 +1,82 @@
+"""A load that is refused goes to the head for its place in the order, and not to be done."""
+
+import asyncio
+from collections.abc import MutableMapping
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import unquote
+
+import orjson
+import pytest
+
+from tinkercloud_api.auth import Principal, Role
+from tinkercloud_api.context import Context
+from tinkercloud_api.head_client import HeadClient
+from tinkercloud_api.http import HotRequest
+from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.routes.hot import Call, load_weights
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_worker.head import requests
+
+MODEL = "s:train:0"
+OF_ANOTHER = "tinker://other:train:0/weights/x"
+WHY = f"checkpoint {OF_ANOTHER} does not exist, or belongs to another owner"
+
+
+class Server:
+    """What a load needs of the API server: no checkpoint is the caller's, and one head has all."""
+
+    def __init__(self, client: HeadClient, port: int) -> None:
+        self.settings = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20))
+        self.activity = SimpleNamespace(touch=lambda _model: None)
+        self.checkpoints = self.router = self
+        self.proxy = Proxy(client)
+        self._route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
+
+    async def manifest(self, *_: object) -> None:
+        raise NotFound(WHY)
+
+    async def authorize_run(self, *_: object) -> None: ...
+
+    async def head_of_run(self, _model: str) -> HeadRoute:
+        return self._route
+
+
+async def told(body: bytes) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body with which the head is asked for a load."""
+    reads: list[tuple[dict[str, str], bytes]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[1:-2]
+        headers = dict(line.split(": ", 1) for line in lines)
+        reads.append((headers, await reader.readexactly(int(headers["content-length"]))))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(_message: MutableMapping[str, Any]) -> None: ...
+
+    client = HeadClient()
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        server = Server(client, listening.sockets[0].getsockname()[1])
+        request = HotRequest({"path": routes.LOAD_WEIGHTS, "headers": []}, receive)
+        call = Call(cast("Context", server), request, send)
+        call.principal = Principal(1, "key", "me", Role.USER)
+        await load_weights(call)
+    client.close()
+    return reads[0]
+
+
+async def test_a_head_that_knows_no_refusals_does_not_load_what_is_refused() -> None:
+    load = {"model_id": MODEL, "seq_id": 3, "path": OF_ANOTHER, "optimizer": True}
+
+    headers, body = await told(orjson.dumps(load))
+
+    assert unquote(headers[routes.REFUSAL_HEADER]) == WHY
+    assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
+    with pytest.raises(InvalidRequest, match="path: Field required"):
+        requests.read(routes.LOAD_WEIGHTS, body)
