@@ -142,9 +142,11 @@ class Controller:
             if observed is None:
                 return
             plan = reconcile(observed, self._settings)
+            is_news = await self._executor.execute(observed, plan)
+            # What failed is tried again later and later, not at the time of a plan that did not.
             if plan.look_again_seconds is not None:
                 self.queue.add_after(name, plan.look_again_seconds)
-            if not await self._executor.execute(observed, plan):
+            if not is_news:
                 return
 
     async def _observe(self, name: str) -> Observed | None:

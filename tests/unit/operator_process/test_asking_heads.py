@@ -111,6 +111,27 @@ async def test_while_a_head_saves_its_session_says_so_and_others_are_looked_at(
         task.cancel()
 
 
+async def test_a_status_that_can_not_be_written_before_a_head_is_asked_is_tried_with_pauses(
+    connection: Connection, heads: SlowHeads
+) -> None:
+    connection.api.put(f"{OWN}/basemodels/model", a_base_model_manifest())
+    stopping = connection.api.put(f"{OWN}/trainingsessions/one", a_session_manifest(suspend=True))
+    put_running(connection, stopping)
+    connection.api.refused["status"] = 500
+    controller = Controller(connection.cluster, heads, Settings(max_concurrent=1))
+    await controller.resync()
+    working = asyncio.create_task(controller.work())
+
+    async with asyncio.timeout(10):
+        while not status_writes(connection, "one"):  # noqa: ASYNC110 - what it waits for tells nobody
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+
+    assert status_writes(connection, "one") == 1
+    assert heads.asked == []
+    working.cancel()
+
+
 async def turns() -> None:
     """Let other tasks run until they wait."""
     for _ in range(10):
@@ -138,3 +159,8 @@ def reason(connection: Connection, session: str) -> str:
     """Return why a session is not Ready."""
     conditions = connection.api.objects[f"{OWN}/trainingsessions/{session}"]["status"]["conditions"]
     return next(str(each["reason"]) for each in conditions if each["type"] == "Ready")
+
+
+def status_writes(connection: Connection, session: str) -> int:
+    """Return how often a session's status was written, or tried to be."""
+    return sum(asked.endswith(f"/{session}/status") for asked in connection.api.requests)
