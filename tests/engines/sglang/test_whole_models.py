@@ -4,11 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import (
-    FakeSglang,
-)
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
 from tinkercloud_testing.sglang_sampling import (
     FOLDER,
     NEVER,
@@ -18,8 +18,10 @@ from tinkercloud_testing.sglang_sampling import (
     a_whole_model,
     an_adapter,
     assert_same,
+    assert_sampled,
     publish,
 )
+from tinkercloud_testing.trainers import assert_equal
 from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import ServerError
 
@@ -128,3 +130,29 @@ async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_
 
     assert_same(theirs, await engine.sampler.sample("base", request))
     await asyncio.gather(first.close(), second.close())
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_mixtral, tiny_deepseek_v3])
+@pytest.mark.parametrize("refuses", [frozenset(), frozenset({WHOLE})], ids=["sent", "read"])
+async def test_a_whole_mixture_reaches_an_engine_by_the_names_that_its_files_have(
+    tmp_path: Path, make, refuses
+) -> None:
+    folder = save(make(), tmp_path / "model")
+    with an_engine(make(), tmp_path / "engine") as engine:
+        async with a_fake_sglang(engine, folder) as fake:
+            fake.refuses = refuses
+            weights = a_whole_model(engine, 3.0)
+            experts = [tensor for tensor in weights.tensors.values() if tensor.ndim == 3]
+            for tensor in experts:
+                tensor.mul_(torch.linspace(0.5, 1.5, len(tensor)).view(-1, 1, 1))
+            sampler = a_sampler([fake], tmp_path)
+            for version, published in {"base": None, "sharp": weights}.items():
+                await publish(engine, sampler, version, published)
+
+                await assert_sampled(engine, sampler, version)
+
+            exported = await sampler.export("sharp")
+            assert exported is not None
+            assert_equal(exported.tensors, weights.tensors, atol=0)
+            assert experts
+            await sampler.close()

@@ -25,6 +25,7 @@ from tinkercloud_testing.models import EOS_TOKEN_ID
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition, read_tensors
 from tinkercloud_testing.sglang_ranks import EngineRanks
 from tinkercloud_worker import lora
+from tinkercloud_worker.architecture import from_files
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
@@ -202,7 +203,7 @@ class FakeSglang:
             words = f"{folder} does not exist"
             return web.json_response({"success": False, "message": words}, status=400)
         tensors = load_file(folder / "model.safetensors")
-        self._base = await self._publish(WeightsSnapshot(None, tensors))
+        self._base = await self._publish(self._model(tensors))
         self.loaded_path, self._weights = folder, None
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
@@ -268,7 +269,7 @@ class FakeSglang:
         for name, tensor in tensors.items():
             assert tensor.shape == self._weights[name].shape
             self._weights[name] = tensor.clone()
-        self._base = await self._publish(WeightsSnapshot(None, dict(self._weights)))
+        self._base = await self._publish(self._model(self._weights))
 
     async def end_weight_update(self, body: dict[str, Any]) -> web.Response:
         """Answer /end_weight_update."""
@@ -308,6 +309,10 @@ class FakeSglang:
         """Answer /continue_generation."""
         definition("ContinueGenerationReqInput").model_validate(body)
         return web.json_response({"message": "Generation continued.", "status": "ok"})
+
+    def _model(self, tensors: Mapping[str, torch.Tensor]) -> WeightsSnapshot:
+        """Return a model that has come by the names of its files."""
+        return WeightsSnapshot(None, from_files(str(self.model_path), tensors))
 
     async def _publish(self, weights: WeightsSnapshot) -> str:
         self._published += 1

@@ -6,13 +6,20 @@ Adapters of experts have their own page: `test_adapters_of_experts`.
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_qwen3_moe
+from tinkercloud_testing.models import (
+    save,
+    tiny_deepseek_v2,
+    tiny_mixtral,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
+from tinkercloud_testing.trainers import assert_equal
+from tinkercloud_worker.architecture import as_in_files, from_files
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -37,12 +44,16 @@ def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:
     )
 
 
-def test_a_whole_mixture_is_not_given_to_inference_servers_by_names_they_do_not_know() -> None:
-    trainer = a_trainer()
-    trainer.add_model("m", None)
+@pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_mixtral, tiny_deepseek_v2, tiny_qwen3])
+def test_weights_are_named_as_files_name_them_and_back(tmp_path, make) -> None:
+    model = make()
+    folder = str(save(model, tmp_path))
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
-    with pytest.raises(InvalidRequest, match=r"train an adapter, or .* sampler backend torch"):
-        formats.encode_for_servers(trainer.snapshot("m"), "base")
+    named = as_in_files(folder, weights)
+
+    assert_equal(named, load_file(tmp_path / "model.safetensors"), atol=0)
+    assert_equal(from_files(folder, named), weights, atol=0)
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(rank=4, seed=1, train_mlp=False), None])

@@ -3,14 +3,15 @@
 No weights are needed, nor read: a head whose model is elsewhere knows no more of it than this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -44,13 +45,40 @@ def read_architecture(path: str) -> Architecture:
             correctly.
     """
     check_folder(path)
-    config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _without_weights(path)
     trunk, head = trunk_and_head(model)
     targets = find_targets(model, name_of(model, trunk), name_of(model, head))
     vocab_size = next(t.out_features for t in targets if t.group == "unembed")
-    return Architecture(targets, TokenLimits(vocab_size, max_context_length(config)))
+    return Architecture(targets, TokenLimits(vocab_size, max_context_length(model.config)))
+
+
+def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a model as its files have them, experts one by one.
+
+    Args:
+        path: of the model's folder, which may lack the weights.
+        weights: all of them, by the names of its modules.
+    """
+    named: dict[str, Tensor] = revert_weight_conversion(_without_weights(path), dict(weights))
+    return named
+
+
+def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `as_in_files`. Weights are float32."""
+    model = _without_weights(path)
+    # These are not, whatever the files of the base are.
+    vars(model.config).pop("quantization_config", None)
+    filled = type(model).from_pretrained(
+        None, config=model.config, state_dict=dict(weights), dtype=torch.float32
+    )
+    return {name: weight.detach() for name, weight in filled.named_parameters()}
+
+
+def _without_weights(path: str) -> PreTrainedModel:
+    config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def check_folder(path: str) -> None:

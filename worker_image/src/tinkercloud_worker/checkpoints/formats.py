@@ -43,19 +43,13 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
 
 
 def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
-    """Return the same files as inference servers read them: experts one by one.
+    """Return the same files as inference servers read them: an adapter's experts one by one.
 
-    Raises:
-        InvalidRequest: it is a whole mixture of experts, whose weights servers know by other names.
+    Args:
+        weights: an adapter's, or all of a model's by the names that its files have.
+        base_model: its name.
     """
     if weights.lora is None:
-        if any(
-            tensor.ndim == 3 and ".experts." in name for name, tensor in weights.tensors.items()
-        ):
-            raise InvalidRequest(
-                "lora_config: inference servers are given no mixture of experts that was trained as"
-                " a whole; train an adapter, or serve the base model with sampler backend torch"
-            )
         return encode_weights(weights, base_model)
     return _adapter_files(weights.lora, lora.to_peft_names(weights.tensors), base_model)
 

@@ -8,7 +8,7 @@ a restart, and what servers read that take no tensors in requests. Where the fol
 
 import itertools
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -17,6 +17,7 @@ from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
+from tinkercloud_worker.architecture import as_in_files, from_files
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
@@ -65,11 +66,10 @@ class AdapterFolder:
         """Write weights and return their name.
 
         An adapter is in PEFT's format, experts one by one; all weights of a model are a Hugging
-        Face folder.
-
-        Raises:
-            InvalidRequest: see `formats.encode_for_servers`.
+        Face folder, in the form that the base model's has.
         """
+        if weights.lora is None:
+            weights = replace(weights, tensors=as_in_files(str(self._base_path), weights.tensors))
         files = formats.encode_for_servers(weights, base_model)
         name = f"{self._owner}-{next(self._numbers)}"
         target = self._folder / name
@@ -98,7 +98,9 @@ class AdapterFolder:
             tensors = load_file(self._folder / name / file)
         except FileNotFoundError:
             raise NotFound(f"{self._folder / name} is gone: save the weights again") from None
-        return WeightsSnapshot(config, lora.from_peft_names(tensors) if config else tensors)
+        if config is None:
+            return WeightsSnapshot(None, from_files(str(self._base_path), tensors))
+        return WeightsSnapshot(config, lora.from_peft_names(tensors))
 
     def remove(self, name: str) -> None:
         """Remove what was written under a name. It may be gone."""
