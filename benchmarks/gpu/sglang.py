@@ -20,7 +20,18 @@ from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.engines import (
     a_request,
 )
-from benchmarks.gpu.sglang_proof import BASE, DRAWN, VERSIONS, Proof, a_proof, prompt
+from benchmarks.gpu.sglang_proof import (
+    ATTENTION_ONLY,
+    BASE,
+    DRAWN,
+    MIXTURE,
+    SHAPE,
+    SMALL,
+    VERSIONS,
+    Proof,
+    a_proof,
+    prompt,
+)
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.payloads import FloatArray
@@ -43,7 +54,7 @@ _WAITED_SECONDS = 60.0
 
 def served(bench: Bench) -> Iterator[Measurement]:
     """S1 to S9, S13 to S15: a server as in a pod, in float32."""
-    with a_proof(bench, torch.float32) as proof:
+    with a_proof(bench, SMALL if bench.device.type == "cpu" else SHAPE, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
         if bench.device.type != "cpu":
@@ -57,6 +68,23 @@ def served(bench: Bench) -> Iterator[Measurement]:
         yield _carried(proof, "S15", where, proof.shared, "shared_memory")
 
 
+def mixture(bench: Bench) -> Iterator[Measurement]:
+    """S16 to S18: a server of a mixture of experts, in float32."""
+    # Its kernels for experts' adapters are for GPUs.
+    options = ATTENTION_ONLY if bench.device.type == "cpu" else ()
+    with a_proof(bench, MIXTURE, torch.float32, *options) as proof:
+        adapted = "of its attention" if options else "of its experts too"
+        gap = np.concatenate([proof.gap(version) for version in VERSIONS])
+        apart = proof.gap("one", against="two").mean()
+        yield Measurement(
+            "S16", f"SGLang's logprobs - our trainer's: a mixture, adapters {adapted}, float32",
+            float(gap.max()), "", "<= 1e-3", "<= 1e-5", f"from another adapter's {apart:.2f}",
+        )  # fmt: skip
+        yield _whole(proof, "S17", "of a mixture in requests", proof.sampler)
+        proof.publish("one", sampler=proof.reader)
+        yield _whole(proof, "S18", "of a mixture from its folder", proof.reader)
+
+
 def colocated(bench: Bench) -> Iterator[Measurement]:
     """S10 to S12: a server that shares its GPU, in bfloat16.
 
@@ -65,7 +93,7 @@ def colocated(bench: Bench) -> Iterator[Measurement]:
     """
     if bench.device.type == "cpu":
         raise Skipped("there is no GPU whose memory could be given away")
-    with a_proof(bench, torch.bfloat16, *COLOCATED) as proof:
+    with a_proof(bench, SHAPE, torch.bfloat16, *COLOCATED) as proof:
         for check in SHARED:
             yield check(proof)
 

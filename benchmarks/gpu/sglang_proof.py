@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
 SMALL = Shape("smaller", "llama", 256, 4, 4, 2, 64, 512, VOCAB_SIZE, tied=False)
 """On a CPU."""
+MIXTURE = replace(SMALL, name="small mixture", family="qwen3_moe", experts=8, chosen=2)
+ATTENTION_ONLY = ("--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+"""A server's option: what adapters there may adapt."""
 RANK = 32
 SEEDS = {"one": 1, "two": 2}
 """Adapters, and what their weights are drawn with."""
@@ -130,8 +133,14 @@ def prompt(seed: int, length: int = _PROMPT) -> list[int]:
 
 
 @contextmanager
-def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
+def a_proof(bench: Bench, shape: Shape, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
     """Run a server of the base model, with adapters published to it.
+
+    Args:
+        bench: to measure on.
+        shape: of the base model.
+        dtype: of its weights.
+        options: of the server, added to a pod's.
 
     Raises:
         Skipped: there is no SGLang.
@@ -140,7 +149,7 @@ def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
         raise Skipped("sglang is not installed (pip install sglang)")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        base = BaseModel(_saved(bench, dtype, folder / "model"), packed=False)
+        base = BaseModel(_saved(bench, shape, dtype, folder / "model"), packed=False)
         server = stack.enter_context(
             a_server(
                 folder / "model",
@@ -153,12 +162,13 @@ def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))
         runner = stack.enter_context(asyncio.Runner())
-        sampler = _sampler(server, folder, "sent", {"colocated": bool(options)})
+        colocated = {"colocated": "--enable-memory-saver" in options}
+        sampler = _sampler(server, folder, "sent", colocated)
         with (
             patch.object(sglang_adapters, "_MOST_SENT_BYTES", 0),
             patch.object(sglang_weights, "_MOST_SENT_BYTES", 0),
         ):
-            reader = _sampler(server, folder, "read", {"colocated": bool(options)})
+            reader = _sampler(server, folder, "read", colocated)
         memory = "cuda" if bench.device.type == "cuda" else "cpu"
         # NCCL refuses the two ranks that a single GPU would have.
         joined = _sampler(server, folder, "joined", {"process_group": "gloo"})
@@ -169,7 +179,8 @@ def a_proof(bench: Bench, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
         samplers = (sampler, reader, joined, shared)
         for closing in (*samplers, dialect.client):
             stack.callback(_run, runner, closing.close)
-        proof = Proof(*samplers, dialect, folder, reference, _trainer(base), runner)
+        trainer = _trainer(base, train_mlp="--lora-target-modules" not in options)
+        proof = Proof(*samplers, dialect, folder, reference, trainer, runner)
         proof.publish(*VERSIONS)
         yield proof
 
@@ -178,9 +189,8 @@ def _run(runner: asyncio.Runner, work: Callable[[], Coroutine[Any, Any, None]]) 
     runner.run(work())
 
 
-def _saved(bench: Bench, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+def _saved(bench: Bench, shape: Shape, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
     """Return a model, and write it with a tokenizer as the server reads it."""
-    shape = SHAPE if bench.device.type != "cpu" else SMALL
     model = shape.build(bench.device, dtype)
     model.config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder)
@@ -188,17 +198,21 @@ def _saved(bench: Bench, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _trainer(base: BaseModel) -> TorchTrainer:
+def _trainer(base: BaseModel, *, train_mlp: bool) -> TorchTrainer:
     """Return a trainer of the base, two adapters, one of too high a rank, and a whole model."""
     trainer = TorchTrainer(base, max_batch_tokens=1024)
-    trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1))
+    trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1, train_mlp=train_mlp))
     for name, seed in SEEDS.items():
-        trainer.add_model(name, LoraConfig(rank=RANK, seed=seed))
+        trainer.add_model(name, LoraConfig(rank=RANK, seed=seed, train_mlp=train_mlp))
         fill(trainer, name, seed)
     trainer.add_model("large", LoraConfig(rank=2 * RANK, seed=1))
     trainer.add_model("whole", None)
     tensors = trainer.export_state("whole").weights.tensors
     changed = {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 1.5}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 3:
+            # Each expert another way, so that none can stand for another.
+            changed[name] = tensor * torch.linspace(0.5, 2, len(tensor)).view(-1, 1, 1).to(tensor)
     trainer.import_state("whole", TrainingState(WeightsSnapshot(None, changed), None, 0))
     return trainer
 
