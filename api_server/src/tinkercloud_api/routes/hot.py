@@ -45,9 +45,11 @@ from tinkercloud_protocol.wire import parse_json
 
 log = structlog.get_logger(__name__)
 
-SaveT = TypeVar("SaveT", SaveWeightsRequest, SaveWeightsForSamplerRequest)
+RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest)
 
 _SMALL_BODY_BYTES = 1 << 20
+_REFUSAL_CHARACTERS = 2000
+"""Of a reason, which travels in a header: it may quote what was sent."""
 _RETRY_SECONDS = 1.0
 _HOLD_SECONDS = 45.0
 """How long a request waits for a head that is on its way: less than the SDK's own 60."""
@@ -162,7 +164,7 @@ async def save_weights(call: Call) -> None:
     body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     route = await _route_run(call, model_id)
-    request = _read_or_none(SaveWeightsRequest, body)
+    request = await _read_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
         await _expect(call, path)
@@ -174,7 +176,7 @@ async def save_weights_for_sampler(call: Call) -> None:
     body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     route = await _route_run(call, model_id)
-    request = _read_or_none(SaveWeightsForSamplerRequest, body)
+    request = await _read_or_none(SaveWeightsForSamplerRequest, body)
     if request is not None and request.model_id == model_id:
         if request.path is not None:
             await _expect(call, _path_or_none(model_id, CheckpointKind.SAMPLER, request.path))
@@ -190,7 +192,7 @@ async def load_weights(call: Call) -> None:
     """
     body = await call.request.body(_ordered_body_bytes(call))
     try:
-        request = parse_json(LoadWeightsRequest, body)
+        request = await _read(LoadWeightsRequest, body)
     except InvalidRequest as error:
         await _forward_refused(call, body, error)
         return
@@ -223,7 +225,7 @@ async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:
     except InvalidRequest:
         raise error from None
     route = await _route_run(call, model_id)
-    await call.forward(route, model_id, body, refusal=error.message)
+    await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
 
 
 async def asample(call: Call) -> None:
@@ -375,10 +377,21 @@ def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPat
         return None
 
 
-def _read_or_none(model: type[SaveT], body: bytes) -> SaveT | None:
+async def _read(model: type[RequestT], body: bytes) -> RequestT:
+    """Read a request, a long one beside the event loop.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if len(body) > _SMALL_BODY_BYTES:
+        return await asyncio.to_thread(parse_json, model, body)
+    return parse_json(model, body)
+
+
+async def _read_or_none(model: type[RequestT], body: bytes) -> RequestT | None:
     """Return a request, or None if the head is going to refuse it."""
     try:
-        return parse_json(model, body)
+        return await _read(model, body)
     except InvalidRequest:
         return None
 
