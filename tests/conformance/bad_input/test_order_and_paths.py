@@ -26,6 +26,11 @@ BAD_ORDERED_REQUESTS = {
         {"path": "http://é.example", "optimizer": False},
         "path 'http://é.example' is not a checkpoint",
     ),
+    "a load of megabytes": (
+        "load_weights",
+        {"path": "x", "optimizer": False, "user_metadata": {"é" * (1 << 20): 1}},
+        "user_metadata.éééé",
+    ),
     "a load of what does not exist": (
         "load_weights",
         {"path": "tinker://nobody:train:0/weights/x", "optimizer": True},
