@@ -85,7 +85,9 @@ class AdamParams(WireModel):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=0)] = 1e-12
+    eps: Annotated[float, Field(ge=1e-38)] = 1e-12
+    """Float32 has nothing much smaller, and 0 would make NaN of a weight without a gradient, which
+    all A of a fresh adapter are."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled from the gradient, as in AdamW."""
     grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0

@@ -8,6 +8,7 @@ BAD_ORDERED_REQUESTS = {
     "negative rate": ("optim_step", {"adam_params": {"learning_rate": -1.0}}, "learning_rate"),
     "rate of text": ("optim_step", {"adam_params": {"learning_rate": "fast"}}, "learning_rate"),
     "beta of one": ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1"),
+    "epsilon of zero": ("optim_step", {"adam_params": {"eps": 0.0}}, "adam_params.eps"),
     "no parameters": ("optim_step", {}, "send adam_params"),
     "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not available"),
     "a name with a slash": ("save_weights", {"path": "a/b"}, "not allowed"),
