@@ -7,7 +7,14 @@ import torch
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_testing.models import (
+    save,
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen3_moe,
+)
 from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
@@ -30,6 +37,8 @@ MODELS = {
     "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
     "mixtral": tiny_mixtral,
 }
+DEEPSEEKS = {"deepseek v2": tiny_deepseek_v2, "deepseek v3": tiny_deepseek_v3}
+"""Their adapters have a page of their own: `test_deepseek`."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,11 +105,11 @@ def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
     np.testing.assert_allclose(*(np.concatenate(o.logprobs) for o in outputs), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(alone, tmp_path, name) -> None:
+@pytest.mark.parametrize("make", [*MODELS.values(), *DEEPSEEKS.values()], ids=MODELS | DEEPSEEKS)
+def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(alone, tmp_path, make) -> None:
     trainers = [
-        megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1),
-        TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32),
+        megatron_trainer(str(save(make(), tmp_path)), 1, 1),
+        TorchTrainer(BaseModel(make()), max_batch_tokens=32),
     ]
     gradients, losses = [], []
     for trainer in trainers:

@@ -35,12 +35,10 @@ CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 MODELS = {"qwen3": tiny_qwen3_moe, "deepseek": partial(tiny_deepseek_v3, num_hidden_layers=4)}
 SHAPES = {
     "tp2": ("qwen3", 2, 1, 1, 1, 2),
-    "ep2": ("qwen3", 1, 1, 1, 2, 2),
     "cp2 ep2": ("qwen3", 1, 1, 2, 2, 2),
     "tp2 ep2": ("qwen3", 2, 1, 1, 2, 4),
     "pp2 ep2": ("qwen3", 1, 2, 1, 2, 4),
     "ep2 dp4": ("qwen3", 1, 1, 1, 2, 4),
-    "deepseek tp2": ("deepseek", 2, 1, 1, 1, 2),
     "deepseek pp2": ("deepseek", 1, 2, 1, 1, 2),
     "deepseek cp2 ep2": ("deepseek", 1, 1, 2, 2, 2),
     "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
@@ -109,12 +107,12 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
     assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
 
 
-def test_five_steps_of_unequal_batches_go_alike(trainers) -> None:
+def test_three_steps_of_unequal_batches_go_alike(trainers) -> None:
     losses = []
     for trainer in trainers:
         trainer.add_model("m", LORA)
         losses.append([])
-        for seed in range(5):
+        for seed in range(3):
             output = run(trainer, random_data([*LENGTHS, 20 * seed + 1], seed=seed))
             trainer.optim_step("m", ADAM)
             losses[-1].append(output.metrics["loss:sum"])
@@ -196,7 +194,7 @@ def test_a_whole_mixture_has_the_torch_trainers_gradients_and_steps(trainers) ->
     steps = []
     for trainer in trainers:
         steps.append([trainer.optim_step("m", CLIPPED)["grad_norm"]])
-        for seed in range(5):
+        for seed in range(2):
             output = run(trainer, random_data([*LENGTHS, 1 + seed], seed=seed))
             norm = trainer.optim_step("m", CLIPPED)["grad_norm"]
             steps[-1] += [output.metrics["loss:sum"], norm]
