@@ -25,6 +25,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -77,6 +79,29 @@ def tiny_llama(
             pad_token_id=None,
         )
     )
+
+
+def tiny_qwen2() -> PreTrainedModel:
+    """Return a random Qwen2: biases of queries, keys and values, which are not zero."""
+    torch.manual_seed(10)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.15,
+            eos_token_id=EOS_TOKEN_ID,
+        )
+    )
+    # transformers begins with zeros.
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def tiny_qwen3() -> PreTrainedModel:

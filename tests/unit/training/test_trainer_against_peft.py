@@ -1,18 +1,15 @@
 """The torch trainer against Hugging Face + PEFT + torch autograd, in float32.
 
-Tolerances: loss and logprobs 1e-5, LoRA gradients 1e-4 relative, parameters after AdamW 1e-6.
+Tolerances: loss and logprobs 1e-5, LoRA gradients 1e-4 relative, losses of ten steps 1e-5 relative,
+parameters after them 1e-6.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-import peft
 import pytest
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import (
@@ -20,10 +17,11 @@ from tinkercloud_testing.models import (
     tiny_deepseek_v3,
     tiny_gpt2,
     tiny_llama,
+    tiny_qwen2,
     tiny_qwen3,
 )
+from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, run
-from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -31,46 +29,13 @@ LENGTHS = [5, 17, 3, 11]
 MODELS = {
     "llama": tiny_llama,
     "tied llama": lambda: tiny_llama(tied=True),
+    "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
     "gpt2": tiny_gpt2,
     "deepseek v2": tiny_deepseek_v2,
     "deepseek v3": tiny_deepseek_v3,
 }
 MIXTURES = {"deepseek v2", "deepseek v3"}
-
-
-class PeftTwin:
-    """A PEFT model with the same base and the same adapter as the trainer's."""
-
-    def __init__(self, base: PreTrainedModel, trainer: TorchTrainer, model_id: str) -> None:
-        snapshot = trainer.snapshot(model_id)
-        modules = {n.removesuffix(".lora_A.weight") for n in snapshot.tensors if "lora_A" in n}
-        config = peft.LoraConfig(
-            r=snapshot.lora.rank, lora_alpha=32, target_modules=sorted(modules), lora_dropout=0.0
-        )
-        self.model = peft.get_peft_model(base, config).eval()
-        peft.set_peft_model_state_dict(self.model, lora.to_peft_names(snapshot.tensors))
-
-    def logprobs(self, datum: Datum) -> Tensor:
-        logits = self.model(input_ids=torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
-        targets = torch.tensor(datum.inputs["target_tokens"])
-        return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
-
-    def backward(self, data: Sequence[Datum], loss_of) -> float:
-        total = sum(loss_of(self.logprobs(d), tensors(d)).sum() for d in data)
-        total.backward()
-        return float(total.detach())
-
-    def parameters(self) -> dict[str, Tensor]:
-        return {
-            name.replace(".default", "").removeprefix("base_model.model."): parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
-
-
-def tensors(datum: Datum) -> dict[str, Tensor]:
-    return {name: torch.tensor(array) for name, array in datum.inputs.items()}
 
 
 def make_trainer(base: PreTrainedModel, lora_config: LoraConfig, max_batch_tokens: int = 24):
@@ -98,16 +63,16 @@ def test_logprobs_loss_and_every_lora_gradient_equal_pefts(name: str) -> None:
     trainer = make_trainer(
         MODELS[name](), LoraConfig(rank=4, seed=1, train_mlp=name not in MIXTURES)
     )
-    twin = PeftTwin(MODELS[name](), trainer, "m")
+    twin = PeftTwin(MODELS[name](), trainer.snapshot("m"))
     data = random_data(LENGTHS)
 
     output = run(trainer, data)
-    expected_loss = twin.backward(data, lambda lp, x: -lp * x["weights"])
+    expected_loss = twin.backward(data)
 
-    for got, datum in zip(output.logprobs, data, strict=True):
-        np.testing.assert_allclose(got, twin.logprobs(datum).detach(), atol=1e-5)
+    for got, expected in zip(output.logprobs, twin.logprobs(data), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(expected_loss, abs=1e-5 * len(data))
-    assert_close(gradients(trainer), {n: p.grad for n, p in twin.parameters().items()}, rtol=1e-4)
+    assert_close(gradients(trainer), twin.gradients(), rtol=1e-4)
 
 
 POLICY_LOSSES = {
@@ -153,7 +118,7 @@ POLICY_LOSSES = {
 def test_each_policy_loss_has_the_gradient_of_its_formula(loss_fn: str) -> None:
     config, formula = POLICY_LOSSES[loss_fn]
     trainer = make_trainer(tiny_llama(), LoraConfig(rank=4, seed=1))
-    twin = PeftTwin(tiny_llama(), trainer, "m")
+    twin = PeftTwin(tiny_llama(), trainer.snapshot("m"))
     data = random_data(LENGTHS, policy=True)
     if loss_fn == "gspo":
         for datum in data:
@@ -163,15 +128,14 @@ def test_each_policy_loss_has_the_gradient_of_its_formula(loss_fn: str) -> None:
     expected_loss = twin.backward(data, formula)
 
     assert output.metrics["loss:sum"] == pytest.approx(expected_loss, rel=1e-5)
-    assert_close(gradients(trainer), {n: p.grad for n, p in twin.parameters().items()}, rtol=1e-4)
+    assert_close(gradients(trainer), twin.gradients(), rtol=1e-4)
 
 
 def test_ten_steps_with_changing_hyperparameters_equal_torch_adamw() -> None:
     trainer = make_trainer(tiny_llama(), LoraConfig(rank=4, seed=1))
-    twin = PeftTwin(tiny_llama(), trainer, "m")
-    parameters = twin.parameters()
-    reference = torch.optim.AdamW(parameters.values(), eps=1e-12)
+    twin = PeftTwin(tiny_llama(), trainer.snapshot("m"))
 
+    losses = []
     for step in range(10):
         data = random_data(LENGTHS, seed=step)
         params = AdamParams(
@@ -181,19 +145,12 @@ def test_ten_steps_with_changing_hyperparameters_equal_torch_adamw() -> None:
             weight_decay=0.01 * step,
             grad_clip_norm=0.5 if step % 2 else 0.0,
         )
-        run(trainer, data)
+        losses.append((run(trainer, data).metrics["loss:sum"], twin.backward(data)))
         trainer.optim_step("m", params)
-        twin.backward(data, lambda lp, x: -lp * x["weights"])
-        if params.grad_clip_norm:
-            torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm)
-        reference.param_groups[0].update(
-            lr=params.learning_rate,
-            betas=(params.beta1, params.beta2),
-            weight_decay=params.weight_decay,
-        )
-        reference.step()
-        reference.zero_grad()
+        twin.optim_step(params)
 
-    ours = trainer.snapshot("m").tensors
-    for name, expected in parameters.items():
-        np.testing.assert_allclose(ours[name], expected.detach(), atol=1e-6)
+    ours, theirs = zip(*losses, strict=True)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    tensors = trainer.snapshot("m").tensors
+    for name, expected in twin.parameters().items():
+        np.testing.assert_allclose(tensors[name], expected.detach(), atol=1e-6)

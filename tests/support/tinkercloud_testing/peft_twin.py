@@ -1,0 +1,111 @@
+"""What trainers are held to: a model of transformers, an adapter of PEFT's, AdamW of torch's."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import peft
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.payloads import Datum
+from tinkercloud_protocol.training import AdamParams
+from tinkercloud_worker import lora
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+
+Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""From the logprobs [N] of a datum's targets, and its inputs, to the terms [N] of its loss."""
+
+
+def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return a datum's terms of the weighted cross-entropy: float32 [N]."""
+    return -logprobs * inputs["weights"]
+
+
+class PeftTwin:
+    """A PEFT model with the same base and the same adapter as a trainer's.
+
+    Each sequence is computed by itself. Of ours it has the adapter's values and names, and nothing
+    that computes.
+    """
+
+    def __init__(self, base: PreTrainedModel, adapter: WeightsSnapshot) -> None:
+        """Begin with an adapter.
+
+        Args:
+            base: a model, which becomes the twin's.
+            adapter: of dense layers.
+        """
+        if adapter.lora is None:
+            raise ValueError("the weights are a whole model's; a twin has an adapter")
+        modules = {n.removesuffix(".lora_A.weight") for n in adapter.tensors if "lora_A" in n}
+        config = peft.LoraConfig(
+            r=adapter.lora.rank, lora_alpha=32, target_modules=sorted(modules), lora_dropout=0.0
+        )
+        self._model = peft.get_peft_model(base, config).eval()
+        peft.set_peft_model_state_dict(self._model, lora.to_peft_names(adapter.tensors))
+        self._optimizer = torch.optim.AdamW(self.parameters().values())
+
+    def logprobs(self, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
+        """Return the logprobs of each datum's targets, [N] each."""
+        return [self._logprobs(datum).detach().numpy() for datum in data]
+
+    def backward(self, data: Sequence[Datum], formula: Formula = cross_entropy) -> float:
+        """Add the gradient of a batch to the adapter's, and return the batch's loss."""
+        losses = [formula(self._logprobs(each), _inputs(each)).sum() for each in data]
+        total = torch.stack(losses).sum()
+        total.backward()
+        return float(total.detach())
+
+    def optim_step(self, params: AdamParams) -> None:
+        """Apply the gradient with torch's own AdamW and clipping, and set it to zero."""
+        if params.grad_clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.parameters().values(), params.grad_clip_norm)
+        self._optimizer.param_groups[0].update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def steps(self, batches: Iterable[Sequence[Datum]], params: AdamParams) -> list[float]:
+        """Take a step with the gradient of each batch, and return the losses before them."""
+        losses = []
+        for data in batches:
+            losses.append(self.backward(data))
+            self.optim_step(params)
+        return losses
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the adapter's tensors, named as a trainer's."""
+        return {
+            name.replace(".default", "").removeprefix("base_model.model."): parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return what has been added up for each of them.
+
+        Raises:
+            ValueError: nothing has, for one of them.
+        """
+        gradients = {}
+        for name, parameter in self.parameters().items():
+            if parameter.grad is None:
+                raise ValueError(f"{name} has no gradient: call backward first")
+            gradients[name] = parameter.grad
+        return gradients
+
+    def _logprobs(self, datum: Datum) -> Tensor:
+        tokens = torch.tensor(datum.tokens[None].astype(np.int64))
+        logits = self._model(input_ids=tokens).logits[0]
+        targets = torch.tensor(datum.inputs["target_tokens"])
+        return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
+
+
+def _inputs(datum: Datum) -> dict[str, Tensor]:
+    return {name: torch.tensor(array) for name, array in datum.inputs.items()}
