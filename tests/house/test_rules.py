@@ -59,18 +59,6 @@ def test_every_test_is_named_as_a_sentence() -> None:
     assert short == []
 
 
-def test_every_link_in_the_documentation_leads_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    broken = [
-        f"{page.relative_to(ROOT)} -> {target}"
-        for page in pages
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-        if "://" not in target and not (page.parent / target).exists()
-    ]
-
-    assert broken == []
-
-
 def test_the_make_targets_of_the_readme_exist() -> None:
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
     mentioned = set(re.findall(r"`make ([a-z][a-z0-9-]*)", readme))
