@@ -23,6 +23,7 @@ from tinkercloud_testing.sglang_sampling import (
     a_sampler,
     an_adapter,
     assert_same,
+    assert_sampled,
     publish,
 )
 from tinkercloud_worker.inference.client import ServerUnreachable
@@ -44,6 +45,50 @@ async def test_an_adapter_is_loaded_once_however_many_wait_for_it(
 
     # Once when it was published, once after the restart.
     assert sum(len(fake.called(TENSORS)) for fake in fakes) == 2
+
+
+async def test_weights_that_an_engine_is_still_given_hold_up_no_request_for_others(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "one@1", an_adapter(engine, 1))
+    await publish(engine, sampler, "two@1", an_adapter(engine, 2))
+    await publish(engine, sampler, "base", None)
+    newer = an_adapter(engine, 3)
+    await engine.sampler.publish("one@2", newer)
+    async with fakes[0].holding(TENSORS) as asked:
+        publishing = asyncio.create_task(sampler.publish("one@2", newer))
+
+        async with asyncio.timeout(30):
+            await asked.wait()
+            for version in ("one@1", "two@1", "base"):
+                await assert_sampled(engine, sampler, version)
+
+        assert not publishing.done()
+    await publishing
+    await assert_sampled(engine, sampler, "one@2")
+    await sampler.close()
+
+
+async def test_no_name_is_used_twice_neither_by_a_head_nor_by_the_one_after_it(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    weights = an_adapter(engine, 1)
+    first = a_sampler(fakes[:1], tmp_path / "first")
+    await first.publish("one", weights)
+    await first.retire("one")
+    await asyncio.gather(*first._cleaning)
+    await first.publish("one", weights)
+    # The first is killed rather than closed, so the engine keeps what it was given.
+    second = a_sampler(fakes[:1], tmp_path / "second", generation="g2")
+    for seed, version in ((2, "one"), (3, "two")):
+        await publish(engine, second, version, an_adapter(engine, seed))
+
+    given = [body["lora_name"] for body in fakes[0].called(TENSORS)]
+    assert len(given) == len(set(given)) == 4
+    assert len(fakes[0].adapters) == 3
+    await assert_sampled(engine, second, "one")
+    await asyncio.gather(first.close(), second.close())
 
 
 async def test_an_adapter_that_the_engine_has_evicted_is_loaded_again(

@@ -4,6 +4,7 @@ What is computed is real, by the torch sampler, with the adapters and weights th
 `sglang_definitions` refuses what SGLang does not know, and `sglang_ranks` are in process groups.
 """
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -66,6 +67,8 @@ class FakeSglang:
     """Its weights, if any have been sent since it last read files."""
     _base: str = "base"
     _published: int = 0
+    _held: dict[str, tuple[asyncio.Event, asyncio.Event]] = field(default_factory=dict)
+    """Paths it does not answer yet; that one was asked, and that it is answered again."""
 
     def called(self, path: str) -> list[dict[str, Any]]:
         """Return the bodies of the calls of a path."""
@@ -86,6 +89,16 @@ class FakeSglang:
         """Unload all adapters, as for others that there is no more room beside."""
         self.forgotten |= self.adapters.keys()
         self.adapters.clear()
+
+    @asynccontextmanager
+    async def holding(self, path: str) -> AsyncIterator[asyncio.Event]:
+        """Answer a path only when the context has ended; the event is that it was asked."""
+        was_asked, may_go_on = self._held[path] = asyncio.Event(), asyncio.Event()
+        try:
+            yield was_asked
+        finally:
+            del self._held[path]
+            may_go_on.set()
 
     async def generate(self, body: dict[str, Any]) -> web.Response:
         """Answer /generate for a batch."""
@@ -332,6 +345,10 @@ class FakeSglang:
             return web.json_response({"error": {"message": "refused"}}, status=500)
         if request.path in self.ends_over:
             return self._end(request)
+        if request.path in self._held:
+            was_asked, may_go_on = self._held[request.path]
+            was_asked.set()
+            await may_go_on.wait()
         try:
             answer: web.Response = await getattr(self, request.path.removeprefix("/"))(body)
         except EOFError:
