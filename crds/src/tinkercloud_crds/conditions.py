@@ -39,7 +39,7 @@ class ConditionType(StrEnum):
     STALLED = "Stalled"
     """It can't get there without somebody's help; the reason says whose."""
     SUSPENDED = "Suspended"
-    """Its state is saved and its pods are gone."""
+    """Its state is saved and its pods are gone; Unknown while they are on the way to that."""
 
 
 SESSION_STEPS: Sequence[ConditionType] = (

@@ -203,8 +203,6 @@ class TrainingSessionStatus(Part):
     """Head processes that ended without having been asked to."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None
     """The incarnation whose state was saved before its pods went."""
-    stopping_since: Annotated[str, Field(max_length=40)] | None = None
-    """Since when its head has been asked to save its state, while its pods are to go (RFC 3339)."""
     finished_time: Annotated[str, Field(max_length=40)] | None = None
     """When it ended (RFC 3339)."""
     message: Message | None = None

@@ -22,7 +22,8 @@ from tinkercloud_operator.shape import Refusal, Shape
 class Finding:
     """What is true of one step."""
 
-    is_reached: bool
+    is_reached: bool | None
+    """None while it is neither so nor otherwise."""
     reason: Reason
     message: str = ""
 

@@ -67,7 +67,7 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
         )
     if observed.spec.suspend:
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
-    if observed.status.stopping_since is not None and observed.ray_cluster is not None:
+    if stopping_since(observed) is not None and observed.ray_cluster is not None:
         # Its head serves nobody any more. Who wants it back gets another one.
         message = "stops before it is resumed"
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
@@ -76,6 +76,14 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
     if idle is None or _is_queued(observed):
         return _as_it_is(observed, expiry)
     return _by_use(observed, idle, expiry)
+
+
+def stopping_since(observed: Observed) -> datetime | None:
+    """Return since when its pods are to go, by the last status; None if they are not to."""
+    suspended = find(observed.status.conditions, ConditionType.SUSPENDED)
+    if suspended is None or suspended.status != "Unknown":
+        return None
+    return parse_time(suspended.last_transition_time) or observed.now
 
 
 def _as_it_is(observed: Observed, expiry: datetime | None) -> Decision:
@@ -110,7 +118,7 @@ def last_use(observed: Observed) -> datetime:
     moments = [observed.created, observed.last_activity]
     conditions = observed.status.conditions
     suspended = find(conditions, ConditionType.SUSPENDED)
-    if suspended is None or suspended.status == "False":
+    if suspended is None or suspended.status != "True":
         moments += [_reached(observed, kind) for kind in _WAITS]
         accepted = find(conditions, ConditionType.ACCEPTED)
         ready = find(conditions, ConditionType.READY)

@@ -16,7 +16,7 @@ from tinkercloud_operator.children import engines, surroundings
 from tinkercloud_operator.children.pods import Build, Json, Names
 from tinkercloud_operator.children.raycluster import kept, ray_cluster
 from tinkercloud_operator.drift import is_as_wanted
-from tinkercloud_operator.lifetime import Decision, Wanted, decide, parse_time
+from tinkercloud_operator.lifetime import Decision, Wanted, decide, stopping_since
 from tinkercloud_operator.observed import ChildKey, Observed
 from tinkercloud_operator.plan import (
     Action,
@@ -54,6 +54,9 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     seen = status(observed, shape, decision)
     again = _until(observed, decision.changes_at)
     match decision.wanted:
+        case Wanted.RUNNING if stopping_since(observed) is not None:
+            # A cluster made before this is written would be taken for the one that stops.
+            return _plan(observed, [], seen, 0.0)
         case Wanted.RUNNING:
             return _plan(observed, _running(observed, shape, settings), seen, again)
         case Wanted.SUSPENDED:
@@ -153,7 +156,7 @@ def _stop(
     """Let the head save what there is, then let the pods go; never wait for it without end."""
     if observed.ray_cluster is None:
         return _plan(observed, [], seen, again)
-    began = parse_time(observed.status.stopping_since)
+    began = stopping_since(observed)
     left = _left(observed, began or observed.now, settings.stop_seconds)
     ask = _question(observed, what, left)
     if ask is not None and began is None:

@@ -60,7 +60,6 @@ def status(
         latest_checkpoint=_latest_checkpoint(observed),
         restarts=previous.restarts + _has_restarted(observed, incarnation),
         saved_incarnation=_saved_incarnation(observed),
-        stopping_since=_stopping_since(observed, decision),
         finished_time=_finished_time(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
@@ -108,15 +107,18 @@ def _conditions(
 
 def truth(finding: Finding) -> ConditionStatus:
     """Return the status of a condition."""
+    if finding.is_reached is None:
+        return "Unknown"
     return "True" if finding.is_reached else "False"
 
 
 def _suspended(observed: Observed, decision: Decision | None) -> Finding:
-    if decision is None or decision.wanted is not Wanted.SUSPENDED:
-        return Finding(is_reached=False, reason=Reason.RUNNING)
-    if observed.has_pods:
-        return Finding(is_reached=False, reason=Reason.SUSPENDING, message=decision.message)
-    return Finding(is_reached=True, reason=decision.reason, message=decision.message)
+    if decision is not None and decision.wanted in {Wanted.SUSPENDED, Wanted.FINISHED}:
+        if observed.has_pods:
+            return Finding(is_reached=None, reason=Reason.SUSPENDING, message=decision.message)
+        if decision.wanted is Wanted.SUSPENDED:
+            return Finding(is_reached=True, reason=decision.reason, message=decision.message)
+    return Finding(is_reached=False, reason=Reason.RUNNING)
 
 
 def _phase(observed: Observed, decision: Decision | None, ready: Finding) -> Phase:
@@ -195,14 +197,6 @@ def _saved_incarnation(observed: Observed) -> str | None:
 def _latest_checkpoint(observed: Observed) -> str | None:
     told = observed.answers.get(("checkpoint", observed.status.incarnation or ""))
     return told or observed.status.latest_checkpoint
-
-
-def _stopping_since(observed: Observed, decision: Decision | None) -> str | None:
-    """Return since when its head has been asked to save its state, for its pods to go."""
-    stops = decision is not None and decision.wanted in {Wanted.SUSPENDED, Wanted.FINISHED}
-    if not stops or observed.ray_cluster is None:
-        return None
-    return observed.status.stopping_since or timestamp(observed.now)
 
 
 def _finished_time(observed: Observed, decision: Decision | None) -> str | None:

@@ -69,6 +69,8 @@ class World:
         self.is_gone = False
         self.is_deaf = False
         self.refuses = False
+        self.unknown_fields: frozenset[str] = frozenset()
+        """Of the status: what definitions that are older than the operator do not keep."""
         self.stopping: set[str] = set()
         """Heads that were asked to suspend: they serve nobody any more."""
         self._uids = itertools.count()
@@ -117,7 +119,8 @@ class World:
 
     def _write(self, status: TrainingSessionStatus) -> None:
         stored = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        self.change(status=TrainingSessionStatus.model_validate(stored))
+        kept = {name: value for name, value in stored.items() if name not in self.unknown_fields}
+        self.change(status=TrainingSessionStatus.model_validate(kept))
 
     def _do(self, action: Action) -> None:
         match action:

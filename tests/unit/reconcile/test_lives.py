@@ -1,14 +1,17 @@
 """One session's life after another: what becomes of it, what it is told, what is told of it."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from pydantic.alias_generators import to_camel
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.observed import Trouble
 from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, Delete, HoldFinalizer, Plan
 from tinkercloud_operator.reconcile import reconcile
-from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, a_world, is_true
+from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world, is_true
 from tinkercloud_testing.sessions import a_session, a_status, observed
 
 
@@ -60,6 +63,72 @@ def test_what_a_head_has_saved_is_written_down_before_it_goes() -> None:
     world.happen("its owner resumes it", "it settles")
 
     assert world.status.restarts == 0
+
+
+@pytest.mark.parametrize("writes", range(3))
+def test_the_cluster_of_a_session_that_was_wanted_again_outlives_an_operator_that_made_it(
+    writes: int,
+) -> None:
+    world = a_world("workers", "it settles", "its owner suspends it")
+    while "deletionTimestamp" not in world.children[RAY_CLUSTER]["metadata"]:
+        world.operate()
+    world.happen("KubeRay works", "its owner resumes it")
+
+    plans = [world.operate(writes), world.operate(writes)]
+    while world.status.phase != "Ready" and len(plans) < ENOUGH_ROUNDS:
+        plans.append(world.operate())
+        world.happen("KubeRay works", "a pod gets on")
+
+    assert world.status.phase == "Ready"
+    assert not any(isinstance(action, Delete) for plan in plans for action in plan.actions)
+
+
+FIRST_FIELDS = {
+    "observedGeneration",
+    "phase",
+    "conditions",
+    "endpoint",
+    "incarnation",
+    "rayCluster",
+    "workers",
+    "gpus",
+    "lastActivityTime",
+    "latestCheckpoint",
+    "restarts",
+    "savedIncarnation",
+    "finishedTime",
+    "message",
+}
+"""Of the status, in the first definitions; what came later may not be kept."""
+
+
+@pytest.mark.parametrize(
+    ("event", "phase"),
+    [
+        ("its owner suspends it", "Suspended"),
+        ("half an hour passes", "Suspended"),
+        ("a day passes", "Finished"),
+    ],
+)
+@pytest.mark.parametrize("head", ["the head hears again", "the head goes deaf"])
+def test_a_session_stops_though_the_served_definitions_are_the_first(
+    event: str, phase: str, head: str
+) -> None:
+    world = a_world("short life")
+    known = {to_camel(name) for name in TrainingSessionStatus.model_fields}
+    world.unknown_fields = frozenset(known - FIRST_FIELDS)
+    world.happen("it settles", head, event)
+
+    pauses = []
+    while world.status.phase != phase and len(pauses) < ENOUGH_ROUNDS:
+        pause = world.operate().look_again_seconds
+        pauses.append(pause)
+        world.pass_time(min(pause or 0, 5))
+        world.happen("KubeRay works", "a pod gets on")
+
+    assert world.status.phase == phase
+    assert (0, 0) not in pairwise(pauses)
+    assert world.pods == {}
 
 
 def test_a_resumed_session_gets_its_pods_back() -> None:
