@@ -1,7 +1,8 @@
-"""The megatron trainer at one rank, in this process, against the torch trainer.
+"""The megatron trainer at one rank, in this process, against the torch trainer and PEFT.
 
-The torch trainer is compared with Hugging Face and PEFT in `unit/training`. Tolerances: logprobs
-1e-5, LoRA gradients 1e-4 relative, parameters after ten steps 1e-5.
+Whole models are compared with the torch trainer, and that with Hugging Face in `unit/training`.
+Tolerances: logprobs 1e-5, gradients 1e-4 relative, losses of ten steps 1e-5 relative, parameters
+after them 1e-3 relative.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen3
+from tinkercloud_testing.models import (
+    save,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
+from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
@@ -34,6 +43,8 @@ pytestmark = [
 LENGTHS = [5, 17, 3, 11]
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
+FIRST_BATCH = random_data([6, 9], seed=9)
+FIRST_STEP = AdamParams(learning_rate=5e-2)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -48,6 +59,7 @@ MODELS = {
     "llama 3": lambda: tiny_llama(rope=LLAMA3),
     "stretched by yarn": lambda: tiny_llama(rope=YARN),
     "stretched": lambda: tiny_llama(rope={"rope_type": "linear", "factor": 2.0}),
+    "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
     "mistral": tiny_mistral,
 }
@@ -57,8 +69,8 @@ def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = L
     """Return both trainers with the same adapter, whose B has moved off zero."""
     torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
     torch_trainer.add_model("m", lora)
-    run(torch_trainer, random_data([6, 9], seed=9))
-    torch_trainer.optim_step("m", AdamParams(learning_rate=5e-2))
+    run(torch_trainer, FIRST_BATCH)
+    torch_trainer.optim_step("m", FIRST_STEP)
     megatron = megatron_trainer(str(save(make(), folder)), 1, 1)
     megatron.add_model("m", lora)
     megatron.import_state("m", torch_trainer.export_state("m"))
@@ -66,20 +78,24 @@ def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = L
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(
+def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_pefts(
     alone, tmp_path, name
 ) -> None:
     megatron, torch_trainer = pair(MODELS[name], tmp_path)
+    twin = PeftTwin(MODELS[name](), torch_trainer.snapshot("m"))
     data = random_data(LENGTHS)
 
-    got, expected = run(megatron, data), run(torch_trainer, data)
+    got, expected, loss = run(megatron, data), run(torch_trainer, data), twin.backward(data)
 
     assert [len(logprobs) for logprobs in got.logprobs] == LENGTHS
-    np.testing.assert_allclose(
-        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
-    )
+    for logprobs in (expected.logprobs, twin.logprobs(data)):
+        np.testing.assert_allclose(
+            np.concatenate(got.logprobs), np.concatenate(logprobs), atol=1e-5
+        )
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
-    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+    assert got.metrics["loss:sum"] == pytest.approx(loss, abs=1e-4)
+    for gradient in (torch_trainer.export_gradient("m"), twin.gradients()):
+        assert_close(megatron.export_gradient("m"), gradient, rtol=1e-4)
 
 
 def test_logprobs_equal_huggingfaces_with_a_fresh_adapter(alone, tmp_path) -> None:
@@ -126,18 +142,24 @@ def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(alone, tmp_
     assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
 
 
-def test_ten_steps_equal_the_torch_trainers(alone, tmp_path) -> None:
+def test_ten_steps_equal_the_torch_trainers_and_pefts(alone, tmp_path) -> None:
     megatron, torch_trainer = pair(tiny_qwen3, tmp_path)
+    torch_trainer.add_model("fresh", LORA)
+    twin = PeftTwin(tiny_qwen3(), torch_trainer.snapshot("fresh"))
+    twin.steps([FIRST_BATCH], FIRST_STEP)
+    batches = [random_data(LENGTHS, seed=seed) for seed in range(10)]
 
-    losses = []
+    losses = [twin.steps(batches, ADAM)]
     for trainer in (megatron, torch_trainer):
         losses.append([])
-        for seed in range(10):
-            output = run(trainer, random_data(LENGTHS, seed=seed))
+        for data in batches:
+            output = run(trainer, data)
             trainer.optim_step("m", ADAM)
             losses[-1].append(output.metrics["loss:sum"])
 
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    of_peft, of_megatron, of_torch = losses
+    np.testing.assert_allclose(of_megatron, of_torch, rtol=1e-5)
+    np.testing.assert_allclose(of_megatron, of_peft, rtol=1e-5)
     assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=1e-3)
 
 

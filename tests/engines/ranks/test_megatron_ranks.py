@@ -1,15 +1,20 @@
-"""The megatron trainer divided over ranks against the torch trainer in this process."""
+"""The megatron trainer divided over ranks against the torch trainer in this process, and PEFT."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import save, tiny_llama, tiny_qwen2, tiny_qwen3
+from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
@@ -28,13 +33,13 @@ LENGTHS = [5, 17, 3, 11, 8]
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
 CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
-MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
+MODELS = {"llama": tiny_llama, "qwen2": tiny_qwen2, "qwen3": tiny_qwen3}
 SHAPES = {
     "tp2": ("llama", 2, 1, 1, 2),
     "pp2": ("llama", 1, 2, 1, 2),
     "pp2 qwen3": ("qwen3", 1, 2, 1, 2),
     "cp2": ("llama", 1, 1, 2, 2),
-    "tp2 pp2": ("llama", 2, 2, 1, 4),
+    "tp2 pp2 qwen2": ("qwen2", 2, 2, 1, 4),
     "tp2 cp2 qwen3": ("qwen3", 2, 1, 2, 4),
     "cp2 dp2": ("llama", 1, 1, 2, 4),
 }
@@ -44,37 +49,82 @@ KEPT = {2: None, 4: 0}
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def trainers(request, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
-    name, tensor, pipeline, context, ranks = SHAPES[request.param]
+def shape(request) -> tuple[str, int, int, int, int]:
+    return SHAPES[request.param]
+
+
+@pytest.fixture(scope="module")
+def trainers(shape, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
+    name, tensor, pipeline, context, ranks = shape
     folder: Path = save(MODELS[name](), tmp_path_factory.mktemp("model"))
     factory = megatron_factory(str(folder), tensor, pipeline, context, max_kept_tokens=KEPT[ranks])
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
-    yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
+    yield ranked, a_torch_trainer(name)
     ranked.close()
+
+
+def a_torch_trainer(name: str) -> TorchTrainer:
+    return TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
+
+
+def move(single) -> None:
+    """Give it the adapter of a seed, whose B has moved off zero."""
+    single.add_model("m", LORA)
+    run(single, random_data([6, 9], seed=9))
+    single.optim_step("m", AdamParams(learning_rate=5e-2))
 
 
 def begin_alike(ranked, single) -> None:
     """Give both the same adapter, whose B has moved off zero."""
-    single.add_model("m", LORA)
-    run(single, random_data([6, 9], seed=9))
-    single.optim_step("m", AdamParams(learning_rate=5e-2))
+    move(single)
     ranked.add_model("m", LORA)
     ranked.import_state("m", single.export_state("m"))
 
 
-def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:
+def ten_batches() -> list[list[Datum]]:
+    return [random_data([*LENGTHS, 1 + seed], seed=seed) for seed in range(10)]
+
+
+@dataclass(frozen=True)
+class OfPeft:
+    """What PEFT computes."""
+
+    logprobs: np.ndarray
+    """Of the data, one after another, with the adapter that has moved."""
+    gradients: Mapping[str, Tensor]
+    losses: list[float]
+    """Of ten steps, with a fresh adapter."""
+
+
+@cache
+def of_peft(name: str) -> OfPeft:
+    """Compute what all shapes of a model are held to."""
+    single, data = a_torch_trainer(name), random_data(LENGTHS)
+    single.add_model("m", LORA)
+    fresh = PeftTwin(MODELS[name](), single.snapshot("m"))
+    move(single)
+    moved = PeftTwin(MODELS[name](), single.snapshot("m"))
+    moved.backward(data)
+    return OfPeft(
+        np.concatenate(moved.logprobs(data)), moved.gradients(), fresh.steps(ten_batches(), ADAM)
+    )
+
+
+def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_pefts(
+    shape, trainers
+) -> None:
     ranked, single = trainers
     begin_alike(ranked, single)
-    data = random_data(LENGTHS)
+    data, pefts = random_data(LENGTHS), of_peft(shape[0])
 
     got, expected = run(ranked, data), run(single, data)
 
     assert [len(logprobs) for logprobs in got.logprobs] == LENGTHS
-    np.testing.assert_allclose(
-        np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
-    )
+    for logprobs in (np.concatenate(expected.logprobs), pefts.logprobs):
+        np.testing.assert_allclose(np.concatenate(got.logprobs), logprobs, atol=1e-5)
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
-    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
+    for gradients in (single.export_gradient("m"), pefts.gradients):
+        assert_close(ranked.export_gradient("m"), gradients, rtol=1e-4)
 
 
 def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers) -> None:
@@ -90,18 +140,21 @@ def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers) -
     assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
 
 
-def test_adapters_begin_alike_ten_steps_go_alike_and_the_copies_stay_equal(trainers) -> None:
+def test_adapters_begin_alike_ten_steps_go_alike_and_as_pefts_and_the_copies_stay_equal(
+    shape, trainers
+) -> None:
     ranked, single = trainers
     losses = []
     for trainer in (ranked, single):
         trainer.add_model("m", LORA)
         losses.append([])
-        for seed in range(10):
-            output = run(trainer, random_data([*LENGTHS, 1 + seed], seed=seed))
+        for data in ten_batches():
+            output = run(trainer, data)
             trainer.optim_step("m", ADAM)
             losses[-1].append(output.metrics["loss:sum"])
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    np.testing.assert_allclose(losses[0], of_peft(shape[0]).losses, rtol=1e-4)
     copies = ranked._group.call_each("snapshot", [("m",)] * ranked._group.shape.ranks)
     for copy in copies[1:]:
         assert_close(copy.tensors, copies[0].tensors, rtol=0)

@@ -90,7 +90,7 @@ def tiny_qwen2() -> PreTrainedModel:
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=2,
-            num_attention_heads=4,
+            num_attention_heads=8,
             num_key_value_heads=2,
             max_position_embeddings=512,
             initializer_range=0.15,
