@@ -1,6 +1,6 @@
 """Groups of ranks: one order for all, definite failure, nothing left behind."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -17,6 +17,7 @@ from tinkercloud_worker.actors.group import (
     RanksLost,
     RanksUnavailable,
 )
+from tinkercloud_worker.actors.rank import Rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
@@ -31,12 +32,28 @@ def group(cluster) -> Iterator[RankGroup]:
 
 
 def processes(group: RankGroup) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in group.call_each("process", [(), ()])]
+    ranks = [psutil.Process(pid) for pid in group.call_each("process", [(), ()])]
+    assert set(ranks) <= set(rank_processes())
+    return ranks
 
 
-def assert_nothing_is_left(ended: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(ended, timeout=30)
+def rank_processes() -> list[psutil.Process]:
+    """Return the ranks that run on this machine, of whatever group: Ray names them by class."""
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if command(process).startswith(f"ray::{Rank.__name__}")]
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def assert_nothing_is_left(ended: Sequence[psutil.Process] = ()) -> None:
+    _, alive = psutil.wait_procs([*ended, *rank_processes()], timeout=30)
     assert not alive
+    assert not rank_processes()
     states = {entry["state"] for entry in placement_group_table().values()}
     assert states == {"REMOVED"}
 
@@ -156,18 +173,18 @@ def test_too_little_room_is_said_with_what_there_is_and_nothing_waits_on() -> No
         RankGroup(GroupShape(ranks=2, cpus_per_rank=cores), Recorder, GroupTimings(start=1))
 
     assert "fewer or smaller ranks" in str(error.value)
-    assert_nothing_is_left([])
+    assert_nothing_is_left()
 
 
 def test_a_rank_that_takes_too_long_to_load_is_given_up() -> None:
     with pytest.raises(RanksUnavailable, match=r"ranks .* of 2 did not .* within 10 s"):
         RankGroup(TWO, never_ready, GroupTimings(start=10))
 
-    assert_nothing_is_left([])
+    assert_nothing_is_left()
 
 
 def test_a_rank_that_cannot_load_says_why() -> None:
     with pytest.raises(RanksUnavailable, match=r"failed to load: FileNotFoundError: .*safetensors"):
         RankGroup(TWO, cannot_load)
 
-    assert_nothing_is_left([])
+    assert_nothing_is_left()
