@@ -8,10 +8,14 @@ import orjson
 import pytest
 
 from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.errors import NotFound, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import SamplerConfig, SamplerSpec
-from tinkercloud_testing.bare_heads import MODEL, a_head
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_testing.bare_heads import MODEL, a_head, a_sample
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.sampler import SamplingRequest, prepare
+from tinkercloud_worker.head import service
 
 SESSION = SamplingSessionId("s", 0)
 
@@ -58,6 +62,39 @@ async def test_samples_that_were_taken_in_go_on_in_a_head_with_less_room(
             result = await head.service.retrieve(request_id)
             assert result is not None
             assert result.content_type == futures.PROTOBUF, result.body
+
+
+async def test_samples_that_are_none_for_the_next_head_do_not_keep_their_model_from_it(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(store.as_uri(), tmp_path, "g1", drain_seconds=0.001) as head:
+        await head.begin()
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=0)
+        await head.answer(1)
+        monkeypatch.setattr(service, "prepare", as_an_older_head_did)
+        unsound = head.sample(0, 0, max_tokens=10**6)
+        of_none = a_sample(0, 1, 400).model_copy(update={"num_samples": 0})
+        unreadable = str(head.service.sample(of_none))
+        await head.service.suspend()
+        assert head.service.status().pending_requests == 2
+        head.service.release_waiters()
+    monkeypatch.undo()
+    with a_head(store.as_uri(), tmp_path, "g2") as head:
+        await head.resume("g1")
+
+        refused = await head.service.retrieve(unsound)
+        assert refused is not None
+        assert "max_tokens" in orjson.loads(refused.body)["error"]
+        with pytest.raises(NotFound):
+            await head.service.retrieve(unreadable)
+        assert await head.drawn(0, 2)
+
+
+def as_an_older_head_did(
+    _request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int
+) -> SamplingRequest:
+    """Take any request, and draw what takes some time."""
+    return prepare(a_sample(0, 0, 400), limits, end_tokens, random_seed)
 
 
 async def test_samples_of_a_session_that_is_over_are_given_up(store: Path, tmp_path: Path) -> None:

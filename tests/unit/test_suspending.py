@@ -11,6 +11,7 @@ from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.head.results import Kept, Results
 
 
 @pytest.fixture
@@ -92,6 +93,33 @@ async def test_resuming_twice_at_once_and_again_is_resuming_once(root: str, tmp_
 
 class Death(Exception):
     """Stands for the end of the process."""
+
+
+async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_another(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        before.add(1)
+        before.apply(2)
+        await before.answer(2)
+        await before.service.suspend()
+
+    def fails(_results: Results, _kept: Kept) -> None:
+        raise Death
+
+    with a_head(root, tmp_path, "g2") as after:
+        monkeypatch.setattr(Results, "restore", fails)
+        with pytest.raises(Death):
+            await after.resume("g1")
+        monkeypatch.undo()
+        with pytest.raises(KeyError):
+            after.trainer.export_state(str(MODEL))
+
+        await after.resume("g1")
+        after.add(3)
+        after.apply(4)
+        assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
 
 
 class DyingObstore:

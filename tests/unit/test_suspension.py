@@ -167,6 +167,43 @@ async def test_a_refused_request_that_waits_fails_in_the_next_head(
         assert failure == {"error": "broken batch", "category": "user"}
 
 
+async def test_a_waiting_request_that_is_none_for_the_next_head_fails_there_in_its_place(
+    root: str, tmp_path: Path
+) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        before.apply_as_an_older_head_did(2, eps=0)
+        before.add(3)
+        before.apply(4)
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2") as after:
+        await after.resume("g1")
+
+        after.add(1)
+
+        failure = orjson.loads(await after.answer(2))
+        assert "adam_params.eps" in failure["error"]
+        assert failure["category"] == "user"
+        assert await after.loss(3) > 0
+        assert orjson.loads(await after.answer(4))["metrics"]["step"] == 1
+
+
+async def test_requests_that_were_taken_in_wait_in_a_head_with_less_room_too(
+    root: str, tmp_path: Path
+) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        before.add(2)
+        before.apply(3)
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2", limits=Limits(max_queued_bytes=1)) as after:
+        await after.resume("g1")
+
+        after.add(1)
+
+        assert orjson.loads(await after.answer(3))["metrics"]["step"] == 1
+
+
 async def test_a_model_that_could_not_be_created_says_so_in_the_next_head(
     root: str, tmp_path: Path
 ) -> None:

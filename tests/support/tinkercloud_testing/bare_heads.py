@@ -30,6 +30,7 @@ from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.engine.thread import NoBackground
+from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
@@ -46,6 +47,7 @@ class Head:
 
     service: HeadService
     store: CheckpointStore
+    trainer: Trainer
 
     async def begin(self) -> None:
         await self.service.create_model(MODEL, SPEC)
@@ -76,6 +78,13 @@ class Head:
     def _send(self, path: str, body: bytes) -> None:
         self.service.submit(path, requests.read(path, body), body)
 
+    def apply_as_an_older_head_did(self, seq_id: int, **adam_params: object) -> None:
+        """Send an optim_step whose parameters were accepted once."""
+        step = {"model_id": str(MODEL), "seq_id": seq_id, "adam_params": ADAM}
+        parsed = requests.read(routes.OPTIM_STEP, orjson.dumps(step))
+        sent = step | {"adam_params": {**ADAM, **adam_params}}
+        self.service.submit(routes.OPTIM_STEP, parsed, orjson.dumps(sent))
+
     def send_broken(self, seq_id: int) -> None:
         error = InvalidRequest("broken batch")
         self.service.refuse(str(MODEL), seq_id, routes.FORWARD_BACKWARD, b"broken", error)
@@ -91,15 +100,7 @@ class Head:
 
     def sample(self, session: int, seq_id: int, max_tokens: int = 12) -> str:
         """Ask for a little to be drawn; return the request's id."""
-        params = {"max_tokens": max_tokens, "seed": 1, "stop": []}
-        body = {
-            "sampling_session_id": f"s:sample:{session}",
-            "seq_id": seq_id,
-            "num_samples": 1,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
-            "sampling_params": params,
-        }
-        return str(self.service.sample(parse_json(SampleRequest, orjson.dumps(body))))
+        return str(self.service.sample(a_sample(session, seq_id, max_tokens)))
 
     async def drawn(self, session: int, seq_id: int) -> list[int]:
         """Sample a little; return the tokens."""
@@ -119,6 +120,18 @@ class Head:
         (path,) = await self.service.checkpoint()
         _, files = await self.store.read(CheckpointPath.parse(path))
         return files
+
+
+def a_sample(session: int, seq_id: int, max_tokens: int) -> SampleRequest:
+    """Return a request for one text, to a sampler of `MODEL`'s session."""
+    body = {
+        "sampling_session_id": f"s:sample:{session}",
+        "seq_id": seq_id,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+        "sampling_params": {"max_tokens": max_tokens, "seed": 1, "stop": []},
+    }
+    return parse_json(SampleRequest, orjson.dumps(body))
 
 
 @contextmanager
@@ -152,6 +165,6 @@ def a_head(
             thread.start(NoBackground())
         backend = Backend(config, engine.trainer, engine.sampler, thread, store, frozenset())
         service = HeadService(backend)
-        yield Head(service, store)
+        yield Head(service, store, engine.trainer)
         service.close()
         thread.stop()

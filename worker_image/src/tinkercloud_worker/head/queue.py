@@ -164,7 +164,7 @@ class ModelQueue:
         self.sequencer.next_seq_id = state.next_seq_id
         self._failure = state.failure
         for waiting in state.waiting:
-            self.sequencer.offer(waiting.seq_id, waiting.digest, waiting.size)
+            self.sequencer.admit(waiting.seq_id, waiting.digest, waiting.size)
             self._enter(waiting)
 
     def close(self, reason: str) -> None:

@@ -57,9 +57,13 @@ class Sequencer:
                 f"{self.queued_bytes} bytes of requests wait for this model already; wait for"
                 " some results before sending more"
             )
+        self.admit(seq_id, digest, size)
+        return True
+
+    def admit(self, seq_id: int, digest: bytes, size: int) -> None:
+        """Let a request wait that was taken in before, however much waits already."""
         self._waiting[seq_id] = size
         self._digests[seq_id] = digest
-        return True
 
     @property
     def queued_bytes(self) -> int:

@@ -109,7 +109,12 @@ class HeadService:
         self._models[str(model_id)] = model
         # However many they are: they were taken in before.
         for request in unfinished:
-            self._draw(_request_id(request), request, content_digest(request))
+            request_id, digest = _request_id(request), content_digest(request)
+            try:
+                self._draw(request_id, request, digest)
+            except InvalidRequest as error:
+                self._results.open(str(request_id), digest)
+                self._results.finish(str(request_id), futures.failed_with(error))
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:

@@ -24,7 +24,7 @@ from tinkercloud_protocol.checkpoints import (
     StoredFile,
     SuspendedManifest,
 )
-from tinkercloud_protocol.errors import NotFound, StateLost
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -200,13 +200,13 @@ class Suspension:
         try:
             await self._restore_weights(model, manifest, head.state)
             await self._restore_samplers(model_id, manifest, head.state.samplers)
+            model.lineage = manifest.lineage
+            self._restore_order(model, head)
         except BaseException:
             model.queue.close("the model could not be resumed")
             await model.operations.delete()
             raise
-        model.lineage = manifest.lineage
-        self._restore_order(model, head)
-        return model, [parse_json(SampleRequest, head.body(span)) for span in head.state.samples]
+        return model, _samples_again(head)
 
     def _check_fits(self, manifest: SuspendedManifest, spec: ModelSpec) -> None:
         written = (manifest.base_model, manifest.owner, manifest.lora)
@@ -246,13 +246,6 @@ class Suspension:
 
     def _restore_order(self, model: LiveModel, head: SuspendedHead) -> None:
         """Give back results and requests; from here on the model's queue runs."""
-        for stored in head.state.results:
-            result = Result(head.body(stored.body), stored.content_type)
-            digest = bytes.fromhex(stored.digest)
-            self.results.restore(Kept(stored.request_id, digest, result, stored.is_read))
-            request_id = RequestId.parse(stored.request_id)
-            if request_id.target == model.model_id:
-                model.queue.sequencer.recall(request_id.seq_id, digest)
         waiting = [
             Waiting(
                 stored.seq_id,
@@ -263,6 +256,13 @@ class Suspension:
             )
             for stored in head.state.waiting
         ]
+        for kept in head.state.results:
+            result = Result(head.body(kept.body), kept.content_type)
+            digest = bytes.fromhex(kept.digest)
+            self.results.restore(Kept(kept.request_id, digest, result, kept.is_read))
+            request_id = RequestId.parse(kept.request_id)
+            if request_id.target == model.model_id:
+                model.queue.sequencer.recall(request_id.seq_id, digest)
         state = head.state
         model.queue.restore(QueueState(state.next_seq_id, waiting, state.failure))
 
@@ -292,6 +292,22 @@ def _stored_result(kept: Kept, bodies: Bodies) -> StoredResult:
 
 
 def _operation_again(model: LiveModel, stored: StoredRequest, body: bytes) -> Operation:
+    """Return what a stored request does; one that this head does not take any more fails."""
     if stored.path == REFUSED:
         return refusal(requests.refusal_again(body), stored.role)
-    return model.operation(requests.read(stored.path, body), Origin(stored.path, body))
+    try:
+        request = requests.read(stored.path, body)
+    except InvalidRequest as error:
+        return refusal(error, stored.role)
+    return model.operation(request, Origin(stored.path, body))
+
+
+def _samples_again(head: SuspendedHead) -> list[SampleRequest]:
+    """Return the sampling requests that this head can read; of others it knows nothing."""
+    samples = []
+    for span in head.state.samples:
+        try:
+            samples.append(parse_json(SampleRequest, head.body(span)))
+        except InvalidRequest as error:
+            log.warning("a sampling request is not taken any more", reason=error.message)
+    return samples
