@@ -26,6 +26,7 @@ CONFIGS: dict[str, Any] = {
         (Path(__file__).parent / "public_models.json").read_text()
     ).items()
 }
+PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 NO_HUB = "http://127.0.0.1:9"
 
 
@@ -91,6 +92,14 @@ def test_the_plan_is_printed_with_its_reasons_and_its_memory(qwen3_8b: str) -> N
     assert "4 train, 4 sample" in result.output
     for part in ("tensor", "maxBatchTokens", "weights", "activations", "kv cache", "reserve"):
         assert part in result.output
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
+    shown = PAGE.read_text().split("--gpus 8xH100\n", 1)[1].split("\n```", 1)[0]
+
+    printed = run(folder_with(CONFIGS["Qwen/Qwen2.5-72B"], tmp_path / "m"), "--gpus", "8xH100")
+
+    assert [line.rstrip() for line in printed.output.splitlines()] == shown.splitlines()
 
 
 def planned(*arguments: str) -> dict[str, Any]:
