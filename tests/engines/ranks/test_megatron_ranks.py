@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
@@ -39,6 +40,7 @@ SHAPES = {
     "pp2": ("llama", 1, 2, 1, 2),
     "pp2 qwen3": ("qwen3", 1, 2, 1, 2),
     "cp2": ("llama", 1, 1, 2, 2),
+    "dp2": ("llama", 1, 1, 1, 2),
     "tp2 pp2 qwen2": ("qwen2", 2, 2, 1, 4),
     "tp2 cp2 qwen3": ("qwen3", 2, 1, 2, 4),
     "cp2 dp2": ("llama", 1, 1, 2, 4),
@@ -46,6 +48,26 @@ SHAPES = {
 """Model; tensor, pipeline and context parallelism; ranks."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
+
+
+def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
+    cluster, tmp_path
+) -> None:
+    factory = megatron_factory(str(save(tiny_llama(), tmp_path)), tensor=2, pipeline=1)
+    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
+    ranked.add_model("m", None)
+    run(ranked, random_data(LENGTHS))
+    ranked.optim_step("m", ADAM)
+    saved = ranked.export_state("m")
+    ranked._group.call("die_in", "forward_backward", 1)
+
+    with pytest.raises(StateLost, match=r"model m was lost .* from its last checkpoint"):
+        run(ranked, random_data(LENGTHS))
+    ranked.add_model("m", None)
+    ranked.import_state("m", saved)
+
+    assert_close(ranked.snapshot("m").tensors, saved.weights.tensors, rtol=0)
+    ranked.close()
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -125,6 +147,22 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_peft
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
     for gradients in (single.export_gradient("m"), pefts.gradients):
         assert_close(ranked.export_gradient("m"), gradients, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
+def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(trainers, config) -> None:
+    ranked, _ = trainers
+    data = random_data(LENGTHS)
+    gradients = []
+    for requests in ([data], [data[:2], data[2:3], data[3:]]):
+        ranked.add_model("m", config)
+        run(ranked, random_data([6, 9], seed=9))
+        ranked.optim_step("m", ADAM)
+        for request in requests:
+            run(ranked, request)
+        gradients.append(ranked.export_gradient("m"))
+
+    assert_close(gradients[1], gradients[0], rtol=1e-5)
 
 
 def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers) -> None:

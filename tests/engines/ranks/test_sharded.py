@@ -59,6 +59,21 @@ def test_logprobs_and_gradients_equal_one_ranks_however_unequal_the_shares(
         assert error <= 1e-4, f"{name}: relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
+def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(trainers, config) -> None:
+    sharded, _ = trainers
+    data = random_data([5, 20, 3, 11, 8], seed=1)
+    gradients = []
+    for requests in ([data], [data[:2], data[2:3], data[3:]]):
+        sharded.add_model("m", config)
+        step(sharded, [4, 6], seed=9)
+        for request in requests:
+            run(sharded, request)
+        gradients.append(sharded.export_gradient("m"))
+
+    assert_equal(gradients[1], gradients[0], atol=1e-5)
+
+
 def test_an_example_without_weight_at_one_rank_holds_nobody_up(trainers) -> None:
     data = [a_datum([1, 2, 3], weights=np.zeros(3, np.float32)), a_datum([4, 5, 6, 7])]
     for trainer in trainers:
@@ -93,13 +108,25 @@ def test_each_rank_holds_its_part_of_the_layers_only(trainers) -> None:
     assert max(held) - min(held) <= layers // 100
 
 
-def test_ten_steps_of_a_whole_model_equal_one_ranks_however_unequal_the_shares(trainers) -> None:
-    losses = []
+def ten_steps(trainers, config: LoraConfig | None) -> list[list[tuple[float, float]]]:
+    """Return losses and norms of gradients, of both trainers."""
+    steps = []
     for trainer in trainers:
-        trainer.add_model("m", None)
-        losses.append([step(trainer, [5, 9, 3 + seed, 30][seed % 3 :], seed) for seed in range(10)])
+        trainer.add_model("m", config)
+        steps.append([step(trainer, [5, 9, 3 + seed, 30][seed % 3 :], seed) for seed in range(10)])
+    return steps
 
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+def test_ten_steps_of_an_adapter_equal_one_ranks_however_unequal_the_shares(trainers) -> None:
+    sharded, single = ten_steps(trainers, LORA)
+
+    np.testing.assert_allclose(sharded, single, rtol=1e-4)
+
+
+def test_ten_steps_of_a_whole_model_equal_one_ranks_however_unequal_the_shares(trainers) -> None:
+    sharded, single = ten_steps(trainers, None)
+
+    np.testing.assert_allclose(sharded, single, rtol=1e-4)
     states = [trainer.export_state("m") for trainer in trainers]
     assert states[0].step == states[1].step == 10
     assert_equal(states[0].weights.tensors, states[1].weights.tensors, atol=1e-4)
