@@ -13,8 +13,9 @@ CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_trainer_pods.py
 LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
-TRAINER_TESTS := $(addprefix tests/conformance/test_,training_with_the_sdk.py checkpoints_with_the_sdk.py \
-  sampling_with_the_sdk.py suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
+TRAINER_TESTS := $(addprefix tests/conformance/,bad_input test_training_with_the_sdk.py \
+  test_checkpoints_with_the_sdk.py test_sampling_with_the_sdk.py \
+  test_suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # Most tests wait for programs they have started, so even two cores have time for two at once.
 # A cluster that is not ours is shared by all tests.

@@ -29,11 +29,6 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
         "TINKERCLOUD_TRAINER__RANKS": "2",
         "TINKERCLOUD_TRAINER__TENSOR_PARALLEL": "2",
     },
-    "megatron-cp2": {
-        "TINKERCLOUD_TRAINER__BACKEND": "megatron",
-        "TINKERCLOUD_TRAINER__RANKS": "2",
-        "TINKERCLOUD_TRAINER__CONTEXT_PARALLEL": "2",
-    },
 }
 """Settings of a server, by the trainer of its heads: in the head's process, or of two ranks."""
 
