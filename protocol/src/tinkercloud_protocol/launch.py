@@ -75,9 +75,14 @@ class TrainerConfig(_Config):
     """Whether ranks hold the base's layers, and models that are trained whole, between them
     (FSDP2), rather than a copy each. torch only."""
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that a copy of the model is divided over, by megatron."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        divided = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        divided = self.model_ranks
         if self.backend == "none" and self.ranks:
             raise ValueError(f"ranks: {self.ranks}, but backend none trains nothing; set it to 0")
         if self.backend != "megatron" and divided * self.expert_parallel > 1:

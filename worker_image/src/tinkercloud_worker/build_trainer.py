@@ -7,10 +7,11 @@ base. Ranks are Ray actors with copies, or parts, of their own: the head needs n
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 
-from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import TokenLimits
@@ -46,12 +47,22 @@ def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
     from tinkercloud_worker.actors.ranked_trainer import RankedTrainer  # noqa: PLC0415
 
     gpus = 1.0 if config.trainer.device == "cuda" else 0.0
-    shape = GroupShape(config.trainer.ranks, gpus_per_rank=gpus)
+    shape = GroupShape(config.trainer.ranks, gpus_per_rank=gpus, strategy=strategy(config.trainer))
     factory: Callable[[], RankTrainer] = partial(
         torch_rank if config.trainer.backend == "torch" else megatron_rank, config
     )
     connect(shape)
     return RankedTrainer(lambda: RankGroup(shape, factory))
+
+
+def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
+    """Return whether ranks go on few nodes of a Ray cluster, or on many.
+
+    Ranks that hold a model between them meet in every layer, and GPUs of a node have links to each
+    other. Copies on CPUs meet once a step, and each is the faster for a node's cores to itself.
+    """
+    is_divided = trainer.sharded or trainer.model_ranks * trainer.expert_parallel > 1
+    return "PACK" if is_divided or trainer.device == "cuda" else "SPREAD"
 
 
 def _limits(config: HeadConfig) -> TokenLimits:

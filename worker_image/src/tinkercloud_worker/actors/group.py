@@ -73,7 +73,7 @@ class GroupShape:
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     strategy: Literal["PACK", "SPREAD"] = "PACK"
-    """PACK: on as few nodes as possible; SPREAD: on as many."""
+    """PACK: on as few nodes as possible; SPREAD: on as many. Ray's own words."""
 
     @property
     def bundle(self) -> dict[str, float]:
