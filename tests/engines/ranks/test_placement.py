@@ -4,7 +4,7 @@ import pytest
 from ray.util import placement_group_table
 
 from tinkercloud_protocol.launch import TrainerConfig
-from tinkercloud_testing.ranks import Recorder
+from tinkercloud_testing.recorder import Recorder
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.build_trainer import strategy
 
