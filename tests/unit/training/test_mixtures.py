@@ -56,6 +56,21 @@ def test_weights_are_named_as_files_name_them_and_back(tmp_path, make) -> None:
     assert_equal(from_files(folder, named), weights, atol=0)
 
 
+def test_naming_weights_leaves_the_default_dtype_of_other_threads_alone(
+    tmp_path, monkeypatch
+) -> None:
+    model = tiny_qwen3_moe().to(torch.bfloat16)
+    folder = str(save(model, tmp_path))
+    weights = {name: weight.detach().float() for name, weight in model.named_parameters()}
+    defaults = []
+    monkeypatch.setattr(torch, "set_default_dtype", defaults.append)
+
+    from_files(folder, as_in_files(folder, weights))
+
+    assert '"dtype": "bfloat16"' in (tmp_path / "config.json").read_text()
+    assert set(defaults) == {torch.float32}
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(rank=4, seed=1, train_mlp=False), None])
 def test_attention_is_adapted_and_all_of_a_mixture_is_fine_tuned(lora: LoraConfig | None) -> None:
     trainer = a_trainer()

@@ -3,8 +3,11 @@
 No weights are needed, nor read: a head whose model is elsewhere knows no more of it than this.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,10 @@ from transformers.pytorch_utils import Conv1D
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.experts import find_experts
 from tinkercloud_worker.lora import Group, Target
+
+
+_BUILDING = threading.Lock()
+"""Held while transformers builds a model: meanwhile it changes defaults of the whole process."""
 
 
 class UnsupportedModelError(Exception):
@@ -59,25 +66,30 @@ def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         path: of the model's folder, which may lack the weights.
         weights: all of them, by the names of its modules.
     """
-    named: dict[str, Tensor] = revert_weight_conversion(_without_weights(path), dict(weights))
+    with _BUILDING:
+        named: dict[str, Tensor] = revert_weight_conversion(_without_weights(path), dict(weights))
     return named
 
 
 def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo `as_in_files`. Weights are float32."""
-    model = _without_weights(path)
-    # These are not, whatever the files of the base are.
-    vars(model.config).pop("quantization_config", None)
-    filled = type(model).from_pretrained(
-        None, config=model.config, state_dict=dict(weights), dtype=torch.float32
-    )
+    with _BUILDING:
+        model = _without_weights(path)
+        config = deepcopy(model.config)
+        # These are not, whatever the files of the base are.
+        vars(config).pop("quantization_config", None)
+        filled = type(model).from_pretrained(
+            None, config=config, state_dict=dict(weights), dtype=torch.float32
+        )
     return {name: weight.detach() for name, weight in filled.named_parameters()}
 
 
+@lru_cache(maxsize=1)
 def _without_weights(path: str) -> PreTrainedModel:
     config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        # Any other dtype would be torch's default meanwhile, for all threads.
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 
