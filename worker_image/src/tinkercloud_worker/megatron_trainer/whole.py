@@ -173,7 +173,8 @@ def _describe(module: GPTModel, sources: Mapping[str, Sequence[Piece]]) -> list[
         group = of_experts if _OF_EXPERTS in name else tensor
         pieces = sources[name]
         rows = [piece.shape[-here.ndim] for piece in pieces]
-        whole = (sum(rows), *pieces[0].shape[1 - here.ndim :]) if here.ndim > 1 else tuple(rows)
+        columns = pieces[0].shape[1 - here.ndim :] if here.ndim > 1 else ()
+        whole = (sum(rows), *columns)
         divided = [dim - here.ndim for dim, size in enumerate(here.shape) if size != whole[dim]]
         for dim in divided:
             pieces = [piece.chunk(group.rank(), group.size(), dim) for piece in pieces]
