@@ -22,7 +22,6 @@ from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.experts import find_experts
 from tinkercloud_worker.lora import Group, Target
 
-
 _BUILDING = threading.Lock()
 """Held while transformers builds a model: meanwhile it changes defaults of the whole process."""
 
