@@ -91,7 +91,7 @@ def tiny_qwen2() -> PreTrainedModel:
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=8,
-            num_key_value_heads=2,
+            num_key_value_heads=4,
             max_position_embeddings=512,
             initializer_range=0.15,
             eos_token_id=EOS_TOKEN_ID,

@@ -3,10 +3,11 @@
 What is assumed of the engines, and which of the figures have been measured, is told in
 docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
 two moments in float32: adapters on every rank, but for what experts have each for itself, which is
-where the expert is, other models as the base is; only the inputs of layers are kept for
-the backward pass and the rest is computed again, one layer at a time; with tensor parallelism
-sequences are split between layers too; ranks that divide sequences gather a layer's keys and
-values; logits exist a few rows at a time, and are gone when the first layer is computed again.
+where the expert is, other models as the base is, and rounded once more in a pass; only the inputs
+of layers are kept for the backward pass and the rest is computed again, one layer at a time; with
+tensor parallelism sequences are split between layers too; ranks that divide sequences gather a
+layer's keys and values; logits exist a few rows at a time, and are gone when the first layer is
+computed again.
 """
 
 from collections.abc import Iterator
@@ -96,6 +97,8 @@ class _Stage:
 
     weights: int
     trained: int
+    rounded: int
+    """What a pass makes of weights in float32: the same, as weights are kept."""
     per_token: float
     """Activations for each token of a micro-batch, when a layer's backward pass begins."""
     logits: int
@@ -109,7 +112,7 @@ class _Stage:
         return GpuMemory(
             weights=self.weights,
             trained=self.trained,
-            activations=activations,
+            activations=activations + self.rounded,
             logits=logits,
             fragments=int(_FRAGMENTED * (activations + logits)),
             kv_cache=0,
@@ -118,7 +121,8 @@ class _Stage:
         )
 
     def most_tokens(self, available: int) -> int:
-        room = (available - self.weights - self.trained) / (1 + _FRAGMENTED)
+        taken = self.weights + self.trained + self.rounded
+        room = (available - taken) / (1 + _FRAGMENTED)
         at_logits = (room - self.logits) / self.per_token_at_logits
         return int(min(room / self.per_token, at_logits))
 
@@ -196,7 +200,7 @@ def sampling(
         neighbour: bytes that a trainer keeps on the same GPU.
     """
     layout = Layout(tensor=tensor)
-    [stage] = _stages(architecture, layout, lora_rank)
+    [stage] = _stages(architecture, layout, lora_rank or 0)
     adapters = _ADAPTER_SLOTS * _sampled(architecture, lora_rank or 0, layout) * _WEIGHT_BYTES
     reading = max(layer_values(architecture, kind, layout, 0) for kind in _kinds(architecture))
     activations = int(_PREFILL_TOKENS * reading)
@@ -266,10 +270,20 @@ def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -
         yield _Stage(
             weights=parameters * _WEIGHT_BYTES,
             trained=_TRAINED_BYTES * (parameters if lora_rank is None else lora_rank * width),
+            rounded=0 if lora_rank is not None else _rounded(parameters, kinds, layout),
             per_token=kept + _working_per_token(architecture, layout, kinds, lora_rank or 0),
             logits=_LOGITS_BYTES if is_last else 0,
             per_token_at_logits=kept + _final_per_token(architecture, layout),
         )
+
+
+def _rounded(parameters: int, layers: list[Layer], layout: Layout) -> int:
+    """Return the bytes of weights that a pass rounds; of a layer's experts once more, as one."""
+    experts = max(
+        sum(_held(matrix, layout) for matrix in layer.matrices if matrix.experts)
+        for layer in layers
+    )
+    return _WEIGHT_BYTES * (parameters + experts)
 
 
 def _kept_per_token(architecture: Architecture, layout: Layout, layers: int) -> float:

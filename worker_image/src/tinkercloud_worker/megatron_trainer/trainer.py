@@ -145,9 +145,11 @@ class MegatronTrainer(ReplicatedTrainer):
         output: PassOutput,
         kind: str,
     ) -> None:
+        # Once for all micro-batches, of which pipeline stages have several at a time.
+        replaced, most = self._replaced_weights(model), self._max_kept_tokens
+
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
-            replaced, most = self._replaced_weights(model), self._max_kept_tokens
             tokens = sum(micro_batch.sequences.lengths)
             self._base.layers.repeat = most is not None and tokens > most
             # Rotary positions and the mask follow from the sequences.
