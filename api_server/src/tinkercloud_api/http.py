@@ -13,11 +13,16 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
+_BEGINNING_BYTES = 64 << 10
+
+
 class HotRequest:
     """A request on a hot path; its body is read at most once."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
+        self.beginning = b""
+        """Of the body, as far as it was read, some chunks at most."""
         self.path: str = scope["path"]
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
@@ -33,6 +38,8 @@ class HotRequest:
         async for chunk in self.chunks():
             chunks.append(chunk)
             size += len(chunk)
+            if len(self.beginning) < _BEGINNING_BYTES:
+                self.beginning += chunk
             if size > max_bytes:
                 raise BodyTooLarge(f"body is larger than {max_bytes} bytes")
         return b"".join(chunks)

@@ -82,3 +82,13 @@ def peek_json(body: bytes, key: str) -> str:
     if match is None:
         raise InvalidRequest(f"{key}: required, and must be a string")
     return match[1].decode(errors="replace")
+
+
+def peek_json_place(beginning: bytes) -> bytes:
+    """Return a JSON body of the model_id and the seq_id that another one begins with.
+
+    What it does not name is left out.
+    """
+    names = [rb'"model_id"\s*:\s*"[^"\\]{1,256}"', rb'"seq_id"\s*:\s*\d{1,10}(?=\s*[,}])']
+    found = [match[0] for name in names if (match := re.search(name, beginning))]
+    return b"{" + b",".join(found) + b"}"

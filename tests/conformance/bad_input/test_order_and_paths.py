@@ -57,6 +57,14 @@ def test_a_bad_request_in_order_fails_with_a_reason(run: Run, name: str) -> None
     assert outcome["category"] == "user"
 
 
+def test_a_request_over_the_limit_fails_in_its_place(run: Run) -> None:
+    metadata = {"a": "x" * (70 << 20)}
+
+    outcome = run.outcome(run.send("save_weights", path="x", user_metadata=metadata))
+
+    assert outcome == {"error": f"body is larger than {64 << 20} bytes", "category": "user"}
+
+
 BAD_CREATIONS = {
     "unknown model": ({"base_model": "gpt-17"}, 400, "served are: 'tiny/llama'"),
     "rank of zero": ({"lora_config": {"rank": 0}}, 400, "lora_config.rank"),

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol.envelope import PREFIX_BYTES, peek_json, peek_training
+from tinkercloud_protocol.envelope import PREFIX_BYTES, peek_json, peek_json_place, peek_training
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import OptimStepRequest
 from tinkercloud_protocol.wire import parse_json
 
 ids = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60)
+
+MODEL = "s:train:0"
 
 
 @given(ids, st.integers(1, 2**31 - 1))
@@ -42,6 +44,22 @@ def test_a_key_inside_a_string_is_not_mistaken_for_a_key(text: str) -> None:
 
     assert peek_json(body, "model_id") == "mine"
     assert parse_json(OptimStepRequest, body).model_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "place"),
+    [
+        (b'{"model_id": "s:train:0", "seq_id": 12, "path": "xx', {"model_id": MODEL, "seq_id": 12}),
+        (
+            b'{"path": "x", "seq_id":12 ,"model_id":"s:train:0","a',
+            {"model_id": MODEL, "seq_id": 12},
+        ),
+        (b'{"model_id": "s:train:0", "seq_id": 12', {"model_id": MODEL}),
+        (b'{"seq_id": "12", "model_id": "s:trai', {}),
+    ],
+)
+def test_a_place_is_read_whole_or_not_at_all(beginning: bytes, place: dict[str, object]) -> None:
+    assert json.loads(peek_json_place(beginning)) == place
 
 
 def test_a_missing_key_is_named() -> None:

@@ -32,7 +32,13 @@ from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.proxy import StaleRoute
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
@@ -152,16 +158,14 @@ async def forward_backward(call: Call) -> None:
         await call.forward(route, model_id, _chain(prefix, chunks))
 
 
-async def ordered(call: Call) -> None:
+async def ordered(call: Call, body: bytes) -> None:
     """Forward a JSON request to the head of its model."""
-    body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     await call.forward(await _route_run(call, model_id), model_id, body)
 
 
-async def save_weights(call: Call) -> None:
+async def save_weights(call: Call, body: bytes) -> None:
     """Forward a save; note the checkpoint that it may make."""
-    body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     route = await _route_run(call, model_id)
     request = await _read_or_none(SaveWeightsRequest, body)
@@ -171,9 +175,8 @@ async def save_weights(call: Call) -> None:
     await call.forward(route, model_id, body)
 
 
-async def save_weights_for_sampler(call: Call) -> None:
+async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     """Forward a publication; note the checkpoint or the sampling session that it may make."""
-    body = await call.request.body(_ordered_body_bytes(call))
     model_id = envelope.peek_json(body, "model_id")
     route = await _route_run(call, model_id)
     request = await _read_or_none(SaveWeightsForSamplerRequest, body)
@@ -185,12 +188,11 @@ async def save_weights_for_sampler(call: Call) -> None:
     await call.forward(route, model_id, body)
 
 
-async def load_weights(call: Call) -> None:
+async def load_weights(call: Call, body: bytes) -> None:
     """Begin a run from a checkpoint, or forward a load into an existing model.
 
     Either way the checkpoint must be the caller's to read.
     """
-    body = await call.request.body(_ordered_body_bytes(call))
     try:
         request = await _read(LoadWeightsRequest, body)
     except InvalidRequest as error:
@@ -210,6 +212,24 @@ async def load_weights(call: Call) -> None:
         await _forward_refused(call, place, error)
         return
     await call.forward(await _route_run(call, request.model_id), request.model_id, body)
+
+
+def _in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
+    """Return what handles JSON requests that have a place in their model's order.
+
+    One that is too long fails in its place, if its beginning names one.
+    """
+
+    async def handler(call: Call) -> None:
+        try:
+            body = await call.request.body(call.server.settings.limits.max_body_bytes)
+        except BodyTooLarge as error:
+            place = envelope.peek_json_place(call.request.beginning)
+            await _forward_refused(call, place, error)
+        else:
+            await handle(call, body)
+
+    return handler
 
 
 async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:
@@ -345,11 +365,6 @@ async def _held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadR
         raise Unavailable(why().reason) from None
 
 
-def _ordered_body_bytes(call: Call) -> int:
-    """As much as the head reads: one that is too long is refused there, in its place."""
-    return call.server.settings.limits.max_body_bytes
-
-
 async def _expect(call: Call, path: CheckpointPath | None) -> None:
     if path is not None:
         await call.server.checkpoints.expect(path, call.principal.owner)
@@ -422,11 +437,11 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 HANDLERS: Mapping[str, Handler] = {
     routes.FORWARD_BACKWARD: forward_backward,
-    routes.OPTIM_STEP: ordered,
-    routes.SAVE_WEIGHTS: save_weights,
-    routes.SAVE_WEIGHTS_FOR_SAMPLER: save_weights_for_sampler,
-    routes.SAVE_WEIGHTS_EXTERNAL: ordered,
-    routes.LOAD_WEIGHTS: load_weights,
+    routes.OPTIM_STEP: _in_order(ordered),
+    routes.SAVE_WEIGHTS: _in_order(save_weights),
+    routes.SAVE_WEIGHTS_FOR_SAMPLER: _in_order(save_weights_for_sampler),
+    routes.SAVE_WEIGHTS_EXTERNAL: _in_order(ordered),
+    routes.LOAD_WEIGHTS: _in_order(load_weights),
     routes.ASAMPLE: asample,
     routes.RETRIEVE_FUTURE: retrieve_future,
     routes.CANCEL_FUTURE: cancel_future,

@@ -1,4 +1,4 @@
-"""A load that is refused goes to the head for its place in the order, and not to be done."""
+"""What the API server refuses goes to the head for its place in the order, and not to be done."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -15,9 +15,9 @@ from tinkercloud_api.head_client import HeadClient
 from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.routes.hot import Call, load_weights
+from tinkercloud_api.routes.hot import HANDLERS, Call
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
 from tinkercloud_worker.head import requests
 
 MODEL = "s:train:0"
@@ -44,8 +44,8 @@ class Server:
         return self._route
 
 
-async def told(body: bytes) -> tuple[dict[str, str], bytes]:
-    """Return the headers and the body with which the head is asked for a load."""
+async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body with which the head is asked for something."""
     reads: list[tuple[dict[str, str], bytes]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,10 +63,10 @@ async def told(body: bytes) -> tuple[dict[str, str], bytes]:
     client = HeadClient()
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
         server = Server(client, listening.sockets[0].getsockname()[1])
-        request = HotRequest({"path": routes.LOAD_WEIGHTS, "headers": []}, receive)
+        request = HotRequest({"path": path, "headers": []}, receive)
         call = Call(cast("Context", server), request, send)
         call.principal = Principal(1, "key", "me", Role.USER)
-        await load_weights(call)
+        await HANDLERS[path](call)
     client.close()
     return reads[0]
 
@@ -74,9 +74,33 @@ async def told(body: bytes) -> tuple[dict[str, str], bytes]:
 async def test_a_head_that_knows_no_refusals_does_not_load_what_is_refused() -> None:
     load = {"model_id": MODEL, "seq_id": 3, "path": OF_ANOTHER, "optimizer": True}
 
-    headers, body = await told(orjson.dumps(load))
+    headers, body = await told(routes.LOAD_WEIGHTS, orjson.dumps(load))
 
     assert unquote(headers[routes.REFUSAL_HEADER]) == WHY
     assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
     with pytest.raises(InvalidRequest, match="path: Field required"):
         requests.read(routes.LOAD_WEIGHTS, body)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        routes.OPTIM_STEP,
+        routes.SAVE_WEIGHTS,
+        routes.SAVE_WEIGHTS_FOR_SAMPLER,
+        routes.SAVE_WEIGHTS_EXTERNAL,
+        routes.LOAD_WEIGHTS,
+    ],
+)
+async def test_a_request_over_the_limit_is_told_by_its_place_alone(path: str) -> None:
+    request = {"model_id": MODEL, "seq_id": 3, "user_metadata": {"a": "x" * (1 << 20)}}
+
+    headers, body = await told(path, orjson.dumps(request))
+
+    assert unquote(headers[routes.REFUSAL_HEADER]) == f"body is larger than {1 << 20} bytes"
+    assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
+
+
+async def test_a_request_over_the_limit_that_names_no_model_is_refused_at_once() -> None:
+    with pytest.raises(BodyTooLarge):
+        await told(routes.SAVE_WEIGHTS, orjson.dumps({"path": "x" * (1 << 20)}))
