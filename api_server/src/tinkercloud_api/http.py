@@ -14,6 +14,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 _BEGINNING_BYTES = 64 << 10
+"""Of a body that is too long: what it is about stands there."""
 
 
 class HotRequest:
