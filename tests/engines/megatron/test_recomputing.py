@@ -4,6 +4,7 @@ The numbers of such passes are those of others, from less memory.
 """
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import (
+    VOCAB_SIZE,
     save,
     tiny_deepseek_v3,
     tiny_llama,
@@ -102,7 +104,7 @@ def test_only_larger_micro_batches_are_computed_again(alone, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_of_a_few_positions_at_a_time_give_the_same_logprobs_and_gradient(
+def test_logits_are_of_a_few_positions_at_a_time_and_give_the_same_logprobs_and_gradient(
     alone, tmp_path, monkeypatch, name
 ) -> None:
     make, lora = CASES[name]
@@ -113,7 +115,10 @@ def test_logits_of_a_few_positions_at_a_time_give_the_same_logprobs_and_gradient
     rows = 7
     monkeypatch.setattr(vocabulary, "_LOGITS_BYTES", rows * 4 * trainer.limits.vocab_size)
     got, again, _ = run(trainer)
+    batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
+    logits = {shape for shape in trainer.matrices("m", batch) if shape[-1] == VOCAB_SIZE}
 
+    assert max(math.prod(shape[:-1]) for shape in logits) == rows
     np.testing.assert_allclose(got, logprobs, atol=1e-6)
     assert (again - gradient).norm() <= 1e-5 * gradient.norm()
 

@@ -1,14 +1,19 @@
 """A Ray cluster of this machine, with more cores than it has."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
 import ray
 
 import tinkercloud_testing
-from tinkercloud_worker.actors.group import GroupShape, connect
+from tinkercloud_testing.ranks import Successive
+from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.adam import AdamTrainer
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +24,21 @@ def cluster() -> Iterator[None]:
     connect(GroupShape(ranks=4))
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def trainer_of(cluster) -> Iterator[Callable[[int, Callable[[], AdamTrainer]], RankedTrainer]]:
+    """Return what makes trainers of a number of ranks, each in the place of the one before."""
+    with ExitStack() as ending:
+
+        @cache
+        def group(ranks: int) -> RankGroup:
+            started = RankGroup(GroupShape(ranks, cpus_per_rank=0.1), Successive)
+            ending.callback(started.close)
+            return started
+
+        def trainer(ranks: int, factory: Callable[[], AdamTrainer]) -> RankedTrainer:
+            group(ranks).call("become", factory)
+            return RankedTrainer(lambda: group(ranks))
+
+        yield trainer

@@ -176,10 +176,10 @@ def test_forward_changes_nothing(ranked) -> None:
 
 
 @pytest.fixture
-def mortal(cluster) -> Iterator[RankedTrainer]:
-    trainer = RankedTrainer(lambda: RankGroup(GroupShape(RANKS), MortalTrainer))
-    yield trainer
-    trainer.close()
+def mortal(ranked) -> Iterator[RankedTrainer]:
+    yield ranked
+    for model_id in tuple(ranked._models):
+        ranked.remove_model(model_id)
 
 
 def kill_in(mortal: RankedTrainer, method: str, *ranks: int) -> None:

@@ -1,6 +1,6 @@
 """The megatron trainer divided over ranks against the torch trainer in this process, and PEFT."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,15 +12,16 @@ from torch import Tensor
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import random_data
+from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import save, tiny_llama, tiny_qwen2, tiny_qwen3
+from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama, tiny_qwen2, tiny_qwen3
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -76,13 +77,11 @@ def shape(request) -> tuple[str, int, int, int, int]:
 
 
 @pytest.fixture(scope="module")
-def trainers(shape, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
+def trainers(shape, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, TorchTrainer]:
     name, tensor, pipeline, context, ranks = shape
     folder: Path = save(MODELS[name](), tmp_path_factory.mktemp("model"))
     factory = megatron_factory(str(folder), tensor, pipeline, context, max_kept_tokens=KEPT[ranks])
-    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
-    yield ranked, a_torch_trainer(name)
-    ranked.close()
+    return trainer_of(ranks, factory), a_torch_trainer(name)
 
 
 def a_torch_trainer(name: str) -> TorchTrainer:
@@ -147,6 +146,21 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_peft
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
     for gradients in (single.export_gradient("m"), pefts.gradients):
         assert_close(ranked.export_gradient("m"), gradients, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
+def test_no_rank_ever_holds_more_of_a_positions_logits_than_its_part_of_the_vocabulary(
+    shape, trainers, config
+) -> None:
+    _, tensor, *_, ranks = shape
+    ranked, _ = trainers
+    ranked.add_model("m", config)
+    batch = prepare(a_request(random_data(LENGTHS)), ranked.limits)
+
+    made = ranked._group.call_each("matrices", [("m", batch)] * ranks)
+
+    assert max(max(shape) for shapes in made for shape in shapes) == VOCAB_SIZE // tensor
+    ranked.discard_gradient("m")
 
 
 @pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])

@@ -1,6 +1,5 @@
 """Mixtures of experts divided over megatron ranks against the torch trainer in this process."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -75,13 +74,12 @@ def shape(request) -> tuple[str, int, int, int, int, int]:
 
 
 @pytest.fixture(scope="module")
-def trainers(shape, cluster, tmp_path_factory) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
+def trainers(shape, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, TorchTrainer]:
     name, *parallelism, ranks = shape
     folder = save(MODELS[name](), tmp_path_factory.mktemp("model"))
     factory = megatron_factory(str(folder), *parallelism, max_kept_tokens=KEPT[ranks])
-    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks), factory))
-    yield ranked, TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
-    ranked.close()
+    single = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
+    return trainer_of(ranks, factory), single
 
 
 def of_every_rank(ranked: RankedTrainer, method: str, model_id: str) -> list:

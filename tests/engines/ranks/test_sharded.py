@@ -1,6 +1,5 @@
 """The torch trainer at ranks that hold the base between them, against itself at one rank."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -26,11 +25,9 @@ CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 
 
 @pytest.fixture(scope="module", params=[None, 0], ids=["activations kept", "computed again"])
-def trainers(request, cluster) -> Iterator[tuple[RankedTrainer, TorchTrainer]]:
-    factory = partial(MeasuredTrainer, request.param)
-    sharded = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
-    yield sharded, TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
-    sharded.close()
+def trainers(request, trainer_of) -> tuple[RankedTrainer, TorchTrainer]:
+    sharded = trainer_of(2, partial(MeasuredTrainer, request.param))
+    return sharded, TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
 def step(trainer, lengths, seed: int) -> tuple[float, float]:
@@ -190,17 +187,15 @@ def test_each_rank_holds_its_part_of_a_whole_model_and_its_moments(trainers) -> 
     assert held == [4 * elements // 2] * 2
 
 
-def test_a_whole_model_with_tied_embeddings_has_one_ranks_gradients(cluster) -> None:
+def test_a_whole_model_with_tied_embeddings_has_one_ranks_gradients(trainer_of) -> None:
     single = TorchTrainer(BaseModel(tiny_qwen3()), max_batch_tokens=BATCH_TOKENS)
-    factory = partial(MeasuredTrainer, make=tiny_qwen3)
-    sharded = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
+    sharded = trainer_of(2, partial(MeasuredTrainer, make=tiny_qwen3))
     for trainer in (sharded, single):
         trainer.add_model("m", None)
         run(trainer, random_data([5, 20, 3, 11, 8]))
 
     gradients = [trainer.export_gradient("m") for trainer in (sharded, single)]
 
-    sharded.close()
     assert_equal(*gradients, atol=1e-4)
 
 

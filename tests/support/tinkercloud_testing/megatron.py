@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
+from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
+from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
@@ -20,6 +24,10 @@ class MegatronRank(Mortal, MegatronTrainer, Measured):
         """Return the tensors of a model that are held here."""
         tensors = self._models[model_id].trainable.tensors
         return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def matrices(self, model_id: str, batch: Batch) -> set[tuple[int, ...]]:
+        """Return the shapes of all matrices that a pass makes here."""
+        return matrices_of(lambda: self.forward_backward(model_id, batch, lambda: None))
 
 
 def megatron_trainer(  # noqa: PLR0917 - the numbers of ranks, in their order
@@ -43,5 +51,10 @@ def megatron_factory(  # noqa: PLR0917 - as above
     expert: int = 1,
     max_kept_tokens: int | None = None,
 ) -> Callable[[], MegatronRank]:
-    """Return what builds a rank's part of a trainer."""
-    return partial(megatron_trainer, path, tensor, pipeline, context, expert, max_kept_tokens)
+    """Return what builds a rank's part of a trainer, in the place of another if there is one."""
+    return partial(_anew, path, tensor, pipeline, context, expert, max_kept_tokens)
+
+
+def _anew(*arguments: Any) -> MegatronRank:
+    parallel_state.destroy_model_parallel()
+    return megatron_trainer(*arguments)

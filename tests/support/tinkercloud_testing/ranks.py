@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,18 @@ from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 
 BATCH_TOKENS = 32
 """Of the trainers here: small, so that a batch is several micro-batches."""
+
+
+class Successive:
+    """A rank of one trainer after another: importing takes longer than what most trainers do."""
+
+    def become(self, factory: Callable[[], AdamTrainer]) -> None:
+        """Be a part of another trainer."""
+        self._trainer = factory()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the trainer has by a name."""
+        return getattr(self._trainer, name)
 
 
 class Mortal:
