@@ -31,6 +31,12 @@ from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, 
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class FakeSglang:
     """One engine. `calls` are the paths it was asked, with the bodies."""
@@ -65,6 +71,8 @@ class FakeSglang:
     """Its processes in process groups, once there has been one."""
     _weights: dict[str, torch.Tensor] | None = None
     """Its weights, if any have been sent since it last read files."""
+    _draws: asyncio.Event = field(default_factory=_set)
+    """Not set while it is paused."""
     _base: str = "base"
     _published: int = 0
     _held: dict[str, tuple[asyncio.Event, asyncio.Event]] = field(default_factory=dict)
@@ -79,6 +87,7 @@ class FakeSglang:
         self.adapters.clear()
         self.forgotten.clear()
         self.released.clear()
+        self._draws.set()
         if self.ranks is not None:
             self.ranks.kill()
             self.ranks = None
@@ -103,6 +112,7 @@ class FakeSglang:
     async def generate(self, body: dict[str, Any]) -> web.Response:
         """Answer /generate for a batch."""
         definition("GenerateReqInput").model_validate(body)
+        await self._draws.wait()
         self._need_memory()
         name = body.get("lora_path")
         if name is not None and name not in self.adapters:
@@ -303,7 +313,7 @@ class FakeSglang:
         definition("ReleaseMemoryOccupationReqInput").model_validate(body)
         self._need_memory()
         self.released |= set(body["tags"])
-        return web.Response()
+        return web.json_response(None)
 
     async def resume_memory_occupation(self, body: dict[str, Any]) -> web.Response:
         """Answer /resume_memory_occupation."""
@@ -311,16 +321,18 @@ class FakeSglang:
         if not set(body["tags"]) <= self.released:
             raise EOFError
         self.released -= set(body["tags"])
-        return web.Response()
+        return web.json_response(None)
 
     async def pause_generation(self, body: dict[str, Any]) -> web.Response:
         """Answer /pause_generation."""
         definition("PauseGenerationReqInput").model_validate(body)
+        self._draws.clear()
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, body: dict[str, Any]) -> web.Response:
         """Answer /continue_generation."""
         definition("ContinueGenerationReqInput").model_validate(body)
+        self._draws.set()
         return web.json_response({"message": "Generation continued.", "status": "ok"})
 
     def _model(self, tensors: Mapping[str, torch.Tensor]) -> WeightsSnapshot:
@@ -335,6 +347,8 @@ class FakeSglang:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request."""
+        if request.path == "/health_generate":
+            return web.Response(status=200 if self._draws.is_set() else 503)
         if request.method == "GET":
             return web.json_response(self._tell(request.path))
         body = await request.json()
@@ -364,7 +378,6 @@ class FakeSglang:
         told: dict[str, dict[str, Any]] = {
             "/model_info": {**model, "is_generation": True},
             "/server_info": {"tp_size": self.tp_size},
-            "/health_generate": {},
         }
         return told[path]
 

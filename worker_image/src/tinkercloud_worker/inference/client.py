@@ -19,6 +19,7 @@ from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 
 Json = Mapping[str, Any]
 _CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 3.0
 _WORDS = 500
 """Characters of a server's message that are passed on."""
 
@@ -99,7 +100,9 @@ class InferenceClient:
     ) -> tuple[int, bytes]:
         if self._session is None:
             # The semaphore bounds the calls; a second bound would let health checks wait for them.
-            connector = aiohttp.TCPConnector(limit=0)
+            # SGLang and vLLM close what has been idle for five seconds, and a POST on its way then
+            # is lost.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         patience = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
@@ -137,6 +140,9 @@ class InferenceClient:
             return {"text": _words(content)}
         if isinstance(parsed, list):
             return {"items": parsed}
+        if parsed is None:
+            # What handlers that return nothing answer.
+            return {}
         if not isinstance(parsed, dict):
             raise ServerError(f"{self.url}{path} answers {_words(content)}, not a JSON object")
         return parsed

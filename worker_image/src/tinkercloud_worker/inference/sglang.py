@@ -26,6 +26,8 @@ from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere,
 from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
 from tinkercloud_worker.inference.sglang_adapters import SglangAdapters
 
+RELEASED = "+released"
+"""Ends the weight version of an engine that was told to give its memory away."""
 _CALL_SECONDS = 60.0
 _MISSING = (
     "never been loaded",
@@ -49,8 +51,13 @@ class SglangDialect:
         """What the engine should say its weights are; None where nobody has said so."""
 
     async def check_health(self) -> None:
-        """See `Dialect.check_health`. The engine draws a token for it, so it is asked rarely."""
-        await self.client.get("/health_generate", seconds=_CALL_SECONDS)
+        """See `Dialect.check_health`. The engine draws a token for it, so it is asked rarely.
+
+        One that has given its memory away draws none until it is told to take it back.
+        """
+        info = await self.model_info()
+        if not str(info.get("weight_version")).endswith(RELEASED):
+            await self.client.get("/health_generate", seconds=_CALL_SECONDS)
 
     async def check_model(self) -> None:
         """See `Dialect.check_model`. SGLang knows its model by its folder only: any will do."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
-from tinkercloud_worker.inference.sglang import SglangDialect
+from tinkercloud_worker.inference.sglang import RELEASED, SglangDialect
 from tinkercloud_worker.inference.sglang_weights import Carrier, SglangWeights
 from tinkercloud_worker.inference.turns import Turns
 
@@ -26,12 +26,12 @@ TRAINING = "training"
 
 _UNMARKED = "default"
 """What SGLang calls the weights it was started with."""
-_RELEASED = "+released"
-"""Ends the mark of an engine without its memory."""
 _UNFINISHED = "unfinished"
 """Kind of the weights of an engine that is being sent others."""
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 _CALL_SECONDS = 120.0
+_MEMORY_SECONDS = 900.0
+"""For an engine to copy its weights out of a GPU's memory, at first to pages that it has to pin."""
 
 
 class SglangControl:
@@ -62,7 +62,8 @@ class SglangControl:
         self._base_path = base_path
         self._held: str | None = None
         """Kind of the weights it has; None for somebody else's."""
-        self._is_released = False
+        self._is_released: bool | None = False
+        """None if it was told to give its memory away or to take it back, and has not answered."""
         self._version = _UNMARKED
         """Its mark while it has its memory."""
         self._has_met = False
@@ -95,8 +96,9 @@ class SglangControl:
     async def _find_out(self) -> None:
         info = await self._dialect.model_info()
         marked = str(info["weight_version"])
-        self._version = marked.removesuffix(_RELEASED)
-        self._is_released = marked != self._version
+        self._version = marked.removesuffix(RELEASED)
+        is_marked = marked != self._version
+        self._is_released = (self._is_released or None) if is_marked else False
         owner, _, held = self._version.rpartition("/")
         if marked == _UNMARKED:
             if self._has_met:
@@ -114,22 +116,31 @@ class SglangControl:
     async def _release(self) -> None:
         if self._is_released:
             return
+        # One that is marked, by a head that was killed, may have its memory all the same.
+        await self._resume()
         # First of all: a head that finds the mark on an engine which has its memory makes it begin
         # again, and so does one that finds none on an engine without.
-        await self._say(self._version + _RELEASED)
+        await self._say(self._version + RELEASED)
+        self._is_released = None
         # Requests that somebody gave up may still run, and an engine that releases its memory while
         # anything runs dies of it. Pausing ends them.
         await self._call("/pause_generation", {"mode": "abort"})
-        await self._call("/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]})
+        await self._call(
+            "/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]}, _MEMORY_SECONDS
+        )
         self._is_released = True
 
     async def _resume(self) -> None:
-        if not self._is_released:
+        if self._is_released is False:
             return
-        await self._call("/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE, _GRAPHS]})
-        self._is_released = False
-        await self._say(self._version)
+        self._is_released = None
+        await self._call(
+            "/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE, _GRAPHS]}, _MEMORY_SECONDS
+        )
+        # The mark goes last: without it, an engine that is paused is taken for one that is ill.
         await self._call("/continue_generation", {})
+        await self._say(self._version)
+        self._is_released = False
 
     async def _load(self, kind: str) -> None:
         self._held = None
@@ -149,5 +160,5 @@ class SglangControl:
     def _mark(self, kind: str) -> str:
         return f"{self._owner}/{kind}"
 
-    async def _call(self, path: str, body: Json) -> None:
-        await self._dialect.client.post(path, body, seconds=_CALL_SECONDS)
+    async def _call(self, path: str, body: Json, seconds: float = _CALL_SECONDS) -> None:
+        await self._dialect.client.post(path, body, seconds=seconds)

@@ -15,6 +15,7 @@ are no more to come, be it in the middle of a broadcast. It writes such lines:
     {"error": "what went wrong"}                    the last line, if anything did
 """
 
+import os
 import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -40,6 +41,10 @@ Broadcast = Callable[[Tensor], None]
 """Brings bytes to all other ranks; returns once it has let go of them."""
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where each backend's tensors are."""
+_NCCL_OF_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang sets for itself, and NCCL needs to be alike at all ranks."""
+_NCCL_OF_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
+"""What it sets too where a deterministic engine has several ranks."""
 
 
 def main() -> None:
@@ -99,6 +104,9 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
     if options.backend == "gloo":
         gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
         return lambda run: gloo.broadcast([run], whence).wait()  # type: ignore[attr-defined] # as above
+    os.environ.update(_NCCL_OF_ENGINES)
+    if options.world_size > 2:
+        os.environ.update(_NCCL_OF_DIVIDED_ENGINES)
     settings = dist.ProcessGroupNCCL.Options()
     settings._timeout = patience
     nccl = dist.ProcessGroupNCCL(store, 0, options.world_size, settings)
