@@ -33,13 +33,14 @@ _COMMON = "sglang/srt/utils/common.py"
 _BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
 _NETWORK = "sglang/srt/utils/network.py"
 _UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
+_OPTIONS = "sglang/srt/arg_groups/field_order.py"
 _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
 
 def sglang_sources() -> Path:
     """Return a folder with the files of SGLang's wheel that define its API."""
     folder = cache_folder() / f"sglang-{SGLANG}"
-    files = [_REQUESTS, SAMPLING, _COMMON, _BUCKET, _NETWORK, _UPDATER]
+    files = [_REQUESTS, SAMPLING, _COMMON, _BUCKET, _NETWORK, _UPDATER, _OPTIONS]
     if not all((folder / file).exists() for file in files):
         place = str(folder / "wheel")
         download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
@@ -65,6 +66,17 @@ def definition(name: str, file: str = _REQUESTS) -> type[BaseModel]:
             fields[node.target.id] = (_type(node.annotation), default)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(name, __config__=config, **fields)
+
+
+@cache
+def server_options() -> frozenset[str]:
+    """Return the options that SGLang's server has, such as `--model-path`."""
+    [names] = [
+        node.value
+        for node in ast.parse((sglang_sources() / _OPTIONS).read_text()).body
+        if isinstance(node, ast.Assign)
+    ]
+    return frozenset("--" + name.replace("_", "-") for name in ast.literal_eval(names))
 
 
 def _type(node: ast.expr) -> Any:

@@ -47,6 +47,7 @@ def main() -> None:
     for name in others:
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--lora-target-modules", required=True, nargs="*")
+    parser.add_argument("--moe-runner-backend", choices=("triton",))
     for name in ("--enable-lora", "--enable-deterministic-inference"):
         parser.add_argument(name, action="store_true", required=True)
     options = parser.parse_args()

@@ -240,6 +240,9 @@ def _arguments(build: Build, port: int) -> list[str]:
         "--dtype": base_model.trainer.dtype,
         "--max-lora-rank": base_model.limits.max_lora_rank,
         "--lora-target-modules": "all",
+        # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
+        # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
+        "--moe-runner-backend": "triton",
         **_memory(sampler.engines),
     }
     switches = ["--enable-lora", "--enable-deterministic-inference"]
