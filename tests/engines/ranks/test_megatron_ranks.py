@@ -162,6 +162,20 @@ def test_no_rank_ever_holds_more_of_a_positions_logits_than_its_part_of_the_voca
     assert max(max(shape) for shapes in made for shape in shapes) == VOCAB_SIZE // tensor
 
 
+def test_what_is_computed_between_divided_weights_is_divided_along_the_sequence(
+    shape, trainers
+) -> None:
+    name, tensor, _, context, ranks = shape
+    ranked, _ = trainers
+    ranked.add_model("m", LORA)
+    batch = prepare(a_request(random_data([BATCH_TOKENS // 4] * 4)), ranked.limits)
+
+    made = ranked._group.call_each("matrices", [("m", batch)] * ranks)
+
+    part = (BATCH_TOKENS // (tensor * context), 1, MODELS[name]().config.hidden_size)
+    assert all(part in shapes for shapes in made)
+
+
 @pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
 def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(trainers, config) -> None:
     ranked, _ = trainers

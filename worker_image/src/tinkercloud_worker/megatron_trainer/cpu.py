@@ -1,9 +1,9 @@
 """What megatron-core needs to run without a GPU.
 
 It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
-seeds from CUDA's generators. Inside `computing` all of that means the CPU. Nothing of the model is
-replaced: layers, schedules and collectives are megatron-core's own. What it can't do here: sequence
-parallelism, fused kernels.
+seeds from CUDA's generators. Inside `computing` all of that means the CPU, and two collectives that
+gloo has for equal parts only are made of one that it has for any. Nothing of the model is replaced:
+layers and schedules are megatron-core's own. What it can't do here: fused kernels.
 """
 
 import contextlib
@@ -12,15 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tinkercloud_worker.megatron_trainer.device import Parallelism
-from tinkercloud_worker.megatron_trainer.layers import UNFUSED, use_local_layers
-
-_SETTINGS = {**UNFUSED, "use_cpu_initialization": True, "sequence_parallel": False}
+from tinkercloud_worker.megatron_trainer.layers import settings, use_local_layers
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -52,6 +51,26 @@ def _count_tokens_here(
     return tokens_per_expert
 
 
+def _all_gather(parts: list[Tensor], part: Tensor, group: dist.ProcessGroup) -> None:
+    """Stand for `all_gather`, which gloo has for parts of one size only."""
+    sizes = [len(each) for each in parts]
+    received = torch.cat(parts)
+    sent = torch.cat([part] * len(parts))
+    dist.all_to_all_single(received, sent, sizes, [len(part)] * len(parts), group=group)
+    for each, content in zip(parts, received.split(sizes), strict=True):
+        each.copy_(content)
+
+
+def _reduce_scatter(total: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Stand for `reduce_scatter`, likewise."""
+    received = torch.cat([total] * len(parts))
+    sizes = [len(part) for part in parts]
+    dist.all_to_all_single(
+        received, torch.cat(parts), [len(total)] * len(parts), sizes, group=group
+    )
+    torch.sum(received.view(len(parts), *total.shape), 0, out=total)
+
+
 class Cpu:
     """See `device.Device`."""
 
@@ -63,6 +82,8 @@ class Cpu:
         with (
             patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
             patch.object(torch.cuda, "synchronize", lambda *_: None),
+            patch.object(dist, "all_gather", _all_gather),
+            patch.object(dist, "reduce_scatter", _reduce_scatter),
             # Of tokens on their way to experts: no stream is made, and none waited for.
             patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),
             patch.object(
@@ -76,7 +97,7 @@ class Cpu:
         """See `Device.seed`: with megatron's own tracker that tracks nothing."""
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
-    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401, ARG002 - part of the interface
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - part of the interface
         """See `Device.configure`."""
-        use_local_layers(bridge, lambda _layer: None)
-        return _SETTINGS
+        use_local_layers(bridge)
+        return {**settings(parallelism), "use_cpu_initialization": True}

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.attention import CausalAttention
+from tinkercloud_worker.megatron_trainer.device import Parallelism
 
 _NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
@@ -26,7 +29,7 @@ _NORMS = {
 beside."""
 
 
-UNFUSED: Mapping[str, object] = {
+_UNFUSED: Mapping[str, object] = {
     "masked_softmax_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
@@ -38,13 +41,33 @@ UNFUSED: Mapping[str, object] = {
 off."""
 
 
-def use_local_layers(bridge: Any, finish: Callable[[ModuleSpec], None]) -> None:  # noqa: ANN401 - mbridge has no types
-    """Make a bridge build such layers, and load their weights.
+def settings(parallelism: Parallelism) -> Mapping[str, object]:
+    """Return the settings of a TransformerConfig that such layers need."""
+    # What is computed between divided weights is divided too, along the sequence.
+    return {**_UNFUSED, "sequence_parallel": parallelism.tensor > 1}
 
-    Args:
-        bridge: of mbridge.
-        finish: makes a layer's specification what this device wants.
-    """
+
+class Norm(nn.RMSNorm):
+    """Torch's norm. What megatron-core wraps it in refuses parts of a sequence for no reason."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,  # noqa: ARG002 - how megatron-core makes norms
+        hidden_size: int,
+        eps: float,
+    ) -> None:
+        """Make a norm of the last dimension.
+
+        Args:
+            config: of the model.
+            hidden_size: size of that dimension.
+            eps: added to the mean square.
+        """
+        super().__init__(hidden_size, eps=eps)
+
+
+def use_local_layers(bridge: Any) -> None:  # noqa: ANN401 - mbridge has no types
+    """Make a bridge build such layers, and load their weights."""
 
     def specification(_stage: int | None = None) -> TransformerBlockSubmodules:
         config = bridge.config
@@ -56,14 +79,22 @@ def use_local_layers(bridge: Any, finish: Callable[[ModuleSpec], None]) -> None:
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
             if config.multi_latent_attention:
                 deepseek.use_latent_attention(layer, bridge.hf_config)
-            finish(layer)
-        block.layer_norm = block.layer_specs[0].submodules.input_layernorm
+            _use_norms(layer)
+        block.layer_norm = Norm
         return block
 
     bridge._OTHER_MAPPING = bridge._OTHER_MAPPING | _NORMS
     bridge._MLP_MAPPING = bridge._MLP_MAPPING | _NORMS
     bridge.has_vp_stage = True
     bridge._get_transformer_layer_spec = specification
+
+
+def _use_norms(layer: ModuleSpec) -> None:
+    attention = layer.submodules.self_attention.submodules
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, IdentityOp) is not IdentityOp:
+            setattr(attention, name, Norm)
 
 
 class RepeatableLayers:
