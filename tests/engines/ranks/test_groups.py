@@ -73,6 +73,10 @@ def test_commands_of_many_threads_reach_all_ranks_in_one_order(group: RankGroup)
     assert first == second
 
 
+def test_ranks_wait_at_their_store_as_long_as_in_a_collective_operation(group: RankGroup) -> None:
+    assert group.call_each("patience", [(), ()]) == [GroupTimings().collective] * 2
+
+
 def test_a_rank_killed_in_the_midst_of_a_command_fails_it_and_ends_the_group(
     group: RankGroup,
 ) -> None:

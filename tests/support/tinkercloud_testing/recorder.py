@@ -47,6 +47,11 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
 
+    def patience(self) -> float:
+        """Return for how many seconds a key of the store at which the ranks met is waited for."""
+        store = dist.distributed_c10d._get_default_store()
+        return float(store.timeout.total_seconds())  # type: ignore[attr-defined] # untyped, public
+
     def process(self) -> int:
         """Return this process's id."""
         return os.getpid()

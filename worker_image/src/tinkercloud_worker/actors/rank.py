@@ -52,17 +52,20 @@ class Rank:
             rank: own number.
             size: number of ranks.
             address: of the store, which is rank 0's.
-            seconds: how long a collective operation waits for the other ranks.
+            seconds: how long a collective operation waits for the other ranks, be it the first.
             backend: of `torch.distributed`.
         """
         if rank:
             self._store = TCPStore(*address, size, is_master=False)
+        timeout = timedelta(seconds=seconds)
+        # NCCL makes a group's communicator at its first operation, and waits for its id here.
+        self._store.set_timeout(timeout)
         dist.init_process_group(
             backend,
             store=self._store,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=seconds),
+            timeout=timeout,
         )
 
     def build(self, factory: Callable[[], Worker]) -> None:
