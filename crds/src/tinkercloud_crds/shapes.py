@@ -25,6 +25,8 @@ MAX_REPLICAS = 512
 """Trainer pods, or sampler pods, of a session."""
 MAX_ENGINES = 64
 """Sampler pods of a session, or colocated samplers, that run engines."""
+ADAPTER_SLOTS = 3
+"""Adapters that an engine draws with at a time, and has room for on its GPUs; the base is one."""
 MAX_TOKENS = 1 << 22
 """Tokens of a sequence, or of a micro-batch."""
 

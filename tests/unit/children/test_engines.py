@@ -113,6 +113,7 @@ def test_an_engine_is_started_as_its_base_model_says() -> None:
         "--dtype": "bfloat16",
         "--max-lora-rank": "64",
         "--lora-target-modules": "all",
+        "--max-loras-per-batch": "3",
         "--moe-runner-backend": "triton",
     }
     assert {"--enable-lora", "--enable-deterministic-inference"} <= set(engine_of(build)["args"])

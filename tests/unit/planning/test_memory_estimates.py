@@ -271,3 +271,27 @@ def test_an_engine_gives_all_that_is_left_to_keys_and_values() -> None:
 
     assert memory.total == kind.memory
     assert memory.kv_cache > kind.memory // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "allocated"),
+    [
+        ("Qwen/Qwen3-0.6B", 1, 238_583_808),
+        ("Qwen/Qwen3-8B", 1, 643_596_288),
+        ("Qwen/Qwen3-8B", 2, 451_633_152),
+        ("google/gemma-3-1b-it", 1, 358_760_448),
+        ("Qwen/Qwen3-30B-A3B", 1, 10_244_358_144),
+        ("Qwen/Qwen3-30B-A3B", 4, 8_098_467_840),
+        ("deepseek-ai/DeepSeek-V2-Lite", 1, 3_717_513_216),
+        ("deepseek-ai/DeepSeek-V3", 8, 67_511_771_136),
+    ],
+)
+def test_adapters_take_as_much_of_an_engine_as_sglang_s_own_pool_of_three_at_rank_32(
+    name: str, gpus: int, allocated: int
+) -> None:
+    """As SGLang 0.5.23's LoRAMemoryPool allocates on torch's device `meta`, told of the model."""
+    model, kind = read(PUBLIC_MODELS[name]["config"]), gpu("H100")
+
+    memory = sampling(model, gpus, gpu=kind, reserve=kind.reserve(1), lora_rank=32)
+
+    assert memory.trained == pytest.approx(allocated, rel=0.01)

@@ -199,6 +199,16 @@ def test_a_folder_whose_name_no_model_can_have_is_refused(name: str, tmp_path: P
     assert "Put the model in a folder of such a name" in " ".join(refused.output.split())
 
 
+def test_engines_make_room_for_the_adapters_that_a_base_model_takes_and_no_others(
+    qwen3_8b: str,
+) -> None:
+    adapters = planned(qwen3_8b, "--gpus", "8xH100", "--lora-rank", "8")
+    whole_models = planned(qwen3_8b, "--gpus", "8xH100", "--full")
+
+    assert adapters["spec"]["limits"] == {"maxLoraRank": 8}
+    assert whole_models["spec"]["limits"] == {"maxLoraRank": 1}
+
+
 def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:
     adapter = run(qwen3_8b, "--gpus", "2xH100")
     full = run(qwen3_8b, "--gpus", "2xH100", "--full")

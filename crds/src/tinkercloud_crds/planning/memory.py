@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 from tinkercloud_crds.planning.architecture import Architecture, Layer, Matrix
 from tinkercloud_crds.planning.fleet import Gpu
+from tinkercloud_crds.shapes import ADAPTER_SLOTS
 
 _WEIGHT_BYTES = 2
 _TRAINED_BYTES = 16
@@ -32,8 +33,6 @@ _FRAGMENTED = 0.3
 """Of activations, what the allocator holds between them and can't give out."""
 _IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets, relative to the average."""
-_ADAPTER_SLOTS = 2
-"""Adapters that an engine holds on its GPUs: the one it samples, and the next."""
 _PREFILL_TOKENS = 8192
 """Prompt tokens that an engine reads at a time."""
 _DECODING_ROWS = 256
@@ -186,7 +185,7 @@ def sampling(
     *,
     gpu: Gpu,
     reserve: int,
-    lora_rank: int | None,
+    lora_rank: int,
     neighbour: int = 0,
 ) -> GpuMemory:
     """Return what a GPU of an engine holds; keys and values get all that is left, if any is.
@@ -196,12 +195,12 @@ def sampling(
         tensor: GPUs of the engine.
         gpu: what they are.
         reserve: bytes that are not given out.
-        lora_rank: of adapters; None for whole models.
+        lora_rank: the largest of the adapters that it takes.
         neighbour: bytes that a trainer keeps on the same GPU.
     """
     layout = Layout(tensor=tensor)
-    [stage] = _stages(architecture, layout, lora_rank or 0)
-    adapters = _ADAPTER_SLOTS * _sampled(architecture, lora_rank or 0, layout) * _WEIGHT_BYTES
+    [stage] = _stages(architecture, layout, 0)
+    adapters = adapter_slots(architecture, tensor, lora_rank)
     reading = max(layer_values(architecture, kind, layout, 0) for kind in _kinds(architecture))
     activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
@@ -218,6 +217,34 @@ def sampling(
     )
 
 
+def adapter_slots(architecture: Architecture, tensor: int, lora_rank: int) -> int:
+    """Return the bytes of each GPU that an engine has for adapters, whether it is given any or not.
+
+    As `LoRAMemoryPool` of SGLang 0.5.23 allocates them: each slot is about all matrices, also those
+    that no adapter of ours is about, each expert by itself. Layers without experts have slots for
+    those as well, and both embeddings have theirs twice, with an A of the input's that is not
+    divided.
+
+    Args:
+        architecture: the model.
+        tensor: GPUs of the engine.
+        lora_rank: the largest of the adapters that it takes.
+    """
+    layout = Layout(tensor=tensor)
+    of_experts = sum(_slot_width(m, layout) for m in architecture.repeated.matrices if m.experts)
+    width = len(architecture.leading) * of_experts
+    for layer, count in architecture.between(0, architecture.layers):
+        width += count * sum(_slot_width(matrix, layout) for matrix in layer.matrices)
+    vocabulary = architecture.vocab_size + _share(architecture.vocab_size, tensor)
+    width += 2 * (vocabulary + 2 * architecture.hidden_size)
+    return ADAPTER_SLOTS * lora_rank * width * _WEIGHT_BYTES
+
+
+def _slot_width(matrix: Matrix, layout: Layout) -> int:
+    """Return the elements of a matrix's A and B in a slot, for each of the rank."""
+    return _copies(matrix, layout) * sum(_cut(matrix, layout))
+
+
 def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
     """Return the bytes that one token's keys and values take on each GPU of an engine."""
     cached = architecture.cached
@@ -232,14 +259,6 @@ def adapter_parameters(architecture: Architecture, rank: int) -> int:
     """
     own = (_own_width(matrix, Layout()) for matrix in _adapted(architecture))
     return rank * (_undivided_width(architecture) + sum(own))
-
-
-def _sampled(architecture: Architecture, rank: int, layout: Layout) -> int:
-    """Return the elements of an adapter at a rank of an engine, which gets experts one by one."""
-    widths = (
-        _copies(matrix, layout) * sum(_cut(matrix, layout)) for matrix in _adapted(architecture)
-    )
-    return rank * sum(widths)
 
 
 def _adapted(architecture: Architecture) -> Iterator[Matrix]:

@@ -145,15 +145,13 @@ class Plan:
 
         What it lacks are the model's name, its source and the head's image.
         """
-        spec: dict[str, Any] = {
+        return {
             "maxContextLength": self.demand.sequence_length,
+            "limits": {"maxLoraRank": self.demand.sampled_rank},
             "head": {"resources": _written(self.head)},
             "trainer": _written(self.trainer),
             "sampler": _written(self.sampler),
         }
-        if self.demand.lora_rank is not None:
-            spec["limits"] = {"maxLoraRank": self.demand.lora_rank}
-        return spec
 
 
 @dataclass(frozen=True, slots=True)

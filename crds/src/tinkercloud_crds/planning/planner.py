@@ -41,6 +41,11 @@ class Demand:
     lora_rank: int | None
     """Largest rank of an adapter; None for full fine-tunes."""
 
+    @property
+    def sampled_rank(self) -> int:
+        """Largest rank that engines make room for: the least that there is, if models are whole."""
+        return self.lora_rank or 1
+
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
@@ -202,7 +207,7 @@ def _sampler(
         tensor,
         gpu=fleet.gpu,
         reserve=fleet.gpu.reserve(2 if sharing_with else 1),
-        lora_rank=demand.lora_rank,
+        lora_rank=demand.sampled_rank,
         neighbour=sharing_with.memory.weights + sharing_with.memory.trained if sharing_with else 0,
     )
     tokens = memory.kv_cache // kv_bytes_per_token(demand.architecture, tensor)

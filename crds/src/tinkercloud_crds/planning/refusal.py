@@ -102,7 +102,7 @@ def _training_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
 
 def _sampling_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
     model, gpu = demand.architecture, fleet.gpu
-    rank, reserve = demand.lora_rank, fleet.gpu.reserve(1)
+    rank, reserve = demand.sampled_rank, fleet.gpu.reserve(1)
     return [
         replace(
             sampling(model, tensor, gpu=gpu, reserve=reserve, lora_rank=rank),

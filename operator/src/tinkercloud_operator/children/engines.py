@@ -14,7 +14,7 @@ head asks the engines themselves, and knows what to do while one does not answer
 from urllib.parse import urlsplit
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import EnginesShape, ExternalServers
+from tinkercloud_crds.shapes import ADAPTER_SLOTS, EnginesShape, ExternalServers
 from tinkercloud_operator.children.pods import (
     OUTLIVE_HEAD,
     RAY_HEAD_VARIABLE,
@@ -240,6 +240,9 @@ def _arguments(build: Build, port: int) -> list[str]:
         "--dtype": base_model.trainer.dtype,
         "--max-lora-rank": base_model.limits.max_lora_rank,
         "--lora-target-modules": "all",
+        # What plans count, as each is as large as the largest adapter. Others wait in the engine's
+        # own memory.
+        "--max-loras-per-batch": ADAPTER_SLOTS,
         # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
         # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
         "--moe-runner-backend": "triton",
