@@ -7,7 +7,9 @@ lies over ranks (`engine.ranks.Parts`) each does so with its part.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,7 +56,8 @@ class ReplicatedTrainer(AdamTrainer):
     def last_words(self) -> Mapping[str, TrainingState]:
         """See `RankTrainer.last_words`."""
         whole = [model_id for model_id, model in list(self._models.items()) if not _parted(model)]
-        return {model_id: self.export_state(model_id) for model_id in whole}
+        with _beside_what_hangs():
+            return {model_id: self.export_state(model_id) for model_id in whole}
 
     def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
         """Return the whole tensors on the CPU: where they arrive there may be nothing else."""
@@ -62,6 +65,13 @@ class ReplicatedTrainer(AdamTrainer):
         if model.parts is not None:
             return model.parts.gather(tensors)
         return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def _beside_what_hangs() -> AbstractContextManager[object]:
+    """Return a context whose work on a GPU does not wait for a collective that a rank has left."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def _parted(model: TrainedModel) -> Parts | None:
