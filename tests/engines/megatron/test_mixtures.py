@@ -1,8 +1,11 @@
 """Mixtures of experts at one megatron rank, in this process, against torch and Hugging Face."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
@@ -18,8 +21,10 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
+from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -126,6 +131,19 @@ def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(alone, tmp_path, 
     state = trainers[0].export_state("m")
     trainers[1].import_state("m", state)
     assert_equal(trainers[1].export_state("m").moments, state.moments, atol=0)
+
+
+def test_loading_lists_all_weights_a_few_times_not_for_each_of_them(alone, tmp_path) -> None:
+    folder = save(tiny_qwen3_moe(), tmp_path)
+    listing = patch.object(
+        GPTModel, "state_dict", autospec=True, side_effect=torch.nn.Module.state_dict
+    )
+
+    with listing as listed:
+        base = load(str(folder), torch.float32, Parallelism(), Cpu())
+
+    assert len(list(base.module.parameters())) > 20
+    assert 1 <= listed.call_count <= 4
 
 
 def test_layers_without_experts_among_those_with_them_are_refused(alone, tmp_path) -> None:

@@ -5,9 +5,11 @@ mbridge knows the families; what it takes for granted and is not always so is ch
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from mbridge import AutoBridge
@@ -116,9 +118,15 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     if block is not None:
         folder = QuantizedFolder(path, block, dtype)
         bridge._get_safetensor_io = partial(_Dequantized, folder)
-    with device.computing(), torch.no_grad():
+    with device.computing(), torch.no_grad(), _listed_once(model.module):
         bridge.load_weights([model.module], path)
     return model
+
+
+def _listed_once(module: nn.Module) -> AbstractContextManager[object]:
+    """Return what to load weights in: for each weight, mbridge asks for the whole `state_dict`."""
+    state = module.state_dict()
+    return patch.object(module, "state_dict", lambda: state)
 
 
 class _Dequantized(SafeTensorIO):  # type: ignore[misc]
