@@ -12,7 +12,7 @@ from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
 from tinkercloud_crds.planning import families
 from tinkercloud_crds.planning.fleet import Fleet, gpu
 from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
-from tinkercloud_crds.planning.planner import Demand
+from tinkercloud_crds.planning.planner import Demand, Engine
 from tinkercloud_crds.planning.refusal import DoesNotFit
 from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
@@ -327,11 +327,13 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
     trainer = shape.trainer
     if trainer is None or trainer.planning is None:
         return shape
+    base_model, sampler = shape.base_model, shape.sampler
+    engine = Engine(max(1, sampler.gpus_per_replica), base_model.limits.max_lora_rank)
     plan = _plan(
         trainer,
-        shape.base_model.max_context_length,
+        base_model.max_context_length,
         lora_rank,
-        processes=2 if shape.sampler.colocated else 1,
+        engine if sampler.colocated else None,
     )
     if isinstance(plan, Refusal):
         return plan
@@ -350,10 +352,10 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
 # takes the longest to find out.
 @functools.lru_cache(maxsize=256)
 def _plan(
-    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, *, processes: int
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
 ) -> TrainerPlan | Refusal:
     try:
-        return _compute_plan(trainer, sequence_length, lora_rank, processes)
+        return _compute_plan(trainer, sequence_length, lora_rank, beside)
     except DoesNotFit as error:
         return Refusal(Reason.NEVER_FITS, str(error))
     except ValueError as error:
@@ -361,7 +363,7 @@ def _plan(
 
 
 def _compute_plan(
-    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, processes: int
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
 ) -> TrainerPlan:
     assert trainer.planning is not None  # noqa: S101 - `_planned` asks for no other
     config = json.loads(trainer.planning.config)
@@ -370,6 +372,5 @@ def _compute_plan(
     kind = gpu(trainer.planning.gpu)
     pods = trainer.gpus_per_replica
     demand = Demand(families.read(config), sequence_length, lora_rank)
-    return plan_trainer(
-        demand, Fleet(kind, trainer.replicas * pods, per_node=pods), processes=processes
-    )
+    fleet = Fleet(kind, trainer.replicas * pods, per_node=pods)
+    return plan_trainer(demand, fleet, beside=beside)

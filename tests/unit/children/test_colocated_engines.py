@@ -126,6 +126,8 @@ def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile(
 
     for engine in pods(build)[0]["containers"][1:]:
         assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(engine["args"])
+        assert environment_of(engine)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+        assert options_of(engine)["--cuda-graph-backend-prefill"] == "disabled"
         assert engine["livenessProbe"]["httpGet"]["path"] == "/health"
     assert surroundings.head_config(build).sampler.inference.colocated
 

@@ -177,6 +177,10 @@ def test_a_shared_gpu_has_room_for_both_whichever_starts_first(
     first = weights + engines.max_cached_tokens * per_token
     rest = memory.activations + memory.logits + fleet.gpu.contexts(2)
     assert first + memory.neighbour + rest <= fleet.gpu.memory
+    # What either keeps while the other computes.
+    trainer = made.division.trainer.memory
+    assert trainer.neighbour == memory.trained > 0
+    assert memory.neighbour == trainer.weights + trainer.trained
 
 
 @often

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.base_model import BaseModelSpec, Limits
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Parallelism, SamplerShape
 from tinkercloud_operator.children import surroundings
@@ -132,6 +132,21 @@ def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
     assert alone is not None
     assert beside is not None
     assert beside.max_batch_tokens < alone.max_batch_tokens
+
+
+def test_the_larger_the_adapters_of_an_engine_on_the_same_gpus_the_less_room_it_leaves() -> None:
+    sampler = SamplerShape(backend="sglang", replicas=1, colocated=True)
+
+    tokens = []
+    for rank in (32, 256):
+        limits = Limits(max_lora_rank=rank)
+        trainer = chosen(
+            an_open_base_model(LARGE).model_copy(update={"sampler": sampler, "limits": limits})
+        ).trainer
+        assert trainer is not None
+        tokens.append(trainer.max_batch_tokens)
+
+    assert tokens[1] < tokens[0]
 
 
 def test_the_head_is_told_what_was_chosen() -> None:

@@ -76,7 +76,7 @@ class GpuMemory:
     """Between activations, where the allocator has them and can't give them out."""
     kv_cache: int
     neighbour: int
-    """What a trainer keeps while a sampler that shares its GPU runs."""
+    """What the other one keeps while it waits, where trainer and sampler share the GPU."""
     reserve: int
     """Not given out: contexts, communication buffers, in sampling fragments too."""
 
@@ -104,7 +104,7 @@ class _Stage:
     per_token_at_logits: float
     """Activations for each token while there are logits, before any layer's backward pass."""
 
-    def with_tokens(self, tokens: int, reserve: int) -> GpuMemory:
+    def with_tokens(self, tokens: int, *, reserve: int, neighbour: int) -> GpuMemory:
         activations = int(self.per_token * tokens)
         at_logits = int(self.per_token_at_logits * tokens) + self.logits
         logits = max(0, at_logits - activations)
@@ -115,7 +115,7 @@ class _Stage:
             logits=logits,
             fragments=int(_FRAGMENTED * (activations + logits)),
             kv_cache=0,
-            neighbour=0,
+            neighbour=neighbour,
             reserve=reserve,
         )
 
@@ -133,6 +133,7 @@ def training(
     tokens: int,
     lora_rank: int | None,
     reserve: int = 0,
+    neighbour: int = 0,
 ) -> GpuMemory:
     """Return what the fullest GPU holds at the peak of a training step.
 
@@ -142,11 +143,13 @@ def training(
         tokens: of one micro-batch.
         lora_rank: of the adapter; None for a full fine-tune.
         reserve: bytes that are not given out.
+        neighbour: bytes that an engine keeps on the same GPU.
     """
-    stages = _stages(architecture, layout, lora_rank)
-    return max(
-        (stage.with_tokens(tokens, reserve) for stage in stages), key=lambda memory: memory.total
+    stages = (
+        stage.with_tokens(tokens, reserve=reserve, neighbour=neighbour)
+        for stage in _stages(architecture, layout, lora_rank)
     )
+    return max(stages, key=lambda memory: memory.total)
 
 
 def weight_bytes(architecture: Architecture) -> int:

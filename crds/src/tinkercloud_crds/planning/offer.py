@@ -12,6 +12,7 @@ from tinkercloud_crds.planning.planner import (
     MICRO_BATCH_CAP,
     Demand,
     Division,
+    Engine,
     Trainer,
     best_trainer,
     divide,
@@ -193,20 +194,20 @@ def plan(
     return Plan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
 
 
-def plan_trainer(demand: Demand, fleet: Fleet, *, processes: int) -> TrainerPlan:
+def plan_trainer(demand: Demand, fleet: Fleet, *, beside: Engine | None) -> TrainerPlan:
     """Return how all of some GPUs are to train a model.
 
     Args:
         demand: what is to be trained.
         fleet: the GPUs; those of a node are one pod's.
-        processes: how many share each GPU: 2 with a sampler that is colocated, else 1.
+        beside: the engine on each of them, if they are shared.
 
     Raises:
         DoesNotFit: there is no way.
     """
-    trainer = best_trainer(demand, fleet, processes=processes)
+    trainer = best_trainer(demand, fleet, beside=beside)
     if trainer is None:
-        raise trainer_refusal(demand, fleet)
+        raise trainer_refusal(demand, fleet, beside)
     reasons = (*_why_layout(demand, fleet, trainer), _why_tokens(demand, trainer))
     return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, reasons)
 
@@ -265,8 +266,8 @@ def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reas
         return Reason(axis, "1", "not needed")
     smaller = [divisor for divisor in divisors(value) if divisor < value][-1]
     layout = _with(trainer.layout, axis, smaller)
-    reserve = trainer.memory.reserve
-    tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve)
+    reserve, kept = trainer.memory.reserve, trainer.memory.neighbour
+    tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve - kept)
     if tokens is None:
         least = training(
             demand.architecture,
@@ -274,6 +275,7 @@ def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reas
             tokens=demand.sequence_length,
             lora_rank=demand.lora_rank,
             reserve=reserve,
+            neighbour=kept,
         )
         need, has = gib(least.total), gib(fleet.gpu.memory)
         return Reason(axis, str(value), f"with {smaller}, a GPU would need {need} and has {has}")

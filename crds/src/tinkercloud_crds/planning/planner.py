@@ -15,6 +15,7 @@ from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import (
     GpuMemory,
     Layout,
+    adapter_slots,
     kv_bytes_per_token,
     largest_micro_batch,
     sampling,
@@ -45,6 +46,20 @@ class Demand:
     def sampled_rank(self) -> int:
         """Largest rank that engines make room for: the least that there is, if models are whole."""
         return self.lora_rank or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that shares a trainer's GPUs."""
+
+    gpus: int
+    """How many it spans."""
+    lora_rank: int
+    """The largest of the adapters that it takes."""
+
+    def kept(self, architecture: Architecture) -> int:
+        """Return the bytes of each GPU that it does not give back while the trainer computes."""
+        return adapter_slots(architecture, self.gpus, self.lora_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +102,19 @@ class Division:
 def divide(demand: Demand, fleet: Fleet) -> Division | None:
     """Return the best use of all GPUs, or None if there is none."""
     return next(_separate(demand, fleet), None) or min(
-        _colocated(demand, fleet),
-        key=lambda division: division.sampler.sequences < FEW_SEQUENCES,
-        default=None,
+        _colocated(demand, fleet), key=_preferred_together, default=None
     )
 
 
-def best_trainer(demand: Demand, fleet: Fleet, *, processes: int) -> Trainer | None:
+def best_trainer(demand: Demand, fleet: Fleet, *, beside: Engine | None) -> Trainer | None:
     """Return the best way of training on all GPUs, or None if there is none.
 
     Args:
         demand: what is to be trained.
         fleet: the GPUs; those of a node are one pod's.
-        processes: how many share each GPU.
+        beside: what shares each of them, if anything does.
     """
-    return next(_trainers(demand, fleet, fleet.count, processes=processes), None)
+    return next(_trainers(demand, fleet, fleet.count, beside=beside), None)
 
 
 def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
@@ -110,39 +123,58 @@ def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
     counts = range(unit, fleet.count, unit)
     for count in sorted(counts, key=lambda count: (abs(2 * count - fleet.count), -count)):
         sampler = best_sampler(demand, fleet, fleet.count - count)
-        trainer = next(_trainers(demand, fleet, count, processes=1), None) if sampler else None
+        trainer = next(_trainers(demand, fleet, count, beside=None), None) if sampler else None
         if trainer and sampler:
             yield Division(trainer, sampler, colocated=False)
 
 
 def _colocated(demand: Demand, fleet: Fleet) -> Iterator[Division]:
-    """Yield trainers, best first, that leave a sampler room on all of their GPUs."""
-    for trainer in _trainers(demand, fleet, fleet.count, processes=2):
-        sampler = best_sampler(demand, fleet, fleet.count, sharing_with=trainer)
-        if sampler:
-            yield Division(trainer, sampler, colocated=True)
+    """Yield trainers and samplers that leave each other room on all GPUs."""
+    for tensor in _engine_sizes(demand, fleet, fleet.count):
+        engine = Engine(tensor, demand.sampled_rank)
+        for trainer in _trainers(demand, fleet, fleet.count, beside=engine):
+            sampler = _sampler(demand, fleet, fleet.count // tensor, tensor, trainer)
+            if sampler.sequences:
+                yield Division(trainer, sampler, colocated=True)
 
 
-def _trainers(demand: Demand, fleet: Fleet, gpus: int, *, processes: int) -> Iterator[Trainer]:
+def _preferred_together(division: Division) -> tuple[int, ...]:
+    trainer, sampler = division.trainer, division.sampler
+    few = sampler.sequences < FEW_SEQUENCES
+    return few, *_preference((trainer.layout, trainer.tokens)), sampler.tensor
+
+
+def _trainers(
+    demand: Demand, fleet: Fleet, gpus: int, *, beside: Engine | None
+) -> Iterator[Trainer]:
     """Yield the ways of training on so many GPUs, best first.
 
     Args:
         demand: what is to be trained.
         fleet: the GPUs' kind and nodes.
         gpus: how many of them train.
-        processes: how many share each GPU.
+        beside: what shares each of those, if anything does.
     """
-    model, reserve = demand.architecture, fleet.gpu.contexts(processes)
+    model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
+    kept = beside.kept(model) if beside else 0
     pod = pod_size(gpus, fleet.per_node)
     if gpus // pod > MAX_REPLICAS:
         return
     fitting = [
         (layout, tokens)
         for layout in layouts(model, gpus, pod)
-        if (tokens := micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve)) is not None
+        if (tokens := micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve - kept))
+        is not None
     ]
     for layout, tokens in sorted(fitting, key=_preference):
-        memory = training(model, layout, tokens=tokens, lora_rank=demand.lora_rank, reserve=reserve)
+        memory = training(
+            model,
+            layout,
+            tokens=tokens,
+            lora_rank=demand.lora_rank,
+            reserve=reserve,
+            neighbour=kept,
+        )
         yield Trainer(layout, pod, tokens, memory)
 
 
@@ -174,29 +206,30 @@ def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | 
     return tokens if tokens >= demand.sequence_length else None
 
 
-def best_sampler(
-    demand: Demand, fleet: Fleet, gpus: int, *, sharing_with: Trainer | None = None
-) -> Sampler | None:
-    """Return the best way to sample on so many GPUs, or None if there is none.
+def best_sampler(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:
+    """Return the best way to sample on GPUs of an engine's own, or None if there is none.
 
     Args:
         demand: what is to be sampled.
         fleet: the GPUs' kind and nodes.
         gpus: how many of them sample.
-        sharing_with: who trains on the same GPUs, if anybody does.
     """
-    sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
     samplers = [
         sampler
-        for tensor in sizes
-        if gpus // tensor <= MAX_ENGINES
-        and (sampler := _sampler(demand, fleet, gpus // tensor, tensor, sharing_with)).sequences
+        for tensor in _engine_sizes(demand, fleet, gpus)
+        if (sampler := _sampler(demand, fleet, gpus // tensor, tensor, None)).sequences
     ]
     return min(
         samplers,
         key=lambda s: (s.sequences < FEW_SEQUENCES, s.tensor),
         default=None,
     )
+
+
+def _engine_sizes(demand: Demand, fleet: Fleet, gpus: int) -> list[int]:
+    """Return how many GPUs an engine can span, if all engines together have so many."""
+    sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
+    return [tensor for tensor in sizes if gpus // tensor <= MAX_ENGINES]
 
 
 def _sampler(

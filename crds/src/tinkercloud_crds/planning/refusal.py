@@ -5,7 +5,7 @@ from dataclasses import replace
 from tinkercloud_crds.planning.fleet import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling, training
-from tinkercloud_crds.planning.planner import Demand, divide
+from tinkercloud_crds.planning.planner import Demand, Engine, divide
 from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS
 
 _SUGGESTED_RANK = 32
@@ -40,10 +40,10 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     )
 
 
-def trainer_refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
-    """Return what to say when a model can't be trained on given GPUs."""
+def trainer_refusal(demand: Demand, fleet: Fleet, beside: Engine | None) -> DoesNotFit:
+    """Return what to say when a model can't be trained on given GPUs, or beside an engine there."""
     model = demand.architecture
-    needed = min(_training_needs(demand, fleet), key=lambda memory: memory.total)
+    needed = min(_training_needs(demand, fleet, beside), key=lambda memory: memory.total)
     return DoesNotFit(
         f"training this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}: each GPU has"
@@ -82,7 +82,7 @@ def gib(size: int) -> str:
 
 def _needs(demand: Demand, fleet: Fleet) -> str:
     """Return what the least demanding way of training, and of sampling, takes of a GPU."""
-    trains = min(_training_needs(demand, fleet), key=lambda memory: memory.total)
+    trains = min(_training_needs(demand, fleet, None), key=lambda memory: memory.total)
     samples = min(_sampling_needs(demand, fleet), key=lambda memory: memory.total)
     return (
         f"A GPU has {gib(fleet.gpu.memory)}. Were all of them to train, each would need"
@@ -91,11 +91,12 @@ def _needs(demand: Demand, fleet: Fleet) -> str:
     )
 
 
-def _training_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
-    model, reserve = demand.architecture, fleet.gpu.contexts(1)
+def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list[GpuMemory]:
+    model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
     tokens, rank = demand.sequence_length, demand.lora_rank
+    kept = beside.kept(model) if beside else 0
     return [
-        training(model, layout, tokens=tokens, lora_rank=rank, reserve=reserve)
+        training(model, layout, tokens=tokens, lora_rank=rank, reserve=reserve, neighbour=kept)
         for layout in layouts(model, fleet.count, pod_size(fleet.count, fleet.per_node))
     ]
 

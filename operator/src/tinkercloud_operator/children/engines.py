@@ -50,6 +50,8 @@ _ENVIRONMENT_BESIDE_TRAINERS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     # An engine ends if its GPUs are not equally free, and those of ranks that load are not.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+    # Graphs keep their memory otherwise, when an engine gives back its own.
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
 }
 _OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
 """Volumes that an engine needs of those that all containers have."""
@@ -252,6 +254,8 @@ def _arguments(build: Build, port: int) -> list[str]:
     if build.shape.engines_per_trainer:
         # Every container of the pod sees all of its GPUs; SGLang counts from this one.
         options["--base-gpu-id"] = (port - ENGINE_PORT) * sampler.gpus_per_replica
+        # SGLang has no graphs of prompts (`breakable`, its choice) whose memory can be given back.
+        options["--cuda-graph-backend-prefill"] = "disabled"
         switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     return [*(str(word) for option in options.items() for word in option), *switches]
 
