@@ -109,7 +109,7 @@ def test_an_engine_is_started_as_its_base_model_says() -> None:
         "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
         "--port": "30000",
         "--tp-size": "4",
-        "--context-length": "2048",
+        "--context-length": "2055",
         "--dtype": "bfloat16",
         "--max-lora-rank": "64",
         "--lora-target-modules": "all",

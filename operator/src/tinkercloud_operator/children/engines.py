@@ -42,6 +42,8 @@ _ENVIRONMENT = {
     # Compilers name their caches after the user, and a pod's has no entry in /etc/passwd.
     "USER": "engine",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    # The spare positions may be beyond what the model was made for: nothing is ever there.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     # /health draws a token otherwise, which an engine that is loading weights can't.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
@@ -55,6 +57,9 @@ _ENVIRONMENT_BESIDE_TRAINERS = {
 }
 _OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
 """Volumes that an engine needs of those that all containers have."""
+_SPARE_POSITIONS = 7
+"""SGLang refuses prompts that leave fewer than this of its context, and draws none of the last; the
+head takes what fits."""
 _STARTUP_SECONDS = 1800
 """How long an engine may take to load the base model, and the head waits for one that is lost."""
 _SILENT_SECONDS = 1800
@@ -238,7 +243,7 @@ def _arguments(build: Build, port: int) -> list[str]:
         "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
         "--port": port,
         "--tp-size": max(1, sampler.gpus_per_replica),
-        "--context-length": base_model.max_context_length,
+        "--context-length": base_model.max_context_length + _SPARE_POSITIONS,
         "--dtype": base_model.trainer.dtype,
         "--max-lora-rank": base_model.limits.max_lora_rank,
         "--lora-target-modules": "all",
