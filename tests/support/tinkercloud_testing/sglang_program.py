@@ -48,6 +48,7 @@ def main() -> None:
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--lora-target-modules", required=True, nargs="*")
     parser.add_argument("--moe-runner-backend", choices=("triton",))
+    parser.add_argument("--attention-backend", choices=("triton",))
     parser.add_argument("--max-loras-per-batch", type=int, default=8)
     for name in ("--enable-lora", "--enable-deterministic-inference"):
         parser.add_argument(name, action="store_true", required=True)

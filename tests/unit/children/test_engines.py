@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,10 +141,43 @@ def test_engine_and_head_have_the_same_key_which_no_manifest_holds() -> None:
 
     file = sampling(build).inference.key_file
     assert file == "/etc/tinkercloud-token/token"
-    assert start.startswith(f"key=$(< {file}) && exec python3 -m sglang.launch_server")
+    assert start.startswith(f"key=$(< {file}) || exit 1;")
     assert start.endswith('--api-key "$key" --admin-api-key "$key"')
     mounts = {mount["mountPath"] for mount in engine_of(build)["volumeMounts"]}
     assert "/etc/tinkercloud-token" in mounts
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        ({"model_type": "qwen3"}, []),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": None}, []),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, ["--attention-backend", "triton"]),
+    ],
+)
+def test_latent_attention_is_computed_by_kernels_that_every_gpu_has(
+    config: Json, attention: list[str], tmp_path: Path
+) -> None:
+    engine = engine_of(a_build_with(ENGINES))
+    (tmp_path / "config.json").write_text(json.dumps(config, indent=2))
+    (tmp_path / "token").write_text("secret")
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    command = [word.replace("/etc/tinkercloud-token", str(tmp_path)) for word in engine["command"]]
+    assert engine["args"][0] == "--model-path"
+    options = ["--model-path", str(tmp_path), *engine["args"][2:]]
+
+    started = subprocess.run(
+        [*command, *options],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+
+    key = ["--api-key", "secret", "--admin-api-key", "secret"]
+    assert started == ["-m", "sglang.launch_server", *attention, *options, *key]
 
 
 def test_engines_read_adapters_from_the_volume_that_the_head_writes_to() -> None:

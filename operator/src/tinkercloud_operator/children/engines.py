@@ -33,9 +33,14 @@ KEY_FOLDER = "/etc/tinkercloud-servers"
 ENGINE_PORT = 30000
 """SGLang's own choice; the next ones are those of further engines in a pod."""
 
+# For latent attention SGLang takes fa3 before Hopper, which does not have it there, and for
+# DeepSeek-V3 on Blackwell kernels that are not deterministic; it ends over either. Only the pod
+# has the model's configuration: the first option is its folder. The last of equal options counts.
 _START = (
-    f'key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) && exec python3 -m sglang.launch_server "$@"'
-    ' --api-key "$key" --admin-api-key "$key"'
+    f"key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) || exit 1;"
+    ' if grep -qsE \'"kv_lora_rank": *[1-9]\' "$2/config.json";'
+    ' then set -- --attention-backend triton "$@"; fi;'
+    ' exec python3 -m sglang.launch_server "$@" --api-key "$key" --admin-api-key "$key"'
 )
 _ENVIRONMENT = {
     "HOME": "/tmp",  # noqa: S108 - a volume of the pod's own
