@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--moe-runner-backend", choices=("triton",))
     parser.add_argument("--attention-backend", choices=("triton",))
     parser.add_argument("--max-loras-per-batch", type=int, default=8)
+    parser.add_argument("--lora-drain-wait-threshold", type=float, default=0.0)
     for name in ("--enable-lora", "--enable-deterministic-inference"):
         parser.add_argument(name, action="store_true", required=True)
     options = parser.parse_args()

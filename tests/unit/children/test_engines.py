@@ -117,6 +117,7 @@ def test_an_engine_is_started_as_its_base_model_says() -> None:
         "--max-lora-rank": "64",
         "--lora-target-modules": "all",
         "--max-loras-per-batch": "3",
+        "--lora-drain-wait-threshold": "5",
         "--moe-runner-backend": "triton",
     }
     assert {"--enable-lora", "--enable-deterministic-inference"} <= set(engine_of(build)["args"])

@@ -65,6 +65,9 @@ _OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
 _SPARE_POSITIONS = 7
 """SGLang refuses prompts that leave fewer than this of its context, and draws none of the last; the
 head takes what fits."""
+_WAITED_SECONDS = 5
+"""After how long an adapter that waits for a slot gets one: the engine starts nothing more with one
+of those that have them."""
 _STARTUP_SECONDS = 1800
 """How long an engine may take to load the base model, and the head waits for one that is lost."""
 _SILENT_SECONDS = 1800
@@ -255,6 +258,8 @@ def _arguments(build: Build, port: int) -> list[str]:
         # What plans count, as each is as large as the largest adapter. Others wait in the engine's
         # own memory.
         "--max-loras-per-batch": ADAPTER_SLOTS,
+        # Otherwise models that are always asked for keep others waiting for ever.
+        "--lora-drain-wait-threshold": _WAITED_SECONDS,
         # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
         # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
         "--moe-runner-backend": "triton",
