@@ -31,7 +31,7 @@ from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, 
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 
-def _set() -> asyncio.Event:
+def _an_event_that_is_set() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
@@ -71,7 +71,7 @@ class FakeSglang:
     """Its processes in process groups, once there has been one."""
     _weights: dict[str, torch.Tensor] | None = None
     """Its weights, if any have been sent since it last read files."""
-    _draws: asyncio.Event = field(default_factory=_set)
+    _draws: asyncio.Event = field(default_factory=_an_event_that_is_set)
     """Not set while it is paused."""
     _base: str = "base"
     _published: int = 0

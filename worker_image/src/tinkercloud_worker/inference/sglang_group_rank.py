@@ -105,7 +105,8 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
         gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
         return lambda run: gloo.broadcast([run], whence).wait()  # type: ignore[attr-defined] # as above
     os.environ.update(_NCCL_OF_ENGINES)
-    if options.world_size > 2:
+    ranks_of_the_engine = options.world_size - 1
+    if ranks_of_the_engine > 1:
         os.environ.update(_NCCL_OF_DIVIDED_ENGINES)
     settings = dist.ProcessGroupNCCL.Options()
     settings._timeout = patience
