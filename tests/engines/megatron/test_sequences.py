@@ -1,8 +1,10 @@
 """Packed sequences: no position is padding at one rank, and ranks divide them without loss."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -95,3 +97,22 @@ def test_one_rank_computes_positions_of_examples_only(alone, tmp_path) -> None:
     run(megatron, random_data([5, 17, 3, 11]))
 
     assert sum(computed) == 5 + 17 + 3 + 11
+
+
+def test_angles_of_positions_are_one_table_whatever_lengths_there_were(alone, tmp_path) -> None:
+    model = tiny_llama()
+    megatron = megatron_trainer(str(save(model, tmp_path)), 1, 1)
+    megatron.add_model("m", LoraConfig(rank=4, seed=1))
+    short, longer = random_data([5, 3]), [random_data([length, 4]) for length in (9, 17, 12)]
+
+    before = run(megatron, short)
+    for data in longer:
+        run(megatron, data)
+    after = run(megatron, short)
+
+    np.testing.assert_array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
+    gc.collect()
+    shape = (1, 1, model.config.head_dim)
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    tables = [tensor for tensor in tensors if tensor.shape[1:] == shape]
+    assert [len(table) for table in tables] == [17]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -16,6 +17,34 @@ from tinkercloud_worker.architecture import UnsupportedModelError
 
 _SCALED = frozenset({"linear", "llama3", "yarn"})
 """Types whose frequencies are the same for sequences of every length."""
+
+
+class RotaryTable(RotaryEmbedding):  # type: ignore[misc] # megatron-core has no types
+    """Angles of positions, in one table as long as the longest sequence so far.
+
+    megatron-core's own keeps a table for each of the last 32 lengths, half a gigabyte of them at
+    32k tokens. Packed sequences all begin at position 0, so the longest one's table has all rows.
+    """
+
+    def __init__(self, frequencies: Tensor) -> None:
+        """Make angles of frequencies, radians per position, float32 [head_dim / 2]."""
+        super().__init__(2 * len(frequencies), rotary_percent=1.0)
+        self.inv_freq = frequencies
+        self._table: Tensor | None = None
+
+    def forward(self, max_seq_len: int, **_: object) -> Tensor:
+        """Return the angles of a sequence's positions at all ranks that divide it.
+
+        Args:
+            max_seq_len: positions of the longest sequence, at all ranks together.
+            _: what else megatron-core says of sequences, the same of all that are packed.
+
+        Returns:
+            Radians, float32 [max_seq_len, 1, 1, head_dim].
+        """
+        if self._table is None or len(self._table) < max_seq_len:
+            self._table = self.get_emb(max_seq_len)
+        return self._table[:max_seq_len]
 
 
 def check(config: Any) -> None:  # noqa: ANN401 - transformers' own
@@ -51,7 +80,7 @@ def settings(config: Any) -> Mapping[str, object]:  # noqa: ANN401 - transformer
 
 def set_frequencies(module: GPTModel, config: Any) -> None:  # noqa: ANN401 - transformers' own
     """Give a module the frequencies of a configuration."""
-    module.rotary_pos_emb.inv_freq, _ = frequencies(config)
+    module.rotary_pos_emb = RotaryTable(frequencies(config)[0])
 
 
 def frequencies(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - transformers' own
