@@ -1,15 +1,20 @@
 """Megatron at one rank, in the process of the tests."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+PATIENCE = timedelta(seconds=90)
+"""How long ranks wait for each other, if there were others."""
+
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+def alone() -> Iterator[timedelta]:
+    """Be the one rank of a group, and give its patience."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+    yield PATIENCE
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

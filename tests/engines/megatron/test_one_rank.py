@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
@@ -272,3 +273,19 @@ def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(alone
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-6
     )
     assert_close(megatron.export_gradient("m"), gradient, rtol=1e-5)
+
+
+def test_ranks_wait_as_long_in_every_group_as_in_that_of_all(alone, tmp_path) -> None:
+    megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
+
+    groups = [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    ]
+
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert [backend.options._timeout for backend in backends] == [alone] * 6

@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from mbridge import AutoBridge
 from mbridge.core import register_model
 from mbridge.core.safetensor_io import SafeTensorIO
@@ -160,6 +162,8 @@ def blank(
         pipeline_model_parallel_size=parallelism.pipeline,
         context_parallel_size=parallelism.context,
         expert_model_parallel_size=parallelism.expert,
+        # Half an hour otherwise, however long the ranks are to wait for each other.
+        distributed_timeout_minutes=_patience() / timedelta(minutes=1),
     )
     with device.computing():
         device.seed()
@@ -193,6 +197,15 @@ def blank(
         config,
         device,
     ), bridge
+
+
+def _patience() -> timedelta:
+    """Return how long a rank waits for another in the group that all of them are in."""
+    assert dist.group.WORLD is not None  # noqa: S101 - ranks have met before they load
+    # Whatever the device, its backends have one timeout, and one of them is gloo.
+    gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    patience: timedelta = gloo.options._timeout
+    return patience
 
 
 def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noqa: ANN401 - mbridge has no types
