@@ -1,19 +1,29 @@
 """The torch trainer at ranks that hold the base between them, against itself at one rank."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import (
+    save,
+    tiny_deepseek_v3,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer
 from tinkercloud_testing.trainers import assert_equal, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -103,6 +113,40 @@ def test_each_rank_holds_its_part_of_the_layers_only(trainers) -> None:
 
     assert sum(held) == layers
     assert max(held) - min(held) <= layers // 100
+
+
+def test_a_rank_that_did_not_read_the_base_never_holds_more_of_it_than_its_part_and_a_few_layers(
+    trainer_of,
+) -> None:
+    layers, layer_bytes = 12, 4 * (3 * 1024 * 1024 + 3 * 1024 * 2048)
+    make = partial(tiny_llama, layers=layers, hidden_size=1024)
+    sharded = trainer_of(2, partial(MeasuredTrainer, make=make))
+
+    _, taken = sharded._group.call_each("bytes_taken", [(), ()])
+
+    part = layers * layer_bytes / 2
+    assert part < taken < part + 3 * layer_bytes
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_qwen3_moe, tiny_deepseek_v3])
+def test_a_model_that_one_rank_reads_is_the_same_at_all(make, trainer_of, tmp_path: Path) -> None:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=str(save(make(), tmp_path / "model"))),
+        token_file="",
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        scratch_dir=str(tmp_path / "scratch"),
+        trainer=TrainerConfig(ranks=2, sharded=True, max_batch_tokens=BATCH_TOKENS),
+    )
+    sharded = trainer_of(2, partial(torch_rank, config))
+    single = TorchTrainer(BaseModel(make(), packed=False), max_batch_tokens=BATCH_TOKENS)
+
+    steps = []
+    for trainer in (sharded, single):
+        trainer.add_model("m", LORA)
+        steps.append([step(trainer, [5, 9, 3, 30], seed) for seed in range(3)])
+
+    np.testing.assert_allclose(*steps, rtol=1e-4)
 
 
 def ten_steps(trainers, config: LoraConfig | None) -> list[list[tuple[float, float]]]:

@@ -85,10 +85,17 @@ def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def _without_weights(path: str) -> PreTrainedModel:
-    config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return blank_model(
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
+
+
+def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return a model of this configuration, float32, whose weights and buffers hold no memory."""
     with torch.device("meta"):
         # Any other dtype would be torch's default meanwhile, for all threads.
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval()
     return model
 
 

@@ -17,17 +17,14 @@ from typing import Any, cast
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker import kernels
 from tinkercloud_worker.architecture import (
     UnsupportedModelError,
+    blank_model,
     check_folder,
     find_targets,
     max_context_length,
@@ -188,24 +185,11 @@ class BaseModel:
 
     def without_weights(self) -> PreTrainedModel:
         """Return another model of this architecture, float32, whose weights hold no memory yet."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        model = blank_model(self.config)
         for name, buffer in self._model.named_buffers():
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_buffer(leaf, buffer, persistent=False)
-        blank: PreTrainedModel = model.eval()
-        return blank
-
-    def share_out(self, mesh: DeviceMesh) -> None:
-        """Divide the weights of the layers over ranks; a layer's are gathered while it computes.
-
-        From here on a pass is collective: all ranks of the mesh make as many, in one order, each
-        with a backward pass or each without. Embeddings stay whole. Packed weights would too.
-        """
-        for _, layer in layers_of(self._trunk):
-            fully_shard(layer, mesh=mesh)
-        rest = {weight for weight in self._trunk.parameters() if not isinstance(weight, DTensor)}
-        fully_shard(self._trunk, mesh=mesh, ignored_params=rest)
+        return model
 
     def hidden(
         self,

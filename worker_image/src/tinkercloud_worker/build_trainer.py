@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
 from tinkercloud_worker.architecture import read_architecture
@@ -20,6 +21,7 @@ from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.no_trainer import NoTrainer
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
+from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
@@ -73,24 +75,23 @@ def _limits(config: HeadConfig) -> TokenLimits:
 def torch_rank(config: HeadConfig) -> DataParallelTrainer:
     """Return a rank's torch trainer."""
     trainer = config.trainer
-    base = BaseModel.load(
-        config.model.path,
-        getattr(torch, trainer.dtype),
-        packed=trainer.packed_weights and not trainer.sharded,
-        device=trainer.device,
-    )
+    dtype: torch.dtype = getattr(torch, trainer.dtype)
     if trainer.sharded:
+        mesh = init_device_mesh(trainer.device, (trainer.ranks,))
         return ShardedTrainer(
-            base,
+            load_sharded(config.model.path, dtype, mesh),
+            mesh,
             max_batch_tokens=trainer.max_batch_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
         )
     return DataParallelTrainer(
-        base,
-        max_batch_tokens=config.trainer.max_batch_tokens,
+        BaseModel.load(
+            config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
+        ),
+        max_batch_tokens=trainer.max_batch_tokens,
         max_context_length=config.limits.max_context_length,
-        max_kept_tokens=config.trainer.max_kept_tokens,
+        max_kept_tokens=trainer.max_kept_tokens,
     )
 
 

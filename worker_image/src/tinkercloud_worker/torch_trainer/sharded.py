@@ -1,9 +1,10 @@
 """The torch trainer at one of several ranks that hold the base's layers between them (FSDP2).
 
-Each rank has its part of every layer and, while a layer computes, the whole of that one. Adapters
-are whole at every rank, and so are the base's embeddings. Models that are trained as a whole are
-divided as the base is, embeddings too (`sharded_model`). As gathering a layer takes all ranks, all
-make the same number of passes, whatever their shares of the batch are: some are about nothing.
+Each rank has its part of every layer and, while a layer computes, the whole of that one
+(`sharded_base`). Adapters are whole at every rank, and so are the base's embeddings. Models that
+are trained as a whole are divided as the base is, embeddings too (`sharded_model`). As gathering a
+layer takes all ranks, all make the same number of passes, whatever their shares of the batch are:
+some are about nothing.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.base_model import BaseModel
@@ -31,6 +32,7 @@ class ShardedTrainer(DataParallelTrainer):
     def __init__(
         self,
         base: BaseModel,
+        mesh: DeviceMesh,
         *,
         max_batch_tokens: int,
         max_context_length: int | None = None,
@@ -39,7 +41,8 @@ class ShardedTrainer(DataParallelTrainer):
         """Make a trainer without models.
 
         Args:
-            base: the base model, not packed; the ranks share it out here.
+            base: the base model, shared out over the mesh (`sharded_base`).
+            mesh: one dimension, all ranks.
             max_batch_tokens: as the torch trainer's.
             max_context_length: as the torch trainer's.
             max_kept_tokens: as the torch trainer's; none or any, or ranks would not gather alike.
@@ -50,8 +53,7 @@ class ShardedTrainer(DataParallelTrainer):
             max_context_length=max_context_length,
             max_kept_tokens=max_kept_tokens,
         )
-        self._mesh = init_device_mesh(base.device.type, (dist.get_world_size(),))
-        base.share_out(self._mesh)
+        self._mesh = mesh
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
