@@ -90,7 +90,8 @@ class Settings(BaseSettings):
     """Whether session heads are started with the server rather than when first needed. Each holds
     its whole model in memory."""
     head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """How long a session head may take to load its model."""
+    """How long a session head may take to load its model, beside the time that its ranks have, if
+    it has any, to start (`trainer.start_timeout_seconds`)."""
     trainer: TrainerConfig = TrainerConfig()
     """How session heads train."""
     sampler: SamplerConfig = SamplerConfig()
@@ -137,6 +138,12 @@ class Settings(BaseSettings):
         file = os.environ.get(CONFIG_FILE_VARIABLE)
         toml = (TomlConfigSettingsSource(settings_cls, Path(file)),) if file else ()
         return (init_settings, env_settings, *toml)
+
+    @property
+    def head_deadline_seconds(self) -> float:
+        """How long a head may take to be ready: more than it gives its ranks."""
+        ranks = self.trainer.start_timeout_seconds if self.trainer.ranks else 0.0
+        return self.head_start_seconds + ranks
 
     @property
     def catalog_url(self) -> str:

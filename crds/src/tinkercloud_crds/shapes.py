@@ -154,6 +154,10 @@ class TrainerShape(Part):
     """Of the frozen base weights; adapters, gradients and moments are float32 always."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 8192
     """Tokens of one micro-batch and data-parallel rank."""
+    start_timeout_seconds: Seconds = 1800
+    """How long the ranks in worker pods may take, from when the head asks for them, until each has
+    a place and has loaded its part of the model; then the head ends, says what lacked, and is
+    started again."""
 
     @property
     def ranks_per_replica(self) -> int:

@@ -77,6 +77,13 @@ def test_ranks_wait_at_their_store_as_long_as_in_a_collective_operation(group: R
     assert group.call_each("patience", [(), ()]) == [GroupTimings().collective] * 2
 
 
+def test_ranks_wait_for_one_that_loads_as_long_as_it_may_load() -> None:
+    group = RankGroup(TWO, Recorder, GroupTimings(start=7200, collective=60))
+
+    assert group.call_each("patience", [(), ()]) == [7200] * 2
+    group.close()
+
+
 def test_a_rank_killed_in_the_midst_of_a_command_fails_it_and_ends_the_group(
     group: RankGroup,
 ) -> None:
@@ -177,11 +184,13 @@ def test_too_little_room_is_said_with_what_there_is_and_nothing_waits_on() -> No
         RankGroup(GroupShape(ranks=2, cpus_per_rank=cores), Recorder, GroupTimings(start=1))
 
     assert "fewer or smaller ranks" in str(error.value)
+    assert "trainer.startTimeoutSeconds" in str(error.value)
     assert_nothing_is_left()
 
 
 def test_a_rank_that_takes_too_long_to_load_is_given_up() -> None:
-    with pytest.raises(RanksUnavailable, match=r"ranks .* of 2 did not .* within 10 s"):
+    late = r"ranks .* of 2 did not .* within 10 s; raise trainer\.start_timeout_seconds"
+    with pytest.raises(RanksUnavailable, match=late):
         RankGroup(TWO, never_ready, GroupTimings(start=10))
 
     assert_nothing_is_left()

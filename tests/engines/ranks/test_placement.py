@@ -1,12 +1,15 @@
 """Ranks that hold a model between them are kept together; copies on CPUs are not."""
 
+from typing import Never
+
 import pytest
+import ray
 from ray.util import placement_group_table
 
-from tinkercloud_protocol.launch import TrainerConfig
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_testing.recorder import Recorder
-from tinkercloud_worker.actors.group import GroupShape, RankGroup
-from tinkercloud_worker.build_trainer import strategy
+from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
+from tinkercloud_worker.build_trainer import build_trainer, strategy
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,22 @@ def test_ray_is_asked_for_it(cluster) -> None:
 
     assert placement_group_table(group._places)["strategy"] == "SPREAD"
     group.close()
+
+
+@pytest.mark.slow
+def test_a_head_waits_for_places_as_long_as_it_is_told(cluster) -> None:
+    ranks = int(ray.cluster_resources()["CPU"]) + 1
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path="/nowhere"),
+        token_file="",
+        checkpoint_root="file:///nowhere",
+        scratch_dir="/nowhere",
+        trainer=TrainerConfig(ranks=ranks, start_timeout_seconds=2),
+    )
+
+    def base() -> Never:
+        raise AssertionError("ranks load the base")
+
+    with pytest.raises(RanksUnavailable, match=rf"no room for {ranks} ranks of .* within 2 s"):
+        build_trainer(config, base)

@@ -296,7 +296,7 @@ def test_the_head_reads_what_was_written_for_it(build: Build) -> None:
 
 def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
     offered = a_base_model(
-        trainer={"dtype": "float32", "maxBatchTokens": 4096},
+        trainer={"dtype": "float32", "maxBatchTokens": 4096, "startTimeoutSeconds": 7200},
         limits={"maxLoraRank": 64},
         maxContextLength=2048,
     )
@@ -307,6 +307,7 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
     assert config.head == "one"
     assert config.model.name == "Qwen/Qwen3-8B"
     assert (config.trainer.dtype, config.trainer.max_batch_tokens) == ("float32", 1024)
+    assert config.trainer.start_timeout_seconds == 7200
     assert (config.limits.max_lora_rank, config.limits.max_context_length) == (64, 2048)
     assert config.timings.suspend_seconds == 90
     assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's

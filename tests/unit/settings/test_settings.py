@@ -104,3 +104,19 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:hush@h/d")
 
     assert "hush" not in repr(load_settings())
+
+
+def test_a_head_is_given_up_no_sooner_than_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_HEAD_START_SECONDS", "10")
+    monkeypatch.setenv("TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS", "7200")
+
+    assert load_settings().head_deadline_seconds == 10
+    monkeypatch.setenv("TINKERCLOUD_TRAINER__RANKS", "2")
+    assert load_settings().head_deadline_seconds == 7210
+
+
+def test_ranks_have_some_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS", "0")
+
+    with pytest.raises(ValidationError, match="start_timeout_seconds"):
+        load_settings()

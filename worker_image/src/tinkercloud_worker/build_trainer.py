@@ -45,7 +45,12 @@ def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
             max_kept_tokens=config.trainer.max_kept_tokens,
         )
     # Ray takes seconds and a hundred megabytes, which a head of one process does not owe.
-    from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect  # noqa: PLC0415
+    from tinkercloud_worker.actors.group import (  # noqa: PLC0415
+        GroupShape,
+        GroupTimings,
+        RankGroup,
+        connect,
+    )
     from tinkercloud_worker.actors.ranked_trainer import RankedTrainer  # noqa: PLC0415
 
     gpus = 1.0 if config.trainer.device == "cuda" else 0.0
@@ -53,8 +58,9 @@ def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
     factory: Callable[[], RankTrainer] = partial(
         torch_rank if config.trainer.backend == "torch" else megatron_rank, config
     )
+    timings = GroupTimings(start=config.trainer.start_timeout_seconds)
     connect(shape)
-    return RankedTrainer(lambda: RankGroup(shape, factory))
+    return RankedTrainer(lambda: RankGroup(shape, factory, timings))
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:

@@ -158,10 +158,9 @@ class _LocalHead:
     ) -> None:
         ready = asyncio.create_task(self._get(route, routes.HEAD_WAIT_READY))
         ended = asyncio.create_task(process.wait())
+        seconds = self._settings.head_deadline_seconds
         done, _ = await asyncio.wait(
-            {ready, ended},
-            timeout=self._settings.head_start_seconds,
-            return_when=asyncio.FIRST_COMPLETED,
+            {ready, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         ready.cancel()
         ended.cancel()
@@ -170,7 +169,6 @@ class _LocalHead:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        seconds = self._settings.head_start_seconds
         what = "ended" if done else f"was not ready within {seconds:.0f} s"
         raise HeadFailed(
             f"the session head of {self._model.name!r} {what} while starting: {self._last_words()}"

@@ -79,6 +79,7 @@ def _trainer_config(shape: Shape) -> TrainerConfig:
         max_batch_tokens=trainer.max_batch_tokens,
         # What fits a GPU is planned for layers that are computed again.
         max_kept_tokens=0 if trainer.gpus_per_replica else None,
+        start_timeout_seconds=trainer.start_timeout_seconds,
     )
 
 

@@ -19,6 +19,11 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"source": {"uri": "s3://a"}},
         {"source": {"uri": "file:///etc"}},
     ),
+    "spec.trainer.startTimeoutSeconds": (
+        base_model,
+        {"trainer": TRAINERS | {"startTimeoutSeconds": 1}},
+        {"trainer": TRAINERS | {"startTimeoutSeconds": 0}},
+    ),
     "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
     "spec.sampler.engines.processGroup": (
         base_model,

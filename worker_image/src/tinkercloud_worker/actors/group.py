@@ -52,6 +52,7 @@ _SETTINGS_WITHOUT_GPUS = {
     # Nothing is compiled for CPUs, and yet megatron-core loads the compiler, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
+_MORE_TIME = "raise trainer.start_timeout_seconds (of a BaseModel: trainer.startTimeoutSeconds)"
 _ECHO_SECONDS = 2.0
 """A rank that waits for one that dies may fail before that death is known: so long is it waited
 for, to tell the cause from the echo."""
@@ -94,7 +95,8 @@ class GroupTimings:
     start: float = 1800.0
     """Until every rank has a place, has met the others and has loaded what it works with."""
     collective: float = 1800.0
-    """How long an operation of all ranks waits for one that lives but does not come."""
+    """How long an operation of all ranks waits for one that lives but does not come. No less than
+    `start`: one that has loaded may wait in one for another that has not."""
     last_words: float = 120.0
     """How long each rank of a lost group may take to hand over what it holds."""
 
@@ -229,13 +231,13 @@ class RankGroup:
         if not self._places.wait(max(0.0, deadline - time.monotonic())):
             raise RanksUnavailable(
                 f"no room for {size} ranks of {self.shape.bundle} within"
-                f" {self._timings.start:.0f} s: {_resources()}; add workers, or ask for fewer or"
-                " smaller ranks"
+                f" {self._timings.start:.0f} s: {_resources()}; add workers, ask for fewer or"
+                f" smaller ranks, or {_MORE_TIME}"
             )
         nodes = placement_group_table(self._places)["bundles_to_node_id"]
         self._ranks = [self._place_rank(i, self._places) for i in neighbours_together(nodes)]
         [address] = self._wait_for([self._ranks[0].open_store.remote(size)], "open", deadline)
-        seconds = self._timings.collective
+        seconds = max(self._timings.collective, self._timings.start)
         self._wait_for(
             [
                 rank.join.remote(i, size, address, seconds, self.shape.backend)
@@ -269,7 +271,7 @@ class RankGroup:
                 late = [refs.index(ref) for ref in pending]
                 raise RanksUnavailable(
                     f"ranks {late} of {self.shape.ranks} did not {step} within"
-                    f" {self._timings.start:.0f} s"
+                    f" {self._timings.start:.0f} s; {_MORE_TIME}"
                 )
             try:
                 ray.get(done)
