@@ -125,6 +125,14 @@ def test_an_engine_is_started_as_its_base_model_says() -> None:
     assert original in engine_of(build)["env"]
 
 
+def test_an_engine_in_float32_has_attention_that_is_not_for_half_precision_alone() -> None:
+    offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"}, sampler=ENGINES)
+
+    options = options_of(a_build(offered))
+
+    assert (options["--dtype"], options["--attention-backend"]) == ("float32", "triton")
+
+
 def test_an_engine_takes_the_part_of_its_gpus_that_it_is_given() -> None:
     engines_shape = {**ENGINES["engines"], "gpuMemoryPercent": 85}
 

@@ -265,6 +265,9 @@ def _arguments(build: Build, port: int) -> list[str]:
         "--moe-runner-backend": "triton",
         **_memory(sampler.engines),
     }
+    if base_model.trainer.dtype == "float32":
+        # Of itself SGLang takes fa3, and flashinfer on Blackwell, which know half precision only.
+        options["--attention-backend"] = "triton"
     switches = ["--enable-lora", "--enable-deterministic-inference"]
     if build.shape.engines_per_trainer:
         # Every container of the pod sees all of its GPUs; SGLang counts from this one.
