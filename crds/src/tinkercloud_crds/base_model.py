@@ -122,7 +122,8 @@ class BaseModelSpec(Part):
     source: ModelSource
     """Where the weights come from."""
     max_context_length: Annotated[int, Field(ge=16, le=MAX_TOKENS)]
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence. Sessions take no longer ones than the model's own
+    `max_position_embeddings`, whatever this says."""
     tokenizer: Text | None = None
     """Model id under which clients find the tokenizer; modelName unless given."""
     head: HeadShape

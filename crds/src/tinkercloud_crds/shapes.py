@@ -124,6 +124,10 @@ class TrainerShape(Part):
                 "planning: with it, the operator chooses the parallelism; leave one of both out",
             ),
             (
+                "!has(self.planning) || self.dtype == 'bfloat16'",
+                "planning: plans are for weights in bfloat16; leave dtype out, or planning",
+            ),
+            (
                 "self.backend != 'megatron' || self.replicas >= 1",
                 "backend: megatron trains on worker pods; replicas must be 1 or more",
             ),

@@ -371,6 +371,12 @@ def _compute_plan(
         raise ValueError("config: expected the JSON object of a config.json")  # noqa: TRY004 - text
     kind = gpu(trainer.planning.gpu)
     pods = trainer.gpus_per_replica
-    demand = Demand(families.read(config), sequence_length, lora_rank)
+    described = families.read(config)
+    if sequence_length > described.max_context_length:
+        raise ValueError(
+            f"config: the BaseModel's maxContextLength is {sequence_length}, but this model takes"
+            f" {described.max_context_length} tokens (max_position_embeddings); lower it to that"
+        )
+    demand = Demand(described, sequence_length, lora_rank)
     fleet = Fleet(kind, trainer.replicas * pods, per_node=pods)
     return plan_trainer(demand, fleet, beside=beside)

@@ -230,7 +230,8 @@ class Limits(_Config):
     max_lora_rank: Annotated[int, Field(ge=1)] = 256
     """Rank of an adapter."""
     max_context_length: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of a sequence; absent means what the model's own configuration says."""
+    """Tokens of a sequence; absent means what the model's own configuration says
+    (`max_position_embeddings`), and more than that is lowered to it."""
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Of one request, before and after decompression."""
     max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20

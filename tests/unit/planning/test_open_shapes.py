@@ -218,3 +218,13 @@ def test_what_can_not_be_planned_from_is_refused_by_name(
     assert found.reason is Reason.NOT_ALLOWED
     assert "the BaseModel's trainer.planning: " in found.message
     assert message in found.message
+
+
+def test_sequences_longer_than_the_model_takes_are_refused_by_name() -> None:
+    takes = MODELS[LARGE]["config"]["max_position_embeddings"]
+    offered = an_open_base_model()
+
+    assert chosen(offered.model_copy(update={"max_context_length": takes})).plan
+    found = refusal(offered.model_copy(update={"max_context_length": takes + 1}))
+    assert found.reason is Reason.NOT_ALLOWED
+    assert f"maxContextLength is {takes + 1}, but this model takes {takes} tokens" in found.message

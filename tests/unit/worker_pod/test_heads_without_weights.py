@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
@@ -35,7 +36,9 @@ def described(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def a_config(model: Path, folder: Path, sampler: SamplerConfig) -> HeadConfig:
+def a_config(
+    model: Path, folder: Path, sampler: SamplerConfig, max_context_length: int = 100
+) -> HeadConfig:
     return HeadConfig(
         head="h",
         generation="g",
@@ -45,7 +48,7 @@ def a_config(model: Path, folder: Path, sampler: SamplerConfig) -> HeadConfig:
         scratch_dir=str(folder / "scratch"),
         trainer=TrainerConfig(backend="none"),
         sampler=sampler,
-        limits=Limits(max_context_length=100),
+        limits=Limits(max_context_length=max_context_length),
     )
 
 
@@ -73,6 +76,25 @@ async def test_a_head_that_only_asks_servers_needs_no_weights(tmp_path: Path) ->
     backend.trainer.remove_model("run")
     backend.thread.stop()
     await backend.sampler.close()
+
+
+async def test_a_head_takes_no_longer_sequences_than_its_model_and_says_so(tmp_path: Path) -> None:
+    model = tiny_llama()
+    own = model.config.max_position_embeddings
+    folder = described(model, tmp_path / "model")
+
+    with capture_logs() as logs:
+        backends = [
+            build_backend(a_config(folder, tmp_path, SERVERS, max_context_length=length))
+            for length in (own, own + 1)
+        ]
+
+    assert [backend.trainer.limits.max_context_length for backend in backends] == [own, own]
+    warnings = [line for line in logs if line["log_level"] == "warning"]
+    assert [(line["wanted"], line["taken"]) for line in warnings] == [(own + 1, own)]
+    for backend in backends:
+        backend.thread.stop()
+        await backend.sampler.close()
 
 
 def test_a_head_that_samples_by_itself_needs_them(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ def build_backend(config: HeadConfig) -> Backend:
     base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = build_trainer(config, base)
+    wanted, taken = config.limits.max_context_length, trainer.limits.max_context_length
+    if wanted is not None and wanted > taken:
+        log.warning(
+            "limits.max_context_length is more than the model takes", wanted=wanted, taken=taken
+        )
     sampler, thread = build_sampler(config, base, tokenizer, trainer, _end_process)
     return Backend(
         config=config,

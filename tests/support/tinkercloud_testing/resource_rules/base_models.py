@@ -34,10 +34,13 @@ def sharded(backend: str = "torch", replicas: int = 2, gpus: int = 1) -> Json:
     return base_model(trainer={"backend": backend, **counts, "sharded": True})
 
 
-def planned(gpus: int = 4, backend: str = "megatron", **parallelism: int) -> Json:
+def planned(
+    gpus: int = 4, backend: str = "megatron", dtype: str | None = None, **parallelism: int
+) -> Json:
     counts = {"replicas": 2 if gpus else 0, "gpusPerReplica": gpus}
     parts = {"planning": PLANNING, "parallelism": parallelism}
-    return base_model(trainer={"backend": backend, **counts, **parts})
+    chosen = {} if dtype is None else {"dtype": dtype}
+    return base_model(trainer={"backend": backend, **counts, **parts, **chosen})
 
 
 def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
@@ -204,6 +207,20 @@ BASE_MODEL_RULES = (
             "tensor": planned(tensor=2),
             "context": planned(context=2),
             "expert": planned(expert=2),
+        },
+    ),
+    Rule(
+        "spec.trainer",
+        "planning: plans are for weights in bfloat16; leave dtype out, or planning",
+        {
+            "nothing said": planned(),
+            "bfloat16": planned(dtype="bfloat16"),
+            "float32 without planning": base_model(trainer=TRAINERS | {"dtype": "float32"}),
+        },
+        {
+            "float32": planned(dtype="float32"),
+            "float32 on many GPUs": planned(16, dtype="float32"),
+            "float32 with its parallelism": planned(dtype="float32", tensor=1),
         },
     ),
     Rule(
