@@ -161,7 +161,8 @@ class TrainerShape(Part):
     start_timeout_seconds: Seconds = 1800
     """How long the ranks in worker pods may take, from when the head asks for them, until each has
     a place and has loaded its part of the model; then the head ends, says what lacked, and is
-    started again."""
+    started again. They wait for each other as long in any operation, and no less than half an
+    hour."""
 
     @property
     def ranks_per_replica(self) -> int:

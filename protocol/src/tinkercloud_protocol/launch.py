@@ -76,7 +76,8 @@ class TrainerConfig(_Config):
     (FSDP2), rather than a copy each. torch only."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """How long ranks may take until each has a place, has met the others and has loaded what it
-    works with; then the head ends, or, of ranks in the place of lost ones, the request fails."""
+    works with; then the head ends, or, of ranks in the place of lost ones, the request fails. Ranks
+    wait for each other as long in any operation, and no less than half an hour."""
 
     @property
     def model_ranks(self) -> int:
