@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
@@ -19,7 +21,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer
-from tinkercloud_testing.trainers import assert_equal, run
+from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
@@ -241,6 +243,26 @@ def test_a_whole_model_with_tied_embeddings_has_one_ranks_gradients(trainer_of) 
     gradients = [trainer.export_gradient("m") for trainer in (sharded, single)]
 
     assert_equal(*gradients, atol=1e-4)
+
+
+def a_tied_llama_in_half() -> PreTrainedModel:
+    return tiny_llama(tied=True).to(torch.bfloat16)
+
+
+def test_a_whole_model_over_a_base_in_bfloat16_is_computed_in_it_as_at_one_rank(trainer_of) -> None:
+    single = TorchTrainer(BaseModel(a_tied_llama_in_half()), max_batch_tokens=BATCH_TOKENS)
+    sharded = trainer_of(2, partial(MeasuredTrainer, 0, make=a_tied_llama_in_half))
+    batch = prepare(a_request(random_data([5, 20, 3, 11, 8])), sharded.limits)
+
+    first, _ = ten_steps((sharded, single), None)
+    single.import_state("m", sharded.export_state("m"))
+    run(single, random_data([9, 4]))
+    run(sharded, random_data([9, 4]))
+
+    assert first[-1] != first[0]
+    scores = [trainer.forward("m", batch, lambda: None).logprobs for trainer in (sharded, single)]
+    np.testing.assert_array_equal(*(np.concatenate(each) for each in scores))
+    assert_close(*(trainer.export_gradient("m") for trainer in (sharded, single)), rtol=0.02)
 
 
 def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(cluster) -> None:

@@ -51,7 +51,7 @@ def an_engine(
         base,
         byte_tokenizer(),
         config or SamplerConfig(),
-        versions=Versions(scratch_dir, max_sampler_bytes, base.device),
+        versions=Versions(scratch_dir, max_sampler_bytes, base.device, base.dtype),
         wake=thread.wake,
         recorder=recorder,
     )

@@ -2,8 +2,9 @@
 
 One copy of the base weights serves every model and every sampler. A pass is told which of its
 positions run with which weights (`Route`): those of an adapter get its low-rank term added to each
-adapted linear layer; a fully fine-tuned model's weights take the place of the base's for the whole
-pass. The class knows nothing of losses, gradients, sampling or requests.
+adapted linear layer; a fully fine-tuned model's weights, rounded to the base's dtype, take the
+place of the base's for the whole pass. The class knows nothing of losses, gradients, sampling or
+requests.
 
 Shape legend: B rows of a batch, T positions, D hidden size, R positions one after another, V
 vocabulary.
@@ -115,7 +116,9 @@ class BaseModel:
         self.other_experts = others_than(experts, model)
         """The class of experts that no adapter can be added to, if there are such."""
         self._recomputes = False
-        for name, layer in layers_of(self._trunk):
+        layers = layers_of(self._trunk)
+        self._layer_prefixes = tuple(f"{name}." for name, _ in layers)
+        for name, layer in layers:
             self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._head, "bias", None)
@@ -244,7 +247,9 @@ class BaseModel:
     def _run(
         self, arguments: dict[str, Any], routes: Sequence[Route], *, recompute: bool
     ) -> Tensor:
-        replaced = self._trunk_weights(self._replaced_weights(routes) or {})
+        # Layers that are computed again round their own weights, each time.
+        own = self._layer_prefixes if recompute else ()
+        replaced = self._rounded(self._replaced_weights(routes), f"{self._trunk_name}.", own)
         self._terms = LowRankTerms()
         self._routes, self._recomputes = routes, recompute
         try:
@@ -270,9 +275,15 @@ class BaseModel:
         """Return the output embedding: the base's, or the one that takes its place."""
         if replaced is None:
             return self.frozen_head
+        weight, bias = self.head_of(replaced)
+        rounded_bias = None if bias is None else bias.to(self.dtype)
+        return FrozenLinear(weight.to(self.dtype), rounded_bias, packed=False)
+
+    def head_of(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return weight [V, D] and bias [V], if there is one, of a whole model's output layer."""
         name = f"{self._head_name}.weight"
-        weight = replaced[name if name in replaced else self._tied_name]
-        return FrozenLinear(weight, replaced.get(f"{self._head_name}.bias"), packed=False)
+        weight = tensors[name if name in tensors else self._tied_name]
+        return weight, tensors.get(f"{self._head_name}.bias")
 
     def _head_weight(self) -> Tensor:
         weight = self._head.weight
@@ -304,12 +315,20 @@ class BaseModel:
             raise ValueError("whole-model weights must cover all rows of a pass")
         return whole[0].tensors
 
-    def _trunk_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        prefix = f"{self._trunk_name}."
+    def _rounded(
+        self, tensors: Mapping[str, Tensor] | None, prefix: str, others: tuple[str, ...] = ()
+    ) -> dict[str, Tensor]:
+        """Return what takes the place of the weights of a module, under autograd.
+
+        Args:
+            tensors: of the whole model; None if it is the base.
+            prefix: of the names of the module's weights, which are returned without.
+            others: prefixes of names in it that are left out.
+        """
         return {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
+            own: tensor.to(self.dtype)
+            for name, tensor in (tensors or {}).items()
+            if name.startswith(prefix) and not (own := name.removeprefix(prefix)).startswith(others)
         }
 
     def _adapt(self, target: Target, module: nn.Module, *, packed: bool) -> None:
@@ -366,15 +385,11 @@ class BaseModel:
             if not self._recomputes:
                 return forward(*args, **kwargs)
             routes = self._routes
-            tensors = self._replaced_weights(routes) or {}
-            replaced = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
-            }
+            tensors = self._replaced_weights(routes)
 
             def compute(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
                 before = self._routes, self._recomputes
+                replaced = self._rounded(tensors, prefix)
                 self._routes, self._recomputes = routes, False
                 try:
                     return torch.func.functional_call(layer, replaced, args, kwargs)

@@ -64,7 +64,10 @@ def build_sampler(
             tokenizer,
             config.sampler,
             versions=Versions(
-                Path(config.scratch_dir), config.limits.max_sampler_bytes, base().device
+                Path(config.scratch_dir),
+                config.limits.max_sampler_bytes,
+                base().device,
+                base().dtype,
             ),
             wake=thread.wake,
             recorder=recorder_for(base().device),

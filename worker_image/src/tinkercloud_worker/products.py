@@ -7,9 +7,23 @@ a pass over the result.
 import torch
 from torch import Tensor
 
+_PART_BYTES = 256 << 20
+"""Size of the part of a product that is held until it is added."""
+
 
 def float32_product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     """Return the product [M, N], float32; the factors are of one type."""
     if left_MK.is_cuda and left_MK.dtype != torch.float32:
         return torch.mm(left_MK, right_KN, out_dtype=torch.float32)
     return (left_MK @ right_KN).float()
+
+
+def add_float32_product(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """Add the product, as it is in float32, to a float32 matrix; the factors are of one type."""
+    if left_MK.dtype == torch.float32:
+        total_MN.addmm_(left_MK, right_KN)
+        return
+    rows = max(1, _PART_BYTES // (4 * total_MN.shape[1]))
+    for start in range(0, len(total_MN), rows):
+        part = slice(start, start + rows)
+        total_MN[part].add_(float32_product(left_MK[part], right_KN))

@@ -27,16 +27,16 @@ class _Version:
     in_memory: ActiveWeights | None
     size_bytes: int
 
-    @property
-    def lora_scale(self) -> float | None:
-        return lora.scale(self.lora.rank) if self.lora else None
-
 
 class Versions:
     """Names to weights. Not thread-safe."""
 
     def __init__(
-        self, scratch_dir: Path, max_bytes: int, device: torch.device | None = None
+        self,
+        scratch_dir: Path,
+        max_bytes: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Make an empty collection.
 
@@ -44,10 +44,12 @@ class Versions:
             scratch_dir: where weights are written that memory is too short for.
             max_bytes: of weights in memory.
             device: where weights are used; None means the CPU.
+            dtype: that whole models are kept in, and used in: the base's.
         """
         self._scratch_dir = scratch_dir
         self._max_bytes = max_bytes
         self._device = device or torch.device("cpu")
+        self._dtype = dtype
         self._versions: OrderedDict[str, _Version | None] = OrderedDict()
 
     def __contains__(self, name: str) -> bool:
@@ -60,9 +62,9 @@ class Versions:
         if weights is None:
             self._versions[name] = None
             return
-        version = _Version(weights.lora, None, weights.size_bytes)
-        active = self._active(weights.tensors, version)
-        self._versions[name] = replace(version, in_memory=active)
+        active = self._active(weights.tensors, weights.lora)
+        kept = WeightsSnapshot(weights.lora, active.tensors)
+        self._versions[name] = _Version(weights.lora, active, kept.size_bytes)
         self._spill(keep=name)
 
     def remove(self, name: str) -> None:
@@ -81,14 +83,14 @@ class Versions:
         if version is None:
             return None
         if version.in_memory is None:
-            active = self._active(load_file(self._file(name)), version)
+            active = self._active(load_file(self._file(name)), version.lora)
             version = replace(version, in_memory=active)
             self._versions[name] = version
             self._spill(keep=name)
         return version.in_memory
 
     def export(self, name: str) -> WeightsSnapshot | None:
-        """Return what a version was published with. Spilled weights stay spilled.
+        """Return what is sampled from. Spilled weights stay spilled.
 
         Raises:
             NotFound: the version is unknown.
@@ -96,13 +98,14 @@ class Versions:
         version = self._known(name)
         if version is None:
             return None
-        if version.in_memory is None:
-            return WeightsSnapshot(version.lora, load_file(self._file(name)))
-        return WeightsSnapshot(version.lora, version.in_memory.tensors)
+        active = version.in_memory
+        tensors = load_file(self._file(name)) if active is None else active.tensors
+        return WeightsSnapshot(version.lora, {key: t.float() for key, t in tensors.items()})
 
-    def _active(self, tensors: Mapping[str, Tensor], version: _Version) -> ActiveWeights:
-        there = {name: tensor.to(self._device) for name, tensor in tensors.items()}
-        return ActiveWeights(there, version.lora_scale)
+    def _active(self, tensors: Mapping[str, Tensor], config: LoraConfig | None) -> ActiveWeights:
+        dtype = self._dtype if config is None else torch.float32
+        there = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
+        return ActiveWeights(there, lora.scale(config.rank) if config else None)
 
     def _known(self, name: str) -> _Version | None:
         if name not in self._versions:

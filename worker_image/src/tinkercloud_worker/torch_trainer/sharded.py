@@ -74,9 +74,8 @@ class ShardedTrainer(DataParallelTrainer):
         missing = self._passes_of_others(batch)
         output = super().forward_backward(model_id, batch, between)
         for _ in range(missing):
-            hidden_RD = self._pass_about_nothing(model_id)
-            if hidden_RD.requires_grad:
-                hidden_RD.backward(torch.zeros_like(hidden_RD))
+            routed, hidden_RD = self._pass_about_nothing(model_id)
+            self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))
         return output
 
     def _full_model(self) -> TrainedModel:
@@ -92,11 +91,15 @@ class ShardedTrainer(DataParallelTrainer):
     def _unembedding(self, routed: Routed) -> Unembedding:
         (_, model), *_ = routed
         if isinstance(model.parts, ShardedModel):
-            return Unembedding(model.parts.head(), ())
+            return model.parts.unembedding()
         return super()._unembedding(routed)
 
-    def _needs_backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> bool:  # noqa: ARG002 - part of the interface
-        return hidden_RD.requires_grad
+    def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
+        (_, model), *_ = routed
+        if isinstance(model.parts, ShardedModel):
+            model.parts.backward(hidden_RD, gradient_RD)
+        elif hidden_RD.requires_grad:
+            hidden_RD.backward(gradient_RD)
 
     def _passes_of_others(self, batch: Batch) -> int:
         """Return how many more passes than this rank the rank with the most makes."""
@@ -105,6 +108,7 @@ class ShardedTrainer(DataParallelTrainer):
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - own
 
-    def _pass_about_nothing(self, model_id: str) -> Tensor:
+    def _pass_about_nothing(self, model_id: str) -> tuple[Routed, Tensor]:
         ids_R = torch.zeros(1, dtype=torch.int64, device=self._base.device)
-        return self._hidden([(slice(0, 1), self._models[model_id])], Packed(ids_R, (1,)))
+        routed = [(slice(0, 1), self._models[model_id])]
+        return routed, self._hidden(routed, Packed(ids_R, (1,)))

@@ -1,8 +1,9 @@
 """A whole model under training whose weights ranks hold between them, layer by layer (FSDP2).
 
-Each rank has its part of every weight, with its gradient and moments: a slice along the first
-dimension that the number of ranks divides. torch gathers a layer's weights while the layer
-computes, forward and backward, and gives each rank its part of the sum of their gradients. What is
+Each rank has its part of every weight, with its gradient and moments, in float32: a slice along the
+first dimension that the number of ranks divides. torch rounds a layer's weights to the base's dtype
+and gathers them while the layer computes, forward and backward, and gives each rank its part of the
+sum of their gradients, which are added up in float32. What is
 not of a layer (embeddings, the last norm) is whole at every rank from the forward pass to the end
 of the backward pass: the output layer, which is computed between the two, is taken from there.
 """
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.packing import Packed, mask_kinds
+from tinkercloud_worker.torch_trainer.unembed import Unembedding
 
 
 class ShardedModel:
@@ -54,7 +56,9 @@ class ShardedModel:
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             views[name].copy_(self._part(name, whole))
         self._model = base.without_weights()
-        self._shard(mesh, recompute=recompute)
+        self._head_gradients: dict[str, Tensor] = {}
+        """Of the pass whose backward pass is to follow."""
+        self._shard(mesh, base.dtype, recompute=recompute)
 
     def hidden(self, sequences: Packed) -> Tensor:
         """Return the final hidden states [R, D].
@@ -64,14 +68,25 @@ class ShardedModel:
         arguments = sequences.arguments(mask_kinds(self._model.config))
         hidden_RD: Tensor = self._model(**arguments).last_hidden_state[0]
         if torch.is_grad_enabled():
-            for weight in self._head.parameters():
-                weight.grad = torch.zeros_like(weight)
+            self._head_gradients = {
+                name: torch.zeros_like(weight, dtype=torch.float32)
+                for name, weight in self._head.named_parameters()
+            }
         return hidden_RD
 
-    def head(self) -> FrozenLinear:
-        """Return the output layer, which is there between `hidden` and the backward pass."""
-        weight, bias = self._head.weight, getattr(self._head, "bias", None)
-        return FrozenLinear(cast("Tensor", weight), bias, packed=False)
+    def unembedding(self) -> Unembedding:
+        """Return the output layer, which is there between `hidden` and `backward`."""
+        weight, bias = cast("Tensor", self._head.weight), getattr(self._head, "bias", None)
+        of_pass = self._head_gradients
+        gradients = (of_pass["weight"], of_pass.get("bias")) if of_pass else None
+        return Unembedding(FrozenLinear(weight, bias, packed=False), (), gradients)
+
+    def backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
+        """Make the backward pass of the trunk, and have ranks add up the output layer's too."""
+        for name, weight in self._head.named_parameters():
+            weight.grad = self._head_gradients[name].to(weight.dtype)
+        self._head_gradients = {}
+        hidden_RD.backward(gradient_RD)
 
     def release(self) -> None:
         """Forget what the last pass gathered, if no backward pass did."""
@@ -117,7 +132,7 @@ class ShardedModel:
         dim = self._dims[name]
         return (*whole.shape[:dim], whole.shape[dim] // self._ranks, *whole.shape[dim + 1 :])
 
-    def _shard(self, mesh: DeviceMesh, *, recompute: bool) -> None:
+    def _shard(self, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
         """Have torch divide the model without weights, then give it ours, gradients and all."""
         model, trunk = self._model, self._model.base_model
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
@@ -127,10 +142,12 @@ class ShardedModel:
             for layer in layers:
                 _compute_again(layer)
         names = {weight: name for name, weight in model.named_parameters()}
+        precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for module in (*layers, model):
             fully_shard(
                 module,
                 mesh=mesh,
+                mp_policy=precision,
                 shard_placement_fn=lambda weight: Shard(self._dims[names[weight]]),
             )
         for module in (*layers, model):

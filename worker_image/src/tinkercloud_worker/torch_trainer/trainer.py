@@ -28,6 +28,7 @@ from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
     Unembedding,
+    gradient_of,
     logprobs,
     logprobs_and_gradient,
 )
@@ -166,13 +167,13 @@ class TorchTrainer(AdamTrainer):
         lp_RK, sums, gradient_RD = _unembed(
             self._unembedding(routed), parts, hidden_RD.detach(), losses.find(loss_fn)
         )
-        if self._needs_backward(hidden_RD, gradient_RD):
-            hidden_RD.backward(gradient_RD)
+        self._backward(routed, hidden_RD, gradient_RD)
         return [(lp_RK[rows], loss_sum) for (rows, _), loss_sum in zip(parts, sums, strict=True)]
 
-    def _needs_backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> bool:
-        """Whether the trunk's backward pass has anything to add to a gradient."""
-        return hidden_RD.requires_grad and (gradient_RD.is_cuda or bool(gradient_RD.any()))
+    def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
+        """Make the trunk's backward pass, if it has anything to add to a gradient."""
+        if hidden_RD.requires_grad and (gradient_RD.is_cuda or bool(gradient_RD.any())):
+            hidden_RD.backward(gradient_RD)
 
     def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
         most = self._max_kept_tokens
@@ -181,8 +182,12 @@ class TorchTrainer(AdamTrainer):
 
     def _unembedding(self, routed: Routed) -> Unembedding:
         (_, model), *_ = routed
-        replaced = None if model.lora else model.trainable.tensors
-        return Unembedding(self._base.head(replaced), self._base.head_adapters(_routes(routed)))
+        if model.lora:
+            return Unembedding(self._base.frozen_head, self._base.head_adapters(_routes(routed)))
+        tensors = model.trainable.tensors
+        weight, bias = self._base.head_of(tensors)
+        gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
+        return Unembedding(self._base.head(tensors), (), gradients)
 
 
 def _in_order(packs: Sequence[tuple[TrainedModel, Packed]]) -> Routed:

@@ -12,14 +12,14 @@ Shape legend: R positions, D hidden size, V vocabulary, K targets per position, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.kernels import compiled_on_gpu
-from tinkercloud_worker.products import float32_product
+from tinkercloud_worker.products import add_float32_product, float32_product
 
 _LOGITS_BYTES = 64 << 20
 """Size of the logits held at a time on a CPU."""
@@ -36,9 +36,11 @@ class Unembedding:
     """The output layer a pass runs through: frozen or trained weight, adapters of some rows."""
 
     linear: FrozenLinear
-    """[V, D]; if its weight requires grad after all, the weight's `.grad` receives the gradient."""
+    """[V, D]."""
     adapters: Adapters
     """Gradients are added to the `.grad` of A and B."""
+    gradients: tuple[Tensor, Tensor | None] | None = None
+    """Float32 [V, D] and [V]: what those of weight and bias are added to, if these are trained."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V]."""
@@ -55,7 +57,7 @@ class Unembedding:
             if (start := max(adapted.start, rows.start) - rows.start)
             < (stop := min(adapted.stop, rows.stop) - rows.start)
         ]
-        return Unembedding(self.linear, own)
+        return replace(self, adapters=own)
 
     def of_active(self, active_R: Tensor) -> "Unembedding":
         """Return the layer for the rows that are marked, which are counted from 0 there."""
@@ -64,7 +66,7 @@ class Unembedding:
             (slice(before_R[rows.start], before_R[rows.stop]), a, b, scale)
             for (rows, a, b, scale) in self.adapters
         ]
-        return Unembedding(self.linear, own)
+        return replace(self, adapters=own)
 
 
 Derivative = Callable[[slice, Tensor], Tensor]
@@ -88,7 +90,7 @@ def logprobs_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs [R, K] and the loss's gradient [R, D] with respect to the hidden states.
 
-    Gradients of the layer's own trained tensors are added to their `.grad`. Rows whose derivative
+    Gradients of what is trained of the layer are added where it says. Rows whose derivative
     is zero (a prompt's weights, say) cost no backward pass.
     """
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
@@ -144,23 +146,24 @@ def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward(layer: Unembedding, h_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
     """Return the gradient [R, D] of the hidden states; add those of the trained tensors."""
-    linear = layer.linear
-    if linear.weight.requires_grad:
-        _grad(linear.weight).addmm_(dlogits_RV.T, h_RD)
-        if linear.bias is not None:
-            _grad(linear.bias).add_(dlogits_RV.sum(0))
-    dh_RD = linear.gradient(dlogits_RV)
+    if layer.gradients is not None:
+        weight_gradient, bias_gradient = layer.gradients
+        add_float32_product(weight_gradient, dlogits_RV.T, h_RD)
+        if bias_gradient is not None:
+            bias_gradient.add_(dlogits_RV.sum(0, dtype=torch.float32))
+    dh_RD = layer.linear.gradient(dlogits_RV)
     for rows, a, b, scale in layer.adapters:
         own_h, own_dlogits = h_RD[rows], dlogits_RV[rows]
         rounded_a, rounded_b = a.to(h_RD.dtype), b.to(h_RD.dtype)
         back_Rr = own_dlogits @ rounded_b
-        _grad(b).add_(float32_product(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
-        _grad(a).add_(float32_product(back_Rr.T, own_h), alpha=scale)
+        gradient_of(b).add_(float32_product(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
+        gradient_of(a).add_(float32_product(back_Rr.T, own_h), alpha=scale)
         dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
     return dh_RD
 
 
-def _grad(tensor: Tensor) -> Tensor:
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Return the `.grad` of a trained tensor, which is there before any pass."""
     gradient = tensor.grad
     assert gradient is not None  # noqa: S101 - `Trainable` gives every tensor one
     return gradient

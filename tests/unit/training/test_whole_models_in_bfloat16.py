@@ -1,0 +1,105 @@
+"""Whole models over a base in bfloat16: passes are in its dtype, what is trained is float32."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.training import AdamParams
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.engines import a_sampling_request, an_engine
+from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.trainers import run
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+LENGTHS = [5, 9, 12]
+every_model = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2, tiny_qwen3_moe])
+
+
+def in_half(model: PreTrainedModel) -> PreTrainedModel:
+    return model.to(torch.bfloat16)
+
+
+def a_trainer(model: PreTrainedModel, max_kept_tokens: int | None = None) -> TorchTrainer:
+    trainer = TorchTrainer(
+        BaseModel(model, packed=False), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
+    )
+    trainer.add_model("m", None)
+    return trainer
+
+
+def scores(trainer: TorchTrainer) -> np.ndarray:
+    batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
+    return np.concatenate(trainer.forward("m", batch, lambda: None).logprobs)
+
+
+def with_weights_of(trainer: TorchTrainer, model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that has a trained one's weights, rounded as its own."""
+    model.load_state_dict(trainer.snapshot("m").tensors, strict=False)
+    return model
+
+
+@every_model
+def test_a_pass_is_that_of_a_base_with_the_same_weights_to_the_last_bit(make) -> None:
+    trainer = a_trainer(in_half(make()))
+    for seed in range(3):
+        run(trainer, random_data(LENGTHS, seed=seed))
+        trainer.optim_step("m", AdamParams(learning_rate=1e-2))
+
+    copy = a_trainer(with_weights_of(trainer, in_half(make())))
+
+    assert np.array_equal(scores(trainer), scores(copy))
+    assert not np.array_equal(scores(trainer), scores(a_trainer(in_half(make()))))
+
+
+@every_model
+@pytest.mark.parametrize("max_kept_tokens", [None, 0], ids=["kept", "computed again"])
+def test_gradients_are_as_near_to_float32_as_the_rounding_allows(make, max_kept_tokens) -> None:
+    exact, half = a_trainer(make()), a_trainer(in_half(make()), max_kept_tokens)
+
+    for trainer in (exact, half):
+        run(trainer, random_data(LENGTHS))
+
+    theirs = exact.export_gradient("m")
+    for name, ours in half.export_gradient("m").items():
+        assert ours.dtype == torch.float32
+        cosine = torch.cosine_similarity(ours.flatten(), theirs[name].flatten(), 0)
+        assert cosine > 0.97 or not theirs[name].any(), name
+
+
+def test_steps_that_bfloat16_would_round_away_add_up() -> None:
+    trainer = a_trainer(in_half(tiny_llama()))
+    name = "model.norm.weight"
+    before = trainer.snapshot("m").tensors[name]
+
+    for _ in range(8):
+        run(trainer, random_data(LENGTHS))
+        trainer.optim_step("m", AdamParams(learning_rate=1e-5))
+
+    moved = (trainer.snapshot("m").tensors[name] - before).abs()
+    assert moved.max() == pytest.approx(8e-5, rel=0.1)
+    assert torch.finfo(torch.bfloat16).eps / 4 > 8e-5
+
+
+@pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])
+async def test_what_is_drawn_is_what_a_base_with_the_same_weights_draws(
+    room: int, tmp_path: Path
+) -> None:
+    with an_engine(in_half(tiny_llama()), tmp_path, max_sampler_bytes=room) as engine:
+        engine.trainer.add_model("m", None)
+        run(engine.trainer, random_data(LENGTHS))
+        engine.trainer.optim_step("m", AdamParams(learning_rate=1e-2))
+        for name in ("whole", "another"):
+            await engine.sampler.publish(name, engine.trainer.snapshot("m"))
+        copy = with_weights_of(engine.trainer, in_half(tiny_llama()))
+
+        whole = await engine.sampler.sample("whole", a_sampling_request([3, 1, 4, 1, 5]))
+
+        with an_engine(copy, tmp_path / "copy") as expected:
+            await expected.sampler.publish("base", None)
+            base = await expected.sampler.sample("base", a_sampling_request([3, 1, 4, 1, 5]))
+        assert whole.sequences == base.sequences
