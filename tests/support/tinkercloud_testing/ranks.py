@@ -1,12 +1,18 @@
 """Trainers for the ranks of a group, and ways to fail."""
 
+import gc
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
@@ -14,6 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
@@ -50,8 +57,55 @@ class MortalTrainer(Mortal, DataParallelTrainer):
         super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """Of tensors that a rank was given."""
+
+    size: int
+    """In bytes."""
+    shared: int
+    """Bytes that lie in the object store of its node."""
+    private: int
+    """Bytes of memory that is this process's alone, before any of them was read."""
+    is_unchanged: bool
+    """Whether they have the same values after all has been done with them."""
+
+
 class Measured(AdamTrainer):
-    """A rank's trainer that tells what it holds."""
+    """A rank's trainer that tells what it holds, and of what it is given, where that is."""
+
+    receipt: Receipt
+    """Of the last state or gradient."""
+
+    def import_state(self, model_id: str, state: TrainingState) -> None:
+        """See `Trainer.import_state`."""
+        with self._receiving([*state.weights.tensors.values(), *(state.moments or {}).values()]):
+            super().import_state(model_id, state)
+
+    def import_gradient(self, model_id: str, gradient: Gradient) -> None:
+        """See `Trainer.import_gradient`."""
+        with self._receiving(list(gradient.values())):
+            super().import_gradient(model_id, gradient)
+
+    @contextmanager
+    def _receiving(self, tensors: list[Tensor]) -> Iterator[None]:
+        private, before = private_bytes(), checksums(tensors)
+        yield
+        size, shared = sum(tensor.nbytes for tensor in tensors), bytes_in_store(tensors)
+        self.receipt = Receipt(size, shared, private, before == checksums(tensors))
+
+    def last_receipt(self) -> Receipt:
+        """Return that of the last state or gradient."""
+        return self.receipt
+
+    def private_bytes(self) -> int:
+        """See the function."""
+        return private_bytes()
+
+    def bytes_held_in_store(self) -> int:
+        """Return the bytes of all tensors here that lie in the object store of the node."""
+        gc.collect()
+        return bytes_in_store(each for each in gc.get_objects() if type(each) is Tensor)
 
     def trained_elements(self, model_id: str) -> int:
         """Return how many numbers are held here of a model: weights, gradient and moments."""
@@ -97,6 +151,26 @@ def _resident_bytes(figure: Literal["VmRSS", "VmHWM"] = "VmRSS") -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     return int(status[figure].split()[0]) * 1024
+
+
+def private_bytes() -> int:
+    """Return the bytes of memory of this process that no file and no other process has."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    kilobytes = re.search(r"^Anonymous: +(\d+) kB$", rollup, re.MULTILINE)
+    assert kilobytes is not None
+    return int(kilobytes[1]) * 1024
+
+
+def bytes_in_store(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes of tensors lie in the object store of this node."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "plasma" in line]
+    mapped = [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
+    return sum(each.nbytes for each in tensors if any(each.data_ptr() in here for here in mapped))
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return what tells tensors of other values, without a copy of any."""
+    return [crc32(tensor.numpy().data) for tensor in tensors]
 
 
 def _die(*_: object) -> None:

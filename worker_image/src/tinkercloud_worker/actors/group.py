@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Worker
+from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 log = structlog.get_logger(__name__)
 
@@ -103,8 +104,12 @@ class GroupTimings:
 
 def connect(shape: GroupShape) -> None:
     """Join the Ray cluster this process belongs to, or start one of its own on this machine."""
-    if ray.is_initialized():
-        return
+    if not ray.is_initialized():
+        _join_or_start(shape)
+    send_through_shared_memory()
+
+
+def _join_or_start(shape: GroupShape) -> None:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address, log_to_driver=False, configure_logging=False)
@@ -179,6 +184,8 @@ class RankGroup:
 
     def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 - the method's own result
         """Have all ranks call a method of their object, and return what it returned at rank 0.
+
+        Tensors, either way, are in memory that processes share: see `actors.tensors`.
 
         Raises:
             RanksLost: a rank died or failed, now or earlier.

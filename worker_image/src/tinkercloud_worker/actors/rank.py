@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
 
 from tinkercloud_protocol.errors import WireError
+from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 LAST_WORDS = "last_words"
 """Concurrency group of the one method that is called while another may run."""
@@ -36,6 +37,9 @@ class Rank:
     The object is made by a factory once the process group stands, and does the work; the methods
     here are what the group calls, one at a time except for `last_words`.
     """
+
+    def __init__(self) -> None:
+        send_through_shared_memory()
 
     def open_store(self, size: int) -> tuple[str, int]:
         """Open the store at which the group's ranks meet; return its address and port."""

@@ -13,6 +13,7 @@ living rank holds all is lost, and calls about it raise StateLost from then on.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from tinkercloud_protocol.errors import StateLost, WireError
@@ -118,11 +119,14 @@ class RankedTrainer:
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
-        weights = self._about(model_id, lambda group: group.call("snapshot", model_id))
-        return cast("WeightsSnapshot", weights)
+        weights: WeightsSnapshot = self._about(
+            model_id, lambda group: group.call("snapshot", model_id)
+        )
+        # They may be sampled from for long, and Ray's store has no room for what stays.
+        return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
 
     def export_state(self, model_id: str) -> TrainingState:
-        """See `Trainer.export_state`."""
+        """See `Trainer.export_state`. It has its place in Ray's store for as long as it is held."""
         state = self._about(model_id, lambda group: group.call("export_state", model_id))
         return cast("TrainingState", state)
 

@@ -299,14 +299,16 @@ class Operations:
         *,
         overwrite: bool,
     ) -> Awaitable[Result]:
-        async def upload() -> Manifest:
+        async def upload(encode: Callable[[], formats.Files]) -> Manifest:
             files = await asyncio.to_thread(encode)
+            # With it goes what was encoded, which is as large again, before what may take long.
+            del encode
             written = await self._backend.store.write(manifest, files, overwrite=overwrite)
             if path.kind is CheckpointKind.TRAINING:
                 self.latest = written
             return written
 
-        task = asyncio.create_task(upload())
+        task = asyncio.create_task(upload(encode))
         self._uploads[str(path)] = task
         task.add_done_callback(lambda _: self._uploads.pop(str(path), None))
 

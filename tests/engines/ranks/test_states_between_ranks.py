@@ -1,0 +1,148 @@
+"""States on their way to ranks and back: once in the memory of a node, whoever reads them."""
+
+from functools import partial
+
+import pytest
+import ray
+import torch
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.data import random_data
+from tinkercloud_testing.megatron import megatron_factory
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, Receipt, bytes_in_store
+from tinkercloud_testing.trainers import assert_equal, run
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.trainer import TrainingState
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
+]
+
+RANKS = 2
+ADAM = AdamParams(learning_rate=1e-2)
+large_llama = partial(tiny_llama, hidden_size=768)
+"""130 MB of weights and moments: what a rank has of it is not lost in what else it does."""
+
+
+@pytest.fixture(scope="module", params=["torch", "megatron"])
+def trainers(request, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, TorchTrainer]:
+    """Return two ranks that hold a whole model between them, and one that has it to itself."""
+    if request.param == "torch":
+        factory = partial(MeasuredTrainer, make=large_llama)
+    else:
+        folder = save(large_llama(), tmp_path_factory.mktemp("model"))
+        factory = megatron_factory(str(folder), tensor=2, pipeline=1)
+    single = TorchTrainer(BaseModel(large_llama()), max_batch_tokens=BATCH_TOKENS)
+    single.add_model("m", None)
+    run(single, random_data([9, 4]))
+    single.optim_step("m", ADAM)
+    run(single, random_data([7, 3], seed=1))
+    return trainer_of(RANKS, factory), single
+
+
+def at_ranks(ranked: RankedTrainer, method: str) -> list:
+    return ranked._group.call_each(method, [()] * RANKS)
+
+
+def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
+    return {**state.weights.tensors, **(state.moments or {})}
+
+
+def test_ranks_read_a_state_and_a_gradient_where_their_node_has_them_and_keep_their_parts_only(
+    trainers,
+) -> None:
+    ranked, single = trainers
+    state, gradient = single.export_state("m"), single.export_gradient("m")
+    size = sum(tensor.nbytes for tensor in tensors_of(state).values())
+    ranked.add_model("m", None)
+    before = at_ranks(ranked, "private_bytes")
+
+    ranked.import_state("m", state)
+    of_state = at_ranks(ranked, "last_receipt")
+    after = at_ranks(ranked, "private_bytes")
+    ranked.import_gradient("m", gradient)
+    of_gradient = at_ranks(ranked, "last_receipt")
+
+    assert [(each.size, each.shared) for each in of_state] == [(size, size)] * RANKS
+    assert [(each.size, each.shared) for each in of_gradient] == [(size // 3, size // 3)] * RANKS
+    grown = [receipt.private - start for receipt, start in zip(of_state, before, strict=True)]
+    assert max(grown) <= size // 20
+    kept = [end - start for end, start in zip(after, before, strict=True)]
+    assert max(kept) <= size // RANKS + size // 20
+    assert at_ranks(ranked, "bytes_held_in_store") == [0] * RANKS
+    assert_equal(tensors_of(ranked.export_state("m")), tensors_of(state), atol=0)
+    assert_equal(ranked.export_gradient("m"), gradient, atol=0)
+
+
+def test_what_ranks_are_given_is_for_others_as_it_was(trainers) -> None:
+    ranked, single = trainers
+    ranked.add_model("m", None)
+    receipts: list[Receipt] = []
+
+    ranked.import_state("m", single.export_state("m"))
+    receipts += at_ranks(ranked, "last_receipt")
+    ranked.import_gradient("m", single.export_gradient("m"))
+    receipts += at_ranks(ranked, "last_receipt")
+
+    assert all(receipt.is_unchanged for receipt in receipts)
+
+
+def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers) -> None:
+    ranked, single = trainers
+    ranked.add_model("m", None)
+    single.add_model("other", LoraConfig(rank=4, seed=1))
+
+    with pytest.raises(InvalidRequest, match="checkpoint does not fit this model"):
+        ranked.import_state("m", single.export_state("other"))
+
+    assert at_ranks(ranked, "bytes_held_in_store") == [0] * RANKS
+
+
+def test_a_state_comes_back_in_the_memory_of_the_node_and_what_is_sampled_from_in_its_own(
+    trainers,
+) -> None:
+    ranked, _ = trainers
+    ranked.add_model("m", None)
+
+    state, weights = tensors_of(ranked.export_state("m")), ranked.snapshot("m").tensors
+
+    assert bytes_in_store(state.values()) == sum(tensor.nbytes for tensor in state.values())
+    assert bytes_in_store(weights.values()) == 0
+    assert_equal(weights, {name: state[name] for name in weights}, atol=0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12, dtype=torch.float32).view(3, 4),
+        torch.arange(12, dtype=torch.bfloat16).view(3, 4).t(),
+        torch.arange(12)[3:7],
+        torch.tensor(0.5, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.zeros(0, 4),
+    ],
+    ids=["float32", "transposed bfloat16", "a part", "a number", "booleans", "empty"],
+)
+def test_a_tensor_arrives_as_it_was_sent(cluster, tensor) -> None:
+    arrived = ray.get(ray.put({"tensor": tensor}))["tensor"]
+
+    assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(arrived, tensor)
+
+
+def test_views_of_one_tensor_take_no_more_room_than_that(cluster) -> None:
+    whole = torch.arange(250_000, dtype=torch.float32)
+
+    parts = ray.get(ray.put(list(whole.split(1000))))
+
+    begin = min(part.data_ptr() for part in parts)
+    end = max(part.data_ptr() + part.nbytes for part in parts)
+    assert bytes_in_store(parts) == whole.nbytes
+    assert end - begin <= 1.1 * whole.nbytes
