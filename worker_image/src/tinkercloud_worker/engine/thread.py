@@ -222,4 +222,6 @@ class EngineThread:
                 jobs = self._next_jobs()
             if jobs:
                 self._do(jobs)
+            # They know their results, which can be as large as a model, until the next ones come.
+            del jobs
             self._take_turns()
