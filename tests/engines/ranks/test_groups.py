@@ -120,8 +120,9 @@ def test_an_error_at_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_lives_says_what_it_holds_before_it_is_ended_even_if_it_hangs(
-    group: RankGroup, killed: int
+    group: RankGroup, killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tinkercloud_worker.actors.group._ECHO_SECONDS", 3600.0)
     ranks = processes(group)
     group.call("add", 7)
 

@@ -318,7 +318,7 @@ class RankGroup:
                 ray.get(done)
             except RayError as error:
                 log.exception("a rank failed", command=method)
-                rank, cause = _first_cause(refs)
+                rank, cause = _cause(refs, refs.index(done[0]), error)
                 reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(cause)}"
                 # One that lives may have failed because another died, and still has its words.
                 self._end(reason, {rank} if isinstance(cause, RayActorError) else set())
@@ -364,8 +364,17 @@ def _sort_out(refs: Sequence[Any]) -> tuple[list[Answer], dict[int, str]]:
     return answers, failed
 
 
-def _first_cause(refs: Sequence[Any]) -> tuple[int, RayError]:
-    """Return which rank failed, and how: one that died rather than one that missed it."""
+def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayError]:
+    """Return which rank failed, and how: one that died rather than one that missed it.
+
+    Args:
+        refs: of what ranks answer.
+        rank: the first that was heard to fail.
+        first: how.
+    """
+    if isinstance(first, RayActorError):
+        # Those that live may be ended over it too, by NCCL's watchdog: they are heard at once.
+        return rank, first
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_SECONDS)
     failures: list[tuple[int, RayError]] = []
     for ref in done:
