@@ -24,6 +24,7 @@ API_KEY = "tml-the-first-owner"
 TRAINERS: Mapping[str, Mapping[str, str]] = {
     "torch": {},
     "torch-2": {"TINKERCLOUD_TRAINER__RANKS": "2"},
+    "torch-sharded": {"TINKERCLOUD_TRAINER__RANKS": "2", "TINKERCLOUD_TRAINER__SHARDED": "true"},
     "megatron-tp2": {
         "TINKERCLOUD_TRAINER__BACKEND": "megatron",
         "TINKERCLOUD_TRAINER__RANKS": "2",
