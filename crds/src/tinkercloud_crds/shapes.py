@@ -187,6 +187,9 @@ class EnginesShape(Part):
     """DeviceClass of the trainers' GPUs, such as `gpu.nvidia.com`, for engines that are colocated:
     containers of a pod share GPUs through a claim of devices (resource.k8s.io/v1), and no other
     way."""
+    start_timeout_seconds: Seconds = 1800
+    """How long an engine may take to load the base model; then it is started over. Requests wait as
+    long for one that is lost, if no other is left."""
     process_group: Annotated[
         Literal["gloo"] | None, Field(json_schema_extra={"enum": ["gloo"]})
     ] = None

@@ -322,6 +322,17 @@ def test_an_engine_that_loads_weights_is_ready_and_one_that_stays_silent_is_star
     assert patience >= 1800
 
 
+@pytest.mark.parametrize("seconds", [1, 1800, 7201])
+def test_an_engine_may_load_and_requests_wait_for_one_as_long_as_is_said(seconds: int) -> None:
+    told = ENGINES["engines"] | {"startTimeoutSeconds": seconds}
+    build = a_build_with(ENGINES | {"engines": told})
+
+    startup = engine_of(build)["startupProbe"]
+
+    assert 0 <= startup["periodSeconds"] * startup["failureThreshold"] - seconds < 10
+    assert engines.sampler_config(build).inference.recovery_seconds == seconds
+
+
 def test_engines_and_what_runs_beside_them_are_counted() -> None:
     build = a_build_with({**ENGINES, "resources": {"cpu": "1500m", "memory": "4Gi"}})
     [_, _, samplers] = build.shape.pods

@@ -11,6 +11,8 @@ Each has a name that outlives its pod. The name resolves whether the engine is r
 head asks the engines themselves, and knows what to do while one does not answer.
 """
 
+from collections.abc import Mapping
+from math import ceil
 from urllib.parse import urlsplit
 
 from tinkercloud_crds import labels
@@ -68,8 +70,6 @@ head takes what fits."""
 _WAITED_SECONDS = 5
 """After how long an adapter that waits for a slot gets one: the engine starts nothing more with one
 of those that have them."""
-_STARTUP_SECONDS = 1800
-"""How long an engine may take to load the base model, and the head waits for one that is lost."""
 _SILENT_SECONDS = 1800
 """How long an engine may draw no token before it is started over: it draws none while it loads a
 whole model's weights."""
@@ -90,7 +90,7 @@ def sampler_config(build: Build) -> SamplerConfig:
         key_file=f"{TOKEN_FOLDER}/{labels.TOKEN_KEY}",
         adapters_dir=_adapters_folder(build) if volumes(build) else None,
         adapters_seen=bool(volumes(build)),
-        recovery_seconds=_STARTUP_SECONDS,
+        recovery_seconds=sampler.engines.start_timeout_seconds,
         colocated=bool(build.shape.engines_per_trainer),
         process_group=sampler.engines.process_group,
     )
@@ -148,10 +148,12 @@ def head_mounts(build: Build) -> list[Json]:
 
 def engines(build: Build) -> list[Json]:
     """Return the containers of a pod's engines."""
-    return [_engine(build, name, port) for name, port in _ports(build.shape).items()]
+    told = build.shape.sampler.engines
+    assert told is not None  # noqa: S101 - pods that have engines say so
+    return [_engine(build, told, name, port) for name, port in _ports(build.shape).items()]
 
 
-def _engine(build: Build, name: str, port: int) -> Json:
+def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
     shape = build.shape
     sampler, is_colocated = shape.sampler, bool(shape.engines_per_trainer)
     image = sampler.image or shape.base_model.head.image
@@ -167,7 +169,9 @@ def _engine(build: Build, name: str, port: int) -> Json:
         environment = environment | _ENVIRONMENT_BESIDE_TRAINERS | head
         # A head that stops finishes the step that runs, for which it needs their memory.
         body = body | {"lifecycle": OUTLIVE_HEAD}
-    probes = _probes_beside_trainers(port) if is_colocated else _probes(port)
+    probes = _probes(port, told.start_timeout_seconds)
+    if is_colocated:
+        probes = _beside_trainers(probes, port)
     return body | {
         "command": ["/bin/bash", "-c", _START, name],
         "args": _arguments(build, port),
@@ -179,10 +183,10 @@ def _engine(build: Build, name: str, port: int) -> Json:
     }
 
 
-def _probes(port: int) -> dict[str, Json]:
+def _probes(port: int, start_timeout_seconds: int) -> dict[str, Json]:
     up, draws = _get("/health", port), _get("/health_generate", port)
     return {
-        "startupProbe": probe(up, period=10, failures=_STARTUP_SECONDS // 10),
+        "startupProbe": probe(up, period=10, failures=ceil(start_timeout_seconds / 10)),
         "readinessProbe": probe(up, period=10, failures=3),
         # SGLang itself gives a token 20 seconds.
         "livenessProbe": probe(draws, period=60, failures=_SILENT_SECONDS // 60)
@@ -190,12 +194,13 @@ def _probes(port: int) -> dict[str, Json]:
     }
 
 
-def _probes_beside_trainers(port: int) -> dict[str, Json]:
+def _beside_trainers(probes: Mapping[str, Json], port: int) -> dict[str, Json]:
     """Return probes of an engine that can't draw while its memory is given away."""
-    probes, soon = _probes(port), {"terminationGracePeriodSeconds": _HUNG_SECONDS}
-    return probes | {
-        "startupProbe": probes["startupProbe"] | soon,
-        "livenessProbe": probes["livenessProbe"] | _get("/health", port) | soon,
+    soon = {"terminationGracePeriodSeconds": _HUNG_SECONDS}
+    return {
+        **probes,
+        "startupProbe": {**probes["startupProbe"], **soon},
+        "livenessProbe": {**probes["livenessProbe"], **_get("/health", port), **soon},
     }
 
 

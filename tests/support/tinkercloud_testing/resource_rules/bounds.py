@@ -25,6 +25,11 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"trainer": TRAINERS | {"startTimeoutSeconds": 0}},
     ),
     "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
+    "spec.sampler.engines.startTimeoutSeconds": (
+        base_model,
+        {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"startTimeoutSeconds": 1}}},
+        {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"startTimeoutSeconds": 0}}},
+    ),
     "spec.sampler.engines.processGroup": (
         base_model,
         {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"processGroup": "gloo"}}},
