@@ -9,7 +9,7 @@ from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer
+from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer, weights_at_ranks
 from tinkercloud_testing.trainers import assert_close, assert_equal, run
 from tinkercloud_worker.actors.group import (
     GroupShape,
@@ -105,16 +105,16 @@ def test_ten_steps_equal_one_ranks_and_the_replicas_stay_equal_bit_for_bit(
         losses.append([step(trainer, "m", [5, 9, 3 + seed], seed) for seed in range(10)])
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-    first, second = ranked._group.call_each("snapshot", [("m",)] * RANKS)
-    assert_equal(first.tensors, second.tensors, atol=0)
+    first, second = weights_at_ranks(ranked._group, "m")
+    assert_equal(first, second, atol=0)
 
 
 def test_models_whose_seed_nobody_gave_begin_equal_at_all_ranks(ranked) -> None:
     ranked.add_model("m", LoraConfig(rank=4))
 
-    first, second = ranked._group.call_each("snapshot", [("m",)] * RANKS)
+    first, second = weights_at_ranks(ranked._group, "m")
 
-    assert_equal(first.tensors, second.tensors, atol=0)
+    assert_equal(first, second, atol=0)
 
 
 def test_gradients_add_up_over_requests_until_the_step_and_can_be_dropped(ranked, single) -> None:

@@ -16,7 +16,7 @@ from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama, tiny_qwen2, tiny_qwen3
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_testing.ranks import BATCH_TOKENS, weights_at_ranks
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
@@ -220,9 +220,9 @@ def test_adapters_begin_alike_ten_steps_go_alike_and_as_pefts_and_the_copies_sta
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
     np.testing.assert_allclose(losses[0], of_peft(shape[0]).losses, rtol=1e-4)
-    copies = ranked._group.call_each("snapshot", [("m",)] * ranked._group.shape.ranks)
-    for copy in copies[1:]:
-        assert_close(copy.tensors, copies[0].tensors, rtol=0)
+    first, *copies = weights_at_ranks(ranked._group, "m")
+    for copy in copies:
+        assert_close(copy, first, rtol=0)
 
 
 def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers) -> None:

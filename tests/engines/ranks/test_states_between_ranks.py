@@ -11,7 +11,13 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, Receipt, bytes_in_store
+from tinkercloud_testing.ranks import (
+    BATCH_TOKENS,
+    MeasuredTrainer,
+    MortalTrainer,
+    Receipt,
+    bytes_in_store,
+)
 from tinkercloud_testing.trainers import assert_equal, run
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
@@ -27,8 +33,8 @@ pytestmark = [
 
 RANKS = 2
 ADAM = AdamParams(learning_rate=1e-2)
-large_llama = partial(tiny_llama, hidden_size=768)
-"""130 MB of weights and moments: what a rank has of it is not lost in what else it does."""
+large_llama = partial(tiny_llama, hidden_size=512, layers=6)
+"""170 MB of weights and moments: what a rank has of it is not lost in what else it does."""
 
 
 @pytest.fixture(scope="module", params=["torch", "megatron"])
@@ -92,6 +98,36 @@ def test_what_ranks_are_given_is_for_others_as_it_was(trainers) -> None:
     receipts += at_ranks(ranked, "last_receipt")
 
     assert all(receipt.is_unchanged for receipt in receipts)
+
+
+def test_parts_that_are_put_together_of_several_weights_are_so_one_after_the_other(
+    trainers,
+) -> None:
+    ranked, single = trainers
+    gradient = single.export_gradient("m")
+    ranked.add_model("m", None)
+
+    ranked.import_gradient("m", gradient)
+
+    most = at_ranks(ranked, "most_private_bytes")
+    assert min(most)
+    grown = [
+        m - each.private for m, each in zip(most, at_ranks(ranked, "last_receipt"), strict=True)
+    ]
+    assert max(grown) <= sum(tensor.nbytes for tensor in gradient.values()) // 8
+
+
+def test_what_every_rank_has_one_of_them_hands_over(trainer_of) -> None:
+    ranked = trainer_of(RANKS, MortalTrainer)
+    ranked.add_model("m", LoraConfig(rank=4, seed=1))
+    run(ranked, random_data([5, 9]))
+
+    given = ranked._group.call_each("export_state", [("m",)] * RANKS)
+    gradients = ranked._group.call_each("export_gradient", [("m",)] * RANKS)
+
+    assert given[0].weights.tensors
+    assert not tensors_of(given[1])
+    assert [bool(each) for each in gradients] == [True, False]
 
 
 def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers) -> None:

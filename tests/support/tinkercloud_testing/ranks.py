@@ -4,8 +4,9 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
@@ -71,11 +73,25 @@ class Receipt:
     """Whether they have the same values after all has been done with them."""
 
 
+class Watched(dict[str, Tensor]):
+    """Tensors by name, which note how much memory their process has when one is asked for."""
+
+    most_private = 0
+    """See `private_bytes`."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor."""
+        self.most_private = max(self.most_private, private_bytes())
+        return super().__getitem__(name)
+
+
 class Measured(AdamTrainer):
     """A rank's trainer that tells what it holds, and of what it is given, where that is."""
 
     receipt: Receipt
     """Of the last state or gradient."""
+    most_private = 0
+    """Bytes of memory of its own that the process had at most while it read the last gradient."""
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
@@ -84,8 +100,10 @@ class Measured(AdamTrainer):
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
+        watched = Watched(gradient)
         with self._receiving(list(gradient.values())):
-            super().import_gradient(model_id, gradient)
+            super().import_gradient(model_id, watched)
+        self.most_private = watched.most_private
 
     @contextmanager
     def _receiving(self, tensors: list[Tensor]) -> Iterator[None]:
@@ -97,6 +115,10 @@ class Measured(AdamTrainer):
     def last_receipt(self) -> Receipt:
         """Return that of the last state or gradient."""
         return self.receipt
+
+    def most_private_bytes(self) -> int:
+        """Return the attribute."""
+        return self.most_private
 
     def private_bytes(self) -> int:
         """See the function."""
@@ -153,8 +175,16 @@ def _resident_bytes(figure: Literal["VmRSS", "VmHWM"] = "VmRSS") -> int:
     return int(status[figure].split()[0]) * 1024
 
 
+def weights_at_ranks(group: RankGroup, model_id: str) -> list[Mapping[str, Tensor]]:
+    """Return the weights of a model that is whole at each rank, as each has them."""
+    states = group.call_each("last_words", [()] * group.shape.ranks)
+    return [models[model_id].weights.tensors for models in states]
+
+
 def private_bytes() -> int:
     """Return the bytes of memory of this process that no file and no other process has."""
+    # What has been freed is not to hide what is taken next.
+    CDLL(None).malloc_trim(0)
     rollup = Path("/proc/self/smaps_rollup").read_text()
     kilobytes = re.search(r"^Anonymous: +(\d+) kB$", rollup, re.MULTILINE)
     assert kilobytes is not None

@@ -5,7 +5,7 @@ AdamW, whose state is two flat moments and a step count.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,26 +117,18 @@ class AdamTrainer(ABC):
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
-        model = self._models[model_id]
-        state = model.optimizer.state[model.trainable.flat]
-        moments: dict[str, Tensor] = {}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            flat = state[moment].clone() if state else torch.zeros_like(model.trainable.gradient)
-            whole = self._whole(model, flat)
-            moments |= {f"{name}.{moment}": tensor for name, tensor in whole.items()}
-        return TrainingState(self.snapshot(model_id), moments, _step(model))
+        return state_of(self._models[model_id], self._whole)
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
         model = self._models[model_id]
-        layout, flat = model.trainable.layout, model.trainable.flat
+        flat = model.trainable.flat
         fresh = torch.empty_like(model.trainable.gradient)
-        layout.fill(fresh, _part(model, state.weights.tensors, "checkpoint"), "checkpoint")
+        _fill(fresh, model, state.weights.tensors, "checkpoint")
         moments: dict[str, Tensor] = {}
         for moment in ("exp_avg", "exp_avg_sq") if state.moments is not None else ():
             moments[moment] = torch.empty_like(fresh)
-            part = _part(model, _moment(state.moments, moment), "optimizer state")
-            layout.fill(moments[moment], part, "optimizer state")
+            _fill(moments[moment], model, _moment(state.moments, moment), "optimizer state")
         flat.detach().copy_(fresh)
         model.trainable.gradient.zero_()
         model.reset_optimizer()
@@ -153,16 +145,38 @@ class AdamTrainer(ABC):
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
         model = self._models[model_id]
-        layout = model.trainable.layout
-        layout.fill(model.trainable.gradient, _part(model, gradient, "gradient"), "gradient")
+        _fill(model.trainable.gradient, model, gradient, "gradient")
 
     def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
         """Return what leaves the trainer of a flat buffer."""
         return model.trainable.layout.views(flat)
 
 
-def _part(model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
-    return tensors if model.parts is None else model.parts.cut(tensors, what)
+def state_of(
+    model: TrainedModel, whole: Callable[[TrainedModel, Tensor], Mapping[str, Tensor]]
+) -> TrainingState:
+    """Return a copy of a model's state.
+
+    Args:
+        model: the model.
+        whole: makes whole tensors of a model and a copy of a flat buffer, which it may keep.
+    """
+    weights = WeightsSnapshot(model.lora, whole(model, model.trainable.snapshot()))
+    state = model.optimizer.state[model.trainable.flat]
+    moments: dict[str, Tensor] = {}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        flat = state[moment].clone() if state else torch.zeros_like(model.trainable.gradient)
+        moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
+    return TrainingState(weights, moments, _step(model))
+
+
+def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copy what is held here of a model's whole tensors into a flat buffer."""
+    layout = model.trainable.layout
+    if model.parts is None:
+        layout.fill(flat, tensors, what)
+    else:
+        layout.put(flat, model.parts.cut(tensors, what))
 
 
 def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_worker.adam import AdamTrainer, TrainedModel
+from tinkercloud_worker.adam import AdamTrainer, TrainedModel, state_of
 from tinkercloud_worker.engine.ranks import Parts
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 
@@ -55,16 +55,23 @@ class ReplicatedTrainer(AdamTrainer):
 
     def last_words(self) -> Mapping[str, TrainingState]:
         """See `RankTrainer.last_words`."""
-        whole = [model_id for model_id, model in list(self._models.items()) if not _parted(model)]
+        whole = {name: model for name, model in list(self._models.items()) if not _parted(model)}
         with _beside_what_hangs():
-            return {model_id: self.export_state(model_id) for model_id in whole}
+            return {name: state_of(model, _on_cpu) for name, model in whole.items()}
 
     def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
-        """Return the whole tensors on the CPU: where they arrive there may be nothing else."""
-        tensors = model.trainable.layout.views(flat)
-        if model.parts is not None:
-            return model.parts.gather(tensors)
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
+        """Return the whole tensors at rank 0; at the others nothing, even if they have them."""
+        if dist.get_rank() == 0 or _parted(model):
+            return _on_cpu(model, flat)
+        return {}
+
+
+def _on_cpu(model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+    """Return whole tensors on the CPU: where they arrive there may be nothing else."""
+    tensors = model.trainable.layout.views(flat)
+    if model.parts is not None:
+        return model.parts.gather(tensors)
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _beside_what_hangs() -> AbstractContextManager[object]:

@@ -84,8 +84,13 @@ class Layout:
             InvalidRequest: names or shapes are not this layout's.
         """
         self.check(tensors, what)
-        for name, view in self.views(flat).items():
-            view.copy_(tensors[name])
+        self.put(flat, tensors.items())
+
+    def put(self, flat: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors of this layout into a flat buffer, as they come."""
+        views = self.views(flat)
+        for name, tensor in tensors:
+            views[name].copy_(tensor)
 
 
 class Trainable:

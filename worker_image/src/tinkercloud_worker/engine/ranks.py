@@ -1,6 +1,6 @@
 """What a trainer is at one of several ranks that train together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,11 +60,14 @@ class Parts(Protocol):
         If the model is whole at each rank, each may call it alone and gets the whole.
         """
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
-        """Return this rank's part of whole tensors. Needs no other rank.
+    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of whole tensors, each by its name here. Needs no other rank.
+
+        What is copied for it is one tensor at a time.
 
         Raises:
-            InvalidRequest: names or shapes are not this model's; `what` says whose they are.
+            InvalidRequest: names or shapes are not this model's; `what` says whose they are. It is
+                raised before anything is yielded.
         """
 
     def add_up(self, gradient: Tensor) -> None:

@@ -8,7 +8,7 @@ Names are Hugging Face's here as well; the parts come behind all that is whole i
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,10 +63,11 @@ class DividedAdapter:
         """See `Parts.gather`."""
         return self._holdings.join(tensors[piece.name] for piece in self._counted)
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
         """See `Parts.cut`."""
         self._whole.check(tensors, what)
-        return {name: piece.of(tensors[name]) for name, piece in self._pieces.items()}
+        for name, piece in self._pieces.items():
+            yield name, piece.of(tensors[name])
 
     def add_up(self, gradient: Tensor) -> None:
         """See `Parts.add_up`: experts' own over the ranks that have the same, the rest over all."""

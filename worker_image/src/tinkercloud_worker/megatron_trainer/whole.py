@@ -122,10 +122,11 @@ class DividedModel:
         put(whole, pieces, _parts(self._weights, tensors))
         return whole
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
         """See `Parts.cut`."""
         self._whole.check(tensors, what)
-        return {weight.name: weight.cut(tensors) for weight in self._weights}
+        for weight in self._weights:
+            yield weight.name, weight.cut(tensors)
 
     def add_up(self, gradient: Tensor) -> None:
         """See `Parts.add_up`."""

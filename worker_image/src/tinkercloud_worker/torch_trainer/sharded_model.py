@@ -8,7 +8,7 @@ not of a layer (embeddings, the last norm) is whole at every rank from the forwa
 of the backward pass: the output layer, which is computed between the two, is taken from there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -103,10 +103,11 @@ class ShardedModel:
                 whole[name] = torch.cat(parts, self._dims[name]).cpu()
         return whole
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
         """See `Parts.cut`."""
         self._layout.check(tensors, what)
-        return {name: self._part(name, tensor) for name, tensor in tensors.items()}
+        for name in self._dims:
+            yield name, self._part(name, tensors[name])
 
     def add_up(self, gradient: Tensor) -> None:
         """See `Parts.add_up`: the backward pass has done so."""
