@@ -1,43 +1,80 @@
 """A head that saves a model has it in memory once while the store takes its time."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import pytest
+from torch import Tensor
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import Manifest
-from tinkercloud_testing.bare_heads import MODEL, a_head
+from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.engine.trainer import TrainingState
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState
+
+
+@pytest.fixture
+async def head(tmp_path: Path) -> AsyncIterator[Head]:
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1") as head:
+        yield head
+
+
+@pytest.fixture
+def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[Tensor]]:
+    """Return what becomes references to the tensors of every state that leaves the trainer."""
+    exported: list[ReferenceType[Tensor]] = []
+    export_state = head.trainer.export_state
+
+    def export(model_id: str) -> TrainingState:
+        state = export_state(model_id)
+        exported.extend(ref(tensor) for tensor in (state.moments or {}).values())
+        return state
+
+    monkeypatch.setattr(head.trainer, "export_state", export)
+    return exported
+
+
+def assert_let_go_of(exported: list[ReferenceType[Tensor]]) -> None:
+    assert exported
+    # Threads let go of what they have done a moment later.
+    wait_until(lambda: all(tensor() is None for tensor in exported), "letting go", seconds=20)
 
 
 async def test_a_state_is_let_go_of_once_it_is_encoded_however_long_the_store_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: Head, exported: list[ReferenceType[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1") as head:
-        await head.begin()
-        export_state, write = head.trainer.export_state, head.store.write
-        exported, arrived, go_on = [], asyncio.Event(), asyncio.Event()
+    await head.begin()
+    write, arrived, go_on = head.store.write, asyncio.Event(), asyncio.Event()
 
-        def export(model_id: str) -> TrainingState:
-            state = export_state(model_id)
-            exported.extend(ref(tensor) for tensor in (state.moments or {}).values())
-            return state
+    async def write_slowly(*args, **kwargs) -> Manifest:
+        arrived.set()
+        await go_on.wait()
+        return await write(*args, **kwargs)
 
-        async def write_slowly(*args, **kwargs) -> Manifest:
-            arrived.set()
-            await go_on.wait()
-            return await write(*args, **kwargs)
+    monkeypatch.setattr(head.store, "write", write_slowly)
+    head.send(routes.SAVE_WEIGHTS, 1, path="first")
+    await arrived.wait()
 
-        monkeypatch.setattr(head.trainer, "export_state", export)
-        monkeypatch.setattr(head.store, "write", write_slowly)
-        head.send(routes.SAVE_WEIGHTS, 1, path="first")
-        await arrived.wait()
+    assert_let_go_of(exported)
+    go_on.set()
+    assert f"{MODEL}/weights/first".encode() in await head.answer(1)
 
-        assert exported
-        # Threads let go of what they have done a moment later.
-        wait_until(lambda: all(tensor() is None for tensor in exported), "letting go", seconds=20)
-        go_on.set()
-        assert f"{MODEL}/weights/first".encode() in await head.answer(1)
+
+async def test_a_head_that_is_suspended_has_let_go_of_the_state_before_it_takes_the_gradient(
+    head: Head, exported: list[ReferenceType[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await head.begin()
+    head.add(1)
+    await head.answer(1)
+    export_gradient = head.trainer.export_gradient
+
+    def export_after_the_state(model_id: str) -> Gradient | None:
+        assert_let_go_of(exported)
+        return export_gradient(model_id)
+
+    monkeypatch.setattr(head.trainer, "export_gradient", export_after_the_state)
+    await head.service.suspend()
+
+    assert GRADIENT in (await head.manifest()).files

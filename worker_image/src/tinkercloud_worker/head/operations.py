@@ -109,7 +109,7 @@ class Operations:
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
         await self._refuse_duplicate(path, overwrite=request.overwrite)
-        state = await self._beside(lambda: self._backend.trainer.export_state(self._name))
+        state = await self.export_state()
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
 
         def encode() -> formats.Files:
@@ -159,7 +159,7 @@ class Operations:
 
         Repeating it writes the same again.
         """
-        state = await self._beside(lambda: self._backend.trainer.export_state(self._name))
+        state = await self.export_state()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
         manifest = self._manifest(path, None, None, state.step)
 
@@ -174,15 +174,16 @@ class Operations:
         """Why the model takes no requests; None if it does."""
         return self._refused
 
-    async def export(self) -> tuple[TrainingState, Gradient | None]:
-        """Return all that training goes on from: the state, and the gradient if there is one."""
-        trainer = self._backend.trainer
-        return await self._beside(
-            lambda: (trainer.export_state(self._name), trainer.export_gradient(self._name))
-        )
+    async def export_state(self) -> TrainingState:
+        """Return what training goes on from, beside the gradient."""
+        return await self._beside(lambda: self._backend.trainer.export_state(self._name))
 
-    async def restore(self, state: TrainingState, gradient: Gradient | None) -> None:
-        """Make the model exist as it was when it was exported.
+    async def export_gradient(self) -> Gradient | None:
+        """Return the gradient, if there is one."""
+        return await self._beside(lambda: self._backend.trainer.export_gradient(self._name))
+
+    async def restore(self, state: TrainingState) -> None:
+        """Make the model exist as it was when it was exported, without a gradient.
 
         Raises:
             InvalidRequest: the state is not one of such a model.
@@ -192,12 +193,18 @@ class Operations:
         def restore() -> None:
             trainer.add_model(self._name, self._spec.lora)
             trainer.import_state(self._name, state)
-            if gradient is not None:
-                trainer.import_gradient(self._name, gradient)
 
         await self._on_thread(restore)
         self._steps = state.step
         self._refused = None
+
+    async def restore_gradient(self, gradient: Gradient) -> None:
+        """Give the model the gradient it had.
+
+        Raises:
+            InvalidRequest: it is not one of such a model.
+        """
+        await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
 
     def refuse(self, reason: str) -> None:
         """Take no requests, as before the model was suspended."""

@@ -40,10 +40,11 @@ from tinkercloud_worker.checkpoints.suspended import (
     StoredSampler,
     SuspendedHead,
 )
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.operations import Operations
 from tinkercloud_worker.head.queue import (
     REFUSED,
     Operation,
@@ -113,14 +114,8 @@ class Suspension:
         writer, bodies = _Writer(self.backend.store, manifest), Bodies()
         head = self._head_state(model, unfinished, bodies)
         if model.operations.refused is None:
-            state, gradient = await model.operations.export()
-            files = await asyncio.to_thread(formats.encode_state, state, manifest.base_model)
-            for name, content in files.items():
-                await writer.put(name, content)
-            if gradient is not None:
-                await writer.put(
-                    GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient)
-                )
+            await _write_state(model.operations, manifest.base_model, writer)
+            await _write_gradient(model.operations, writer)
         samplers = await self._write_samplers(model.model_id, writer)
         head = head.model_copy(update={"samplers": samplers})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
@@ -219,15 +214,16 @@ class Suspension:
         if head.refused is not None:
             model.operations.refuse(head.refused)
             return
-        names = formats.files_of_state(manifest)
+        await model.operations.restore(await self._read_state(manifest))
         if GRADIENT in manifest.files:
-            names.append(GRADIENT)
+            content = await self.backend.store.read_file(manifest, GRADIENT)
+            gradient = formats.decode_tensors(manifest, {GRADIENT: content}, GRADIENT)
+            await model.operations.restore_gradient(gradient)
+
+    async def _read_state(self, manifest: SuspendedManifest) -> TrainingState:
+        names = formats.files_of_state(manifest)
         files = {name: await self.backend.store.read_file(manifest, name) for name in names}
-        state = await asyncio.to_thread(formats.decode_state, manifest, files)
-        gradient = None
-        if GRADIENT in files:
-            gradient = formats.decode_tensors(manifest, files, GRADIENT)
-        await model.operations.restore(state, gradient)
+        return await asyncio.to_thread(formats.decode_state, manifest, files)
 
     async def _restore_samplers(
         self, model_id: ModelId, manifest: SuspendedManifest, samplers: Sequence[StoredSampler]
@@ -265,6 +261,21 @@ class Suspension:
                 model.queue.sequencer.recall(request_id.seq_id, digest)
         state = head.state
         model.queue.restore(QueueState(state.next_seq_id, waiting, state.failure))
+
+
+async def _write_state(operations: Operations, base_model: str, writer: _Writer) -> None:
+    """Write the state, which has gone from memory when the gradient comes."""
+    files = await asyncio.to_thread(
+        formats.encode_state, await operations.export_state(), base_model
+    )
+    for name, content in files.items():
+        await writer.put(name, content)
+
+
+async def _write_gradient(operations: Operations, writer: _Writer) -> None:
+    gradient = await operations.export_gradient()
+    if gradient is not None:
+        await writer.put(GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient))
 
 
 def _stored_request(waiting: Waiting, bodies: Bodies) -> StoredRequest:
