@@ -27,6 +27,8 @@ MAX_ENGINES = 64
 """Sampler pods of a session, or colocated samplers, that run engines."""
 ADAPTER_SLOTS = 3
 """Adapters that an engine draws with at a time, and has room for on its GPUs; the base is one."""
+OBJECT_STORE_SHARE = 0.8
+"""Of /dev/shm, what Ray's store of objects has, through which states of models pass."""
 MAX_TOKENS = 1 << 22
 """Tokens of a sequence, or of a micro-batch."""
 
@@ -39,7 +41,8 @@ class Resources(Part):
     memory: Quantity = "4Gi"
     """Memory requested, and its limit."""
     shared_memory: Quantity = "1Gi"
-    """Size of /dev/shm, taken from `memory`."""
+    """Size of /dev/shm, taken from `memory`. Four fifths are Ray's; states of models pass through
+    there as a whole, and by a slow way on the disk if they don't fit."""
     scratch: Quantity = "8Gi"
     """Size of the local scratch volume."""
 

@@ -19,7 +19,7 @@ from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
 from tinkercloud_crds.planning.layouts import layouts
-from tinkercloud_crds.planning.memory import kv_bytes_per_token, training
+from tinkercloud_crds.planning.memory import adapter_parameters, kv_bytes_per_token, training
 from tinkercloud_crds.planning.offer import Plan, plan
 from tinkercloud_crds.planning.planner import Demand, divide, micro_batch_tokens
 from tinkercloud_crds.planning.refusal import DoesNotFit, fewest_gpus
@@ -154,6 +154,28 @@ def test_a_base_model_accepts_what_was_planned(demand: Demand, fleet: Fleet) -> 
     assert accepted.sampler == made.sampler
     assert accepted.head.resources == made.head
     assert broken_rules(spec) == []
+
+
+@often
+@given(demands, fleets)
+def test_host_memory_holds_what_is_trained_as_it_passes_through(
+    demand: Demand, fleet: Fleet
+) -> None:
+    made, architecture = a_plan(demand, fleet), demand.architecture
+    rank = demand.lora_rank
+    numbers = architecture.parameters if rank is None else adapter_parameters(architecture, rank)
+
+    # Values and two moments, in float32.
+    state = 12 * numbers
+    for resources in (made.trainer.resources, made.head):
+        assert 0.8 * gib(resources.shared_memory) >= state
+        assert gib(resources.memory) >= 2 * state
+        assert gib(resources.memory) >= gib(resources.shared_memory)
+
+
+def gib(quantity: str) -> int:
+    """Return a quantity of whole GiB in bytes."""
+    return int(quantity.removesuffix("Gi")) << 30
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])

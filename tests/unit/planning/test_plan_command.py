@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from tinkercloud_api.cli import app
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_operator.children.engines import sampler_config
+from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.shape import Devices
 from tinkercloud_testing.sessions import a_build, a_session
 
@@ -207,6 +208,22 @@ def test_engines_make_room_for_the_adapters_that_a_base_model_takes_and_no_other
 
     assert adapters["spec"]["limits"] == {"maxLoraRank": 8}
     assert whole_models["spec"]["limits"] == {"maxLoraRank": 1}
+
+
+def test_a_whole_models_state_fits_ray_s_store_in_the_pods_of_its_plan(qwen3_8b: str) -> None:
+    spec = planned(qwen3_8b, "--gpus", "8xH100", "--full")["spec"]
+    state = 12 * 8_190_735_360
+
+    build = a_build(
+        BaseModelSpec.model_validate(spec), a_session(baseModel=spec["modelName"], lora=None)
+    )
+    cluster = ray_cluster(build)["spec"]
+
+    [trainers] = [g for g in cluster["workerGroupSpecs"] if g["groupName"] == "trainer"]
+    groups = (trainers, cluster["headGroupSpec"])
+    stores = [int(group["rayStartParams"]["object-store-memory"]) for group in groups]
+    assert min(stores) >= state
+    assert max(stores) <= 1.5 * state
 
 
 def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:

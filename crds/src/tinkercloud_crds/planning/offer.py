@@ -1,6 +1,7 @@
 """From a model and GPUs to the part of a BaseModel's spec that says how it runs, with reasons."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from tinkercloud_crds.planning.architecture import Architecture
@@ -22,6 +23,7 @@ from tinkercloud_crds.planning.refusal import DoesNotFit, gib, refusal, trainer_
 from tinkercloud_crds.shapes import (
     MAX_ENGINES,
     MAX_TOKENS,
+    OBJECT_STORE_SHARE,
     EnginesShape,
     Parallelism,
     Resources,
@@ -32,16 +34,22 @@ from tinkercloud_crds.structural import Part
 
 _CORES_PER_GPU = 4
 _SHARED_MEMORY_GIB_PER_GPU = 2
+"""Besides what is in Ray's store."""
 _POD_MEMORY_GIB = 16
-"""Of a pod, or a colocated engine, besides twice the weights that it puts on its GPUs."""
+"""Of a pod, or a colocated engine, besides twice the weights that it puts on its GPUs, or twice the
+state of what is trained: when a rank hands it over, it and Ray's store have it. Neither happens
+while the other does."""
 _SCRATCH_GIB = 16
 """Of a pod besides the model, which it may have to download."""
 _HEAD_CORES = 4
 _HEAD_MEMORY_GIB = 12
 """Of a head besides models: requests that wait, results, adapters that are sampled from."""
+_HEAD_SHARED_MEMORY_GIB = 1
+"""Besides what is in Ray's store."""
 _WHY_HEAD = "for what passes through it; the model is elsewhere"
 _COPIES_OF_STATE = 2
-"""A model's values and moments, as they come from the trainers and as they are written."""
+"""A model's values and moments, as they are in Ray's store and as they are in files; gradients come
+after them."""
 ENGINE_IMAGE = "sglang:0.5.23"
 """An image of SGLang's, of the release whose definitions the head is held to."""
 ADAPTERS_CLAIM = "adapters"
@@ -80,7 +88,11 @@ class Plan:
             backend="megatron",
             replicas=layout.gpus // trainer.gpus_per_pod,
             gpus_per_replica=trainer.gpus_per_pod,
-            resources=self._resources(trainer.gpus_per_pod, trainer.memory.weights),
+            resources=self._resources(
+                trainer.gpus_per_pod,
+                trainer.memory.weights,
+                _state(self.demand),
+            ),
             parallelism=_parallelism(layout),
             max_batch_tokens=trainer.tokens,
         )
@@ -94,7 +106,7 @@ class Plan:
             image=ENGINE_IMAGE,
             replicas=sampler.engines,
             gpus_per_replica=sampler.tensor,
-            resources=self._resources(sampler.tensor, sampler.memory.weights),
+            resources=self._resources(sampler.tensor, sampler.memory.weights, 0),
             colocated=self.division.colocated,
             engines=self._engines,
         )
@@ -121,6 +133,7 @@ class Plan:
         return Resources(
             cpu=str(_HEAD_CORES),
             memory=f"{_head_memory_gib(self.demand)}Gi",
+            shared_memory=f"{_HEAD_SHARED_MEMORY_GIB + _store_gib(_state(self.demand))}Gi",
             scratch=f"{_SCRATCH_GIB}Gi",
         )
 
@@ -128,16 +141,17 @@ class Plan:
     def _model_gib(self) -> int:
         return -(-weight_bytes(self.demand.architecture) // GIB)
 
-    def _resources(self, gpus: int, weights: int) -> Resources:
+    def _resources(self, gpus: int, weights: int, state: int) -> Resources:
         """Return what a pod, or a colocated engine, needs besides GPUs.
 
         Weights pass through its memory on their way, and a colocated engine's stay there while they
-        are not on its GPUs.
+        are not on its GPUs. The state of a model passes through Ray's store.
         """
+        passing = 2 * max(gpus * weights, state)
         return Resources(
             cpu=str(_CORES_PER_GPU * gpus),
-            memory=f"{_POD_MEMORY_GIB + -(-2 * gpus * weights // GIB)}Gi",
-            shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus}Gi",
+            memory=f"{_POD_MEMORY_GIB + -(-passing // GIB)}Gi",
+            shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus + _store_gib(state)}Gi",
             scratch=f"{_SCRATCH_GIB + self._model_gib}Gi",
         )
 
@@ -226,8 +240,16 @@ def _written(part: Part) -> dict[str, Any]:
 
 
 def _head_memory_gib(demand: Demand) -> int:
-    state = _COPIES_OF_STATE * state_bytes(demand.architecture, demand.lora_rank)
-    return _HEAD_MEMORY_GIB + -(-state // GIB)
+    return _HEAD_MEMORY_GIB + -(-_COPIES_OF_STATE * _state(demand) // GIB)
+
+
+def _store_gib(passing: int) -> int:
+    """Return how much of a /dev/shm it takes for Ray's store to hold so many bytes."""
+    return ceil(passing / OBJECT_STORE_SHARE / GIB)
+
+
+def _state(demand: Demand) -> int:
+    return state_bytes(demand.architecture, demand.lora_rank)
 
 
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:

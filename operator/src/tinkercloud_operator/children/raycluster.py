@@ -9,7 +9,7 @@ suspended by deleting its RayCluster.
 """
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.shapes import OBJECT_STORE_SHARE, Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     CONFIG_FOLDER,
@@ -124,7 +124,7 @@ def _head(build: Build) -> Json:
 
 def _object_store(resources: Resources) -> Json:
     """Return the size of a node's object store: Ray's own choice outgrows /dev/shm."""
-    size = int(parse_quantity(resources.shared_memory) * 0.8)
+    size = int(parse_quantity(resources.shared_memory) * OBJECT_STORE_SHARE)
     return {"object-store-memory": str(max(_LEAST_OBJECT_STORE, size))}
 
 
