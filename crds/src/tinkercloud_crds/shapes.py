@@ -153,7 +153,8 @@ class TrainerShape(Part):
     """How the model is split."""
     sharded: bool = False
     """Whether ranks hold the base's layers, and models that are trained whole, between them
-    (FSDP2), rather than a copy each. For backend `torch` only."""
+    (FSDP2), rather than a copy each. The pod of the first needs memory for all of the base, which
+    it reads for the others. For backend `torch` only."""
     planning: Planning | None = None
     """If given, the operator chooses `parallelism` for each session, and lowers `maxBatchTokens` to
     what fits. The session's status says what it chose, and why."""

@@ -73,7 +73,8 @@ class TrainerConfig(_Config):
     what is sharded."""
     sharded: bool = False
     """Whether ranks hold the base's layers, and models that are trained whole, between them
-    (FSDP2), rather than a copy each. torch only."""
+    (FSDP2), rather than a copy each. The first reads all of the base, to host memory. torch
+    only."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """How long ranks may take until each has a place, has met the others and has loaded what it
     works with; then the head ends, or, of ranks in the place of lost ones, the request fails. Ranks

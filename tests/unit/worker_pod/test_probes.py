@@ -18,6 +18,7 @@ from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, Tim
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.waiting import wait_until
+from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
 from tinkercloud_worker.head.app import HeadApp
@@ -126,11 +127,12 @@ async def test_everything_but_the_probes_needs_the_token(backend: Backend, path:
 
 
 async def test_prometheus_reads_what_a_head_counts_without_a_token(backend: Backend) -> None:
+    metrics.ENGINE_LOSSES.labels("http://engine").inc(2)
     async with a_head(lambda: backend) as head:
         status, text = await head.get(routes.HEAD_METRICS)
 
     assert status == 200
-    assert "# TYPE tinkercloud_engine_up gauge" in text
+    assert 'tinkercloud_engine_losses_total{engine="http://engine"} 2.0' in text
 
 
 async def test_a_suspended_head_is_alive_and_not_ready(backend: Backend) -> None:
