@@ -233,9 +233,10 @@ def test_each_rank_holds_its_part_of_a_whole_model_and_its_moments(trainers) -> 
     assert held == [4 * elements // 2] * 2
 
 
-def test_a_whole_model_with_tied_embeddings_has_one_ranks_gradients(trainer_of) -> None:
-    single = TorchTrainer(BaseModel(tiny_qwen3()), max_batch_tokens=BATCH_TOKENS)
-    sharded = trainer_of(2, partial(MeasuredTrainer, make=tiny_qwen3))
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe], ids=["tied", "mixture"])
+def test_a_whole_model_has_one_ranks_gradients(make, trainer_of) -> None:
+    single = TorchTrainer(BaseModel(make()), max_batch_tokens=BATCH_TOKENS)
+    sharded = trainer_of(2, partial(MeasuredTrainer, make=make))
     for trainer in (sharded, single):
         trainer.add_model("m", None)
         run(trainer, random_data([5, 20, 3, 11, 8]))

@@ -6,8 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tinkercloud_testing.data import random_data
+from tinkercloud_testing.models import tiny_qwen3_moe
+from tinkercloud_testing.trainers import run
 from tinkercloud_worker import experts
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.experts import grouped
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
 def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -40,6 +45,19 @@ def test_products_and_gradients_are_those_of_each_expert(counts, inner, outer) -
     torch.testing.assert_close(of_got, of_expected)
 
 
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch's product leave gradients of experts without rows as their memory was."""
+    product = experts.grouped_mm
+
+    def leaving(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+        counts = torch.diff(offs, prepend=offs.new_zeros(1))
+        return product(x, Unwritten.apply(weights, counts), offs=offs)
+
+    for where in (experts, torch.nn.functional):
+        monkeypatch.setattr(where, "grouped_mm", leaving)
+
+
 class Unwritten(torch.autograd.Function):
     """What torch's product does on some GPUs: gradients of experts without rows are never set."""
 
@@ -54,19 +72,30 @@ class Unwritten(torch.autograd.Function):
         return gradient.masked_fill((counts == 0)[:, None, None], torch.nan), None
 
 
+@pytest.mark.usefixtures("unwritten")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(
-    monkeypatch: pytest.MonkeyPatch, dtype
-) -> None:
+def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(dtype) -> None:
     counts = torch.tensor([3, 0, 2, 0])
     x, weights = random(5, 8).to(dtype), random(4, 8, 8)
-    product = experts.grouped_mm
-    monkeypatch.setattr(
-        experts, "grouped_mm", lambda x, w, offs: product(x, Unwritten.apply(w, counts), offs=offs)
-    )
 
     (grouped(x, weights, counts.cumsum(0).to(torch.int32)) ** 2).sum().backward()
 
     assert weights.grad is not None
     assert weights.grad.isfinite().all()
     assert (weights.grad.abs().sum((1, 2)) > 0).tolist() == [True, False, True, False]
+
+
+@pytest.mark.usefixtures("unwritten")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_mixture_whose_experts_see_no_token_has_no_gradient_of_them(dtype) -> None:
+    trainer = TorchTrainer(BaseModel(tiny_qwen3_moe().to(dtype), packed=False), max_batch_tokens=8)
+    trainer.add_model("m", None)
+
+    run(trainer, random_data([2]))
+
+    gradients = trainer.export_gradient("m")
+    of_experts = [gradients[name] for name in gradients if ".experts." in name]
+    assert all(gradient.isfinite().all() for gradient in of_experts)
+    seen = torch.stack([gradient.abs().sum((1, 2)) > 0 for gradient in of_experts])
+    assert seen.any(dim=1).all()
+    assert not seen.all()

@@ -11,7 +11,15 @@ from safetensors.torch import save_file
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import smollm2, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
+from tinkercloud_testing.models import (
+    smollm2,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import UnsupportedModelError
@@ -226,7 +234,9 @@ def test_a_step_without_a_gradient_moves_as_adamw_with_zeros_does() -> None:
     torch.testing.assert_close(trainer._models["m"].trainable.flat.detach(), flat.detach())
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_gpt2])
+@pytest.mark.parametrize(
+    "make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_gpt2, tiny_qwen3_moe, tiny_mixtral]
+)
 def test_full_fine_tuning_has_the_gradient_of_autograd(make) -> None:
     trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=64)
     trainer.add_model("m", None)

@@ -36,6 +36,7 @@ from tinkercloud_worker.experts import (
     ExpertTerms,
     FusedExperts,
     find_experts,
+    guard_gradients,
     others_than,
     with_terms,
 )
@@ -112,7 +113,9 @@ class BaseModel:
                 self._adapt(target, model.get_submodule(target.name), packed=packed)
         experts = find_experts(model)
         for each in experts:
-            self._adapt_experts(each, model.get_submodule(each.name))
+            module = model.get_submodule(each.name)
+            guard_gradients(module)
+            self._adapt_experts(each, module)
         self.other_experts = others_than(experts, model)
         """The class of experts that no adapter can be added to, if there are such."""
         self._recomputes = False

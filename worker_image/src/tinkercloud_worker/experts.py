@@ -109,6 +109,24 @@ def _fused(name: str, module: Any, family: str) -> FusedExperts:  # noqa: ANN401
     )
 
 
+def guard_gradients(experts: nn.Module) -> None:
+    """Have the experts of a layer be computed by `grouped` in passes that train their weights.
+
+    Args:
+        experts: their module, of `find_experts`.
+    """
+    plain: Forward = experts.forward
+
+    # The names are transformers'.
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and cast("Tensor", experts.gate_up_proj).requires_grad:
+            return _computed(experts, None, hidden_states, top_k_index, top_k_weights)
+        return plain(hidden_states, top_k_index, top_k_weights)
+
+    # Assigned to the instance, so that the module stays what it is, names and all.
+    experts.forward = forward
+
+
 def with_terms(
     experts: nn.Module, plain: Forward, parts: Sequence[tuple[slice, ExpertTerms | None]]
 ) -> Forward:
@@ -124,15 +142,15 @@ def with_terms(
         results = []
         for rows, terms in parts:
             inputs = hidden_ND[rows], index_NK[rows], weights_NK[rows]
-            results.append(plain(*inputs) if terms is None else _adapted(experts, terms, *inputs))
+            results.append(plain(*inputs) if terms is None else _computed(experts, terms, *inputs))
         return results[0] if len(results) == 1 else torch.cat(results)
 
     return forward
 
 
-def _adapted(
+def _computed(
     experts: Any,  # noqa: ANN401 - of 60 classes
-    terms: ExpertTerms,
+    terms: ExpertTerms | None,
     hidden_ND: Tensor,
     index_NK: Tensor,
     weights_NK: Tensor,
@@ -147,7 +165,8 @@ def _adapted(
         return grouped(low_Nr.to(dtype)[positions_S], term.b, ends_E)
 
     gate_up = grouped(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
-    gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
+    if terms is not None:
+        gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
 
     # Added up in the order of each position's experts, not in that of all pairs.
@@ -159,8 +178,10 @@ def _adapted(
     def sums(values: Tensor) -> Tensor:
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
-    low_Nr = sums(grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
     whole_ND = sums(grouped(inner_SF, experts.down_proj, ends_E))
+    if terms is None:
+        return whole_ND
+    low_Nr = sums(grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
     return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
 
 

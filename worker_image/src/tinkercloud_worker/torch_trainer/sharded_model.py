@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.packing import Packed, mask_kinds
 from tinkercloud_worker.torch_trainer.unembed import Unembedding
@@ -139,6 +140,8 @@ class ShardedModel:
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
         model.forward = trunk.forward
         layers = [layer for _, layer in layers_of(trunk)]
+        for experts in find_experts(model):
+            guard_gradients(model.get_submodule(experts.name))
         if recompute:
             for layer in layers:
                 _compute_again(layer)
