@@ -4,25 +4,29 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.adam import AdamTrainer
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.architecture import blank_model
+from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
+from tinkercloud_worker.torch_trainer import sharded_base
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
@@ -147,10 +151,9 @@ class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
     ) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         whole = None if dist.get_rank() else make()
-        before = _resident_bytes()
-        Path("/proc/self/clear_refs").write_text("5")
-        shared = share_out(whole, mesh)
-        self._taken = _resident_bytes("VmHWM") - before
+        with _counting_whole_layers() as counts:
+            shared = share_out(whole, mesh)
+        self._most_whole_layers = max(counts)
         super().__init__(
             BaseModel(shared, packed=False),
             mesh,
@@ -158,9 +161,9 @@ class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
             max_kept_tokens=max_kept_tokens,
         )
 
-    def bytes_taken(self) -> int:
-        """Return by how much this process had grown at most while the base was shared out."""
-        return self._taken
+    def most_whole_layers(self) -> int:
+        """Return how many layers were whole here at most while the base was shared out."""
+        return self._most_whole_layers
 
     def layer_elements(self) -> int:
         """Return how many numbers of the layers are held here."""
@@ -168,17 +171,29 @@ class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
         return sum(w.to_local().numel() for w in weights if isinstance(w, DTensor))
 
 
-def _resident_bytes(figure: Literal["VmRSS", "VmHWM"] = "VmRSS") -> int:
-    """Return what this process holds of the machine's memory, or held at most since a reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    status = dict(line.split(":", 1) for line in lines)
-    return int(status[figure].split()[0]) * 1024
+@contextmanager
+def _counting_whole_layers() -> Iterator[list[int]]:
+    """Note whenever modules are divided how many layers of their model are here, and undivided."""
+    models: list[PreTrainedModel] = []
+    counts: list[int] = []
 
+    def is_whole(weight: Tensor) -> bool:
+        return not (weight.is_meta or isinstance(weight, DTensor))
 
-def weights_at_ranks(group: RankGroup, model_id: str) -> list[Mapping[str, Tensor]]:
-    """Return the weights of a model that is whole at each rank, as each has them."""
-    states = group.call_each("last_words", [()] * group.shape.ranks)
-    return [models[model_id].weights.tensors for models in states]
+    def blank(config: PretrainedConfig) -> PreTrainedModel:
+        models.append(blank_model(config))
+        return models[0]
+
+    def divide(*arguments: Any, **options: Any) -> object:
+        layers = [layer for _, layer in layers_of(models[0].base_model)]
+        counts.append(sum(any(map(is_whole, layer.parameters())) for layer in layers))
+        return fully_shard(*arguments, **options)
+
+    with (
+        patch.object(sharded_base, "blank_model", blank),
+        patch.object(sharded_base, "fully_shard", divide),
+    ):
+        yield counts
 
 
 def private_bytes() -> int:
