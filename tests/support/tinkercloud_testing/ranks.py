@@ -4,7 +4,7 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.architecture import blank_model
 from tinkercloud_worker.base_model import BaseModel, layers_of
@@ -194,6 +195,12 @@ def _counting_whole_layers() -> Iterator[list[int]]:
         patch.object(sharded_base, "fully_shard", divide),
     ):
         yield counts
+
+
+def weights_at_ranks(group: RankGroup, model_id: str) -> list[Mapping[str, Tensor]]:
+    """Return the weights of a model that is whole at each rank, as each has them."""
+    states = group.call_each("last_words", [()] * group.shape.ranks)
+    return [models[model_id].weights.tensors for models in states]
 
 
 def private_bytes() -> int:
