@@ -1,5 +1,7 @@
 """Trainer pods, installed and driven as a user would: two that share a model, one of two ranks.
 
+The two are megatron's, and an engine in a pod of its own samples what they train.
+
 The tests are a story in the order they stand in: each goes on where the one before it ended.
 """
 
@@ -13,6 +15,7 @@ from tinker import types
 
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.engine_image import engine_image
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -21,6 +24,7 @@ from tinkercloud_testing.cluster.installation import (
     values_of_one_node,
 )
 from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.node import NAME as NODE
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.models import save, tiny_llama
@@ -49,6 +53,13 @@ TWO_PODS = {
             "dtype": "float32",
             "resources": {"cpu": "100m", "memory": "3Gi", "sharedMemory": "256Mi"},
         },
+        "sampler": {
+            "backend": "sglang",
+            "image": "tinkercloud.test/engine:test",
+            "replicas": 1,
+            "gpusPerReplica": 1,
+            "resources": {"cpu": "100m", "memory": "2Gi"},
+        },
     },
 }
 TORCH_MODEL = "tiny/llama-by-torch"
@@ -57,6 +68,7 @@ ONE_POD = {
     "spec": {
         **TWO_PODS["spec"],
         "modelName": TORCH_MODEL,
+        "sampler": {},
         "trainer": {
             "replicas": 1,
             "cpuRanksPerReplica": 2,
@@ -98,6 +110,18 @@ def train_a_step(training: tinker.TrainingClient) -> float:
     return float(output.result().metrics["loss:sum"])
 
 
+def logprobs_of_trainer_and_engine(
+    training: tinker.TrainingClient,
+) -> tuple[list[float], list[float]]:
+    """Publish; return the logprobs of a sequence's tokens but the first, as each computes them."""
+    datum = DATA[1]
+    computed = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([*datum.model_input.to_ints(), 43])
+    _, *sampled = sampler.compute_logprobs(prompt).result()
+    return computed.tolist(), [value for value in sampled if value is not None]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of the node, with a model of random weights."""
@@ -109,18 +133,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of three steps on the torch trainer of one process."""
+    """The losses of four steps on the torch trainer of one process."""
     models = {MODEL: folder / "models" / "tiny"}
     with a_server(tmp_path_factory.mktemp("server"), models) as server:
         training = a_run(server.client())
-        return [train_a_step(training) for _ in range(3)]
+        return [train_a_step(training) for _ in range(4)]
 
 
 @pytest.fixture(scope="module")
 def installation(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, folder: Path
 ) -> Iterator[Installation]:
-    real_node.load(*map(program_image, IMAGES))
+    real_node.load(*map(program_image, IMAGES), engine_image())
+    # The stand-in for an engine computes on the CPU; what is scheduled is an engine's pod.
+    cluster.patch_status("node", NODE, {"capacity": {"nvidia.com/gpu": "1"}})
     with an_installation(cluster, folder, values_of_one_node(TWO_PODS, ONE_POD)) as release:
         yield release
 
@@ -151,6 +177,19 @@ def test_two_pods_learn_what_one_process_would(
     assert losses == pytest.approx(expected[:2], abs=1e-4)
 
 
+def test_the_engine_has_what_the_trainer_pods_learn_whenever_it_is_published(
+    expected: list[float], installation: Installation, story: Story
+) -> None:
+    first, sampled_first = logprobs_of_trainer_and_engine(story.training)
+    loss = train_a_step(story.training)
+    second, sampled_second = logprobs_of_trainer_and_engine(story.training)
+
+    assert loss == pytest.approx(expected[2], abs=1e-4)
+    assert second != pytest.approx(first, abs=1e-2)
+    assert sampled_first == pytest.approx(first, abs=1e-4)
+    assert sampled_second == pytest.approx(second, abs=1e-4)
+
+
 def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
     installation: Installation, story: Story
 ) -> None:
@@ -178,7 +217,7 @@ def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
 
     with pytest.raises(tinker.RequestFailedError, match="send the data of this step again"):
         pending.result(timeout=START_SECONDS)
-    assert train_a_step(story.training) == pytest.approx(expected[2], abs=1e-4)
+    assert train_a_step(story.training) == pytest.approx(expected[3], abs=1e-4)
     assert lost not in pods_of(installation, "trainer")
 
 
