@@ -33,7 +33,7 @@ from tinkercloud_testing.servers import a_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = "tiny/llama"
-IMAGES = ("api-server", "operator", "worker", "trainer")
+IMAGES = ("api-server", "operator", "worker")
 TWO_PODS = {
     "name": "tiny",
     "spec": {
@@ -46,7 +46,6 @@ TWO_PODS = {
         },
         "trainer": {
             "backend": "megatron",
-            "image": "tinkercloud.test/trainer:test",
             "replicas": 2,
             "cpuRanksPerReplica": 1,
             "parallelism": {"tensor": 2},

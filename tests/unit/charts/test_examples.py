@@ -43,6 +43,15 @@ def test_an_example_can_be_offered_by_the_chart(path: Path, tmp_path: Path) -> N
     assert [each["spec"] for each in rendered if each["kind"] == "BaseModel"] == [found["spec"]]
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_of_workers_trains_with_every_backend(name: str) -> None:
+    commands = (ROOT / "worker_image" / name).read_text().replace("\\\n", " ").splitlines()
+    installing = [command for command in commands if "uv sync" in command]
+
+    assert installing
+    assert all("--extra megatron" in command for command in installing)
+
+
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [

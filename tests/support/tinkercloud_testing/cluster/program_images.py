@@ -1,8 +1,8 @@
 """Images of our programs, of what this machine has: its Debian, its Python, the environment.
 
 Layers, lowest first: a minimal Debian; the interpreter; what the API server and the operator
-import; what the worker imports besides, and what trainers do; our packages. The programs run as
-nobody in particular, write nowhere, and are started by `python -m`.
+import; what the worker imports besides; our packages. The programs run as nobody in particular,
+write nowhere, and are started by `python -m`.
 """
 
 import functools
@@ -35,13 +35,11 @@ from tinkercloud_testing.cluster.images import (
 from tinkercloud_testing.cluster.programs import ROOT, build_folder, system_tool
 
 _LIGHT = ("tinkercloud-api[postgres]", "tinkercloud-operator")
-_WORKER = ("tinkercloud-worker",)
-_TRAINER = ("tinkercloud-worker[megatron]",)
+_WORKER = ("tinkercloud-worker[megatron]",)
 PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
     "api-server": ("tinkercloud_api", [_LIGHT]),
     "operator": ("tinkercloud_operator", [_LIGHT]),
     "worker": ("tinkercloud_worker", [_LIGHT, _WORKER]),
-    "trainer": ("tinkercloud_worker", [_LIGHT, _WORKER, _TRAINER]),
 }
 """Image name: the package that `python -m` runs, and what is imported, a layer each."""
 _VENV = "/opt/venv"
