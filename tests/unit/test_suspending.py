@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import obstore
 import orjson
@@ -128,7 +129,7 @@ class DyingObstore:
     def __init__(self, writes_until_death: int) -> None:
         self.left = writes_until_death
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         function = getattr(obstore, name)
         if name not in {"put_async", "delete_async"}:
             return function

@@ -1,6 +1,7 @@
 """Builders of valid training data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def a_request(
     data: Sequence[Datum],
     loss_fn: str = "cross_entropy",
     *,
-    config: dict[str, float | str] | None = None,
+    config: Mapping[str, float | str] | None = None,
     seq_id: int = 1,
     forward_only: bool = False,
 ) -> ForwardBackwardRequest:
@@ -50,3 +51,12 @@ def random_data(
             inputs["weights"] = rng.uniform(0, 1, length).astype(np.float32)
         data.append(Datum(tokens, inputs))
     return data
+
+
+def counting_every_token(data: Sequence[Datum]) -> list[Datum]:
+    """Return data with the mask that losses over whole sequences take, which leaves nothing out."""
+    masks = [np.ones(len(datum.tokens), np.float32) for datum in data]
+    return [
+        replace(datum, inputs={**datum.inputs, "sequence_ratio_mask": mask})
+        for datum, mask in zip(data, masks, strict=True)
+    ]

@@ -44,7 +44,7 @@ class _Elsewhere(torch.Tensor):
     here: Tensor
 
     @staticmethod
-    def __new__(cls, here: Tensor) -> "_Elsewhere":
+    def __new__(cls: "type[_Elsewhere]", here: Tensor) -> "_Elsewhere":
         tensor: _Elsewhere = torch.Tensor._make_wrapper_subclass(
             cls,
             here.size(),

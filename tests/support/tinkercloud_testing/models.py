@@ -294,6 +294,12 @@ def tiny_gpt2() -> PreTrainedModel:
     )
 
 
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model whose weights have been rounded to a dtype."""
+    # transformers' own `to` is a wrapper whose type takes the model for its first argument.
+    return torch.nn.Module.to(model, dtype)
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose ids 0..255 are bytes and 256 ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

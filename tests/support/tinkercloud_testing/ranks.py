@@ -23,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.architecture import blank_model
 from tinkercloud_worker.base_model import BaseModel, layers_of
@@ -31,9 +32,16 @@ from tinkercloud_worker.torch_trainer import sharded_base
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 BATCH_TOKENS = 32
 """Of the trainers here: small, so that a batch is several micro-batches."""
+
+TrainerOf = Callable[[int, Callable[[], AdamTrainer]], RankedTrainer]
+"""Makes a trainer of a number of ranks, each of which builds its part."""
+
+Trainers = tuple[RankedTrainer, TorchTrainer]
+"""One of several ranks, and what it is compared with."""
 
 
 class Successive:

@@ -1,20 +1,35 @@
 """Steps of training with the SDK, on one short text."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import tinker
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=0.01)
 
 
+def a_text(tokens: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
+    """Return a text whose every token but the first is predicted.
+
+    Args:
+        tokens: of the text.
+        inputs: of the loss, by name: a number for each token but the first.
+    """
+    targets = types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64))
+    numbers = {
+        name: types.TensorData.from_numpy(np.asarray(values, np.float32))
+        for name, values in inputs.items()
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={"target_tokens": targets, **numbers},
+    )
+
+
 def a_datum(first: int = 5) -> types.Datum:
     """Return a text of four tokens, of which the first may be chosen, and what follows each."""
-    return types.Datum(
-        model_input=types.ModelInput.from_ints([first, 6, 7, 8]),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData(data=[6, 7, 8, 9], dtype="int64", shape=[4]),
-            "weights": types.TensorData(data=[1.0] * 4, dtype="float32", shape=[4]),
-        },
-    )
+    return a_text([first, 6, 7, 8, 9], weights=[1.0] * 4)
 
 
 def step(training: tinker.TrainingClient, first: int = 5) -> float:
@@ -22,3 +37,9 @@ def step(training: tinker.TrainingClient, first: int = 5) -> float:
     result = training.forward_backward([a_datum(first)], "cross_entropy")
     training.optim_step(ADAM).result()
     return result.result().metrics["loss:sum"]
+
+
+def score(training: tinker.TrainingClient, tokens: Sequence[int]) -> list[float]:
+    """Return the trainer's own logprobs of every token but the first."""
+    output = training.forward([a_text(tokens)], "cross_entropy").result()
+    return list(output.loss_fn_outputs[0]["logprobs"].data)

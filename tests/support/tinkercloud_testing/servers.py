@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
@@ -49,7 +50,7 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
-    def json(self) -> dict[str, object]:
+    def json(self) -> dict[str, Any]:
         """Return the body as a JSON object."""
         content = json.loads(self.body)
         assert isinstance(content, dict)

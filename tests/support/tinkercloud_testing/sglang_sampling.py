@@ -1,9 +1,11 @@
 """A sampler over SGLang engines that are played, and what tests compare of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from prometheus_client import REGISTRY
 
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
@@ -59,6 +61,13 @@ def a_whole_model(engine: Engine, scale: float) -> WeightsSnapshot:
     weights = engine.trainer.snapshot(f"whole-{scale}")
     weights.tensors["lm_head.weight"].mul_(scale)
     return weights
+
+
+def in_two_dtypes(model: WeightsSnapshot) -> WeightsSnapshot:
+    """Return a whole model that has one of its norms in bfloat16."""
+    name = "model.norm.weight"
+    norm = model.tensors[name].to(torch.bfloat16)
+    return replace(model, tensors={**model.tensors, name: norm})
 
 
 def children_running(module: str) -> list[int]:

@@ -8,14 +8,14 @@ from torch import Tensor
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_testing.data import a_request
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import LossOutput, Trainer
+from tinkercloud_worker.engine.trainer import Gradient, LossOutput, Trainer, TrainingState
 
 
 def run(
     trainer: Trainer,
     data: Sequence[Datum],
     loss_fn: str = "cross_entropy",
-    config: dict[str, float | str] | None = None,
+    config: Mapping[str, float | str] | None = None,
     model_id: str = "m",
 ) -> LossOutput:
     """Add the gradient of a batch to a model's."""
@@ -23,7 +23,20 @@ def run(
     return trainer.forward_backward(model_id, batch, lambda: None)
 
 
-def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rtol: float) -> None:
+def gradient_of(trainer: Trainer, model_id: str = "m") -> Gradient:
+    """Return the gradient that a model has."""
+    gradient = trainer.export_gradient(model_id)
+    assert gradient is not None, f"{model_id} has no gradient"
+    return gradient
+
+
+def moments_of(state: TrainingState) -> Mapping[str, Tensor]:
+    """Return the moments that a state has."""
+    assert state.moments is not None, "the state has no moments"
+    return state.moments
+
+
+def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], *, rtol: float) -> None:
     """Compare tensors by name, each by the norm of what it is off."""
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
@@ -31,7 +44,7 @@ def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rtol:
         assert error <= rtol * length, f"{name}: {error:.2e} off, which is {length:.2e} long"
 
 
-def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], atol: float) -> None:
+def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], *, atol: float) -> None:
     """Compare tensors by name, element by element."""
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():

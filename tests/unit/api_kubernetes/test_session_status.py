@@ -18,8 +18,9 @@ from tinkercloud_api.providers.session_status import (
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.futures import QueueState
 
-SERVING = {"endpoint": "http://head:8000", "incarnation": "pod.0"}
+SERVING: dict[str, Any] = {"endpoint": "http://head:8000", "incarnation": "pod.0"}
 
 
 def a_session(*conditions: dict[str, Any], suspend: bool = False, **status: Any) -> Session:
@@ -80,7 +81,9 @@ def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
         (Reason.IMAGE_PULL_BACK_OFF, "active"),
     ],
 )
-def test_a_session_on_its_way_says_why_it_is_not_there(reason: Reason, queue_state: str) -> None:
+def test_a_session_on_its_way_says_why_it_is_not_there(
+    reason: Reason, queue_state: QueueState
+) -> None:
     on_its_way = a_condition(ConditionType.READY, "False", reason, "4 GPUs missing")
 
     state = standing(a_session(on_its_way))

@@ -70,7 +70,8 @@ async def test_the_migrations_make_the_tables(database_url: str) -> None:
 
     def difference(connection: Connection) -> list[object]:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
-        return alembic.autogenerate.compare_metadata(context, Table.metadata)
+        found: list[object] = alembic.autogenerate.compare_metadata(context, Table.metadata)
+        return found
 
     async with engine.connect() as connection:
         assert await connection.run_sync(difference) == []

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -112,7 +113,7 @@ def test_alerts_are_about_this_release_alone() -> None:
 
 
 @every_dashboard
-def test_a_dashboard_has_panels_side_by_side_and_explains_them(path) -> None:
+def test_a_dashboard_has_panels_side_by_side_and_explains_them(path: Path) -> None:
     board = json.loads(path.read_text())
     cells = [
         (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)

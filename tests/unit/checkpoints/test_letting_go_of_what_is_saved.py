@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from weakref import ReferenceType, ref
 
 import pytest
@@ -48,7 +49,7 @@ async def test_a_state_is_let_go_of_once_it_is_encoded_however_long_the_store_ta
     await head.begin()
     write, arrived, go_on = head.store.write, asyncio.Event(), asyncio.Event()
 
-    async def write_slowly(*args, **kwargs) -> Manifest:
+    async def write_slowly(*args: Any, **kwargs: Any) -> Manifest:
         arrived.set()
         await go_on.wait()
         return await write(*args, **kwargs)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import boto3
 import obstore
@@ -107,7 +108,7 @@ class DyingObstore:
     def __init__(self, writes_until_death: int) -> None:
         self.left = writes_until_death
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         function = getattr(obstore, name)
         if name not in {"put_async", "copy_async", "delete_async"}:
             return function

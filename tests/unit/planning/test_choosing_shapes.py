@@ -285,7 +285,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
     remedy = re.search(r"What would fit: (\d+x[\w-]+)", str(refused.value))
     assume(remedy)
     assert remedy is not None
-    assert plan(model, parse(remedy[1]), sequence_length=length, lora_rank=rank)
+    plan(model, parse(remedy[1]), sequence_length=length, lora_rank=rank)
 
 
 @pytest.mark.parametrize(

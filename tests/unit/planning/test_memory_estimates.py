@@ -4,7 +4,7 @@ Nothing here measures a GPU: its kernels keep other activations than these do.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_crds.planning.architecture import Architecture
@@ -29,6 +30,7 @@ from tinkercloud_crds.planning.memory import (
 )
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.models import (
+    in_dtype,
     smollm2,
     tiny_deepseek_v2,
     tiny_deepseek_v3,
@@ -100,7 +102,8 @@ def shortened(name: str, layers: int) -> dict[str, Any]:
 def built(config: dict[str, Any]) -> PreTrainedModel:
     settings = AutoConfig.for_model(**config)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    return model.requires_grad_(requires_grad=False).train()
+    model.requires_grad_(requires_grad=False).train()
+    return model
 
 
 def adapted(model: PreTrainedModel) -> PeftModel:
@@ -138,7 +141,7 @@ def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
         tiny_deepseek_v2,
     ],
 )
-def test_an_adapter_takes_what_is_estimated(make: Any) -> None:
+def test_an_adapter_takes_what_is_estimated(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
 
     estimate = training(architecture_of(model), Layout(), tokens=1, lora_rank=RANK)
@@ -148,7 +151,7 @@ def test_an_adapter_takes_what_is_estimated(make: Any) -> None:
 
 
 @tiny_models
-def test_a_fully_trained_model_takes_what_is_estimated(make: Any) -> None:
+def test_a_fully_trained_model_takes_what_is_estimated(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
 
     estimate = training(architecture_of(model), Layout(), tokens=1, lora_rank=None)
@@ -157,8 +160,8 @@ def test_a_fully_trained_model_takes_what_is_estimated(make: Any) -> None:
 
 
 @every_model
-def test_weights_take_what_is_estimated(make: Any) -> None:
-    model = make().to(torch.bfloat16)
+def test_weights_take_what_is_estimated(make: Callable[[], PreTrainedModel]) -> None:
+    model = in_dtype(make(), torch.bfloat16)
 
     estimate = training(architecture_of(model), Layout(), tokens=1, lora_rank=RANK)
 
@@ -166,14 +169,15 @@ def test_weights_take_what_is_estimated(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_deepseek_v3])
-def test_keys_and_values_take_what_is_estimated(make: Any) -> None:
-    model = make().to(torch.bfloat16)
+def test_keys_and_values_take_what_is_estimated(make: Callable[[], PreTrainedModel]) -> None:
+    model = in_dtype(make(), torch.bfloat16)
     cache = DynamicCache()
 
     with torch.no_grad():
         model(torch.arange(TOKENS)[None] % 200, past_key_values=cache)
 
-    held = bytes_of(t for layer in cache.layers for t in (layer.keys, layer.values))
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    held = bytes_of(t for layer in layers for t in (layer.keys, layer.values) if t is not None)
     assert held == TOKENS * kv_bytes_per_token(architecture_of(model), tensor=1)
 
 

@@ -68,7 +68,9 @@ def test_the_page_shows_what_a_session_is_told_of_its_plan() -> None:
         update={"max_context_length": 32768}
     )
 
-    assert chosen(base_model, lora={"rank": 32}).plan.startswith(shown)
+    told = chosen(base_model, lora={"rank": 32}).plan
+    assert told is not None
+    assert told.startswith(shown)
 
 
 def test_smaller_gpus_divide_a_model_further() -> None:

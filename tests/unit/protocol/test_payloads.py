@@ -35,7 +35,12 @@ def sdk_data(draw: st.DrawFn) -> types.Datum:
     weights = draw(st.lists(floats, min_size=length, max_size=length))
     return types.Datum(
         model_input=types.ModelInput(chunks=chunks),
-        loss_fn_inputs={"target_tokens": list(range(length)), "weights": weights},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(
+                data=list(range(length)), dtype="int64", shape=[length]
+            ),
+            "weights": types.TensorData(data=weights, dtype="float32", shape=[length]),
+        },
     )
 
 
@@ -116,7 +121,9 @@ def test_samples_reach_the_sdk(drawn: list[tuple[list[int], bool]]) -> None:
     assert got == [(tokens, stopped) for tokens, stopped in drawn]
     assert response.prompt_logprobs == [None, -1.0, -2.0]
     assert response.prompt_cache_hit_tokens == 7
+    assert response.prompt_alt_tokens is not None
     assert response.prompt_alt_tokens.tokens.tolist() == [[4], [5]]
+    assert response.target_prompt_logprobs is not None
     np.testing.assert_array_equal(response.target_prompt_logprobs.to_numpy(), targets)
     assert response.topk_prompt_logprobs is not None
     assert response.sequences[0].topk_logprobs is not None

@@ -119,7 +119,7 @@ def test_a_session_stops_though_the_served_definitions_are_the_first(
     world.unknown_fields = frozenset(known - FIRST_FIELDS)
     world.happen("it settles", head, event)
 
-    pauses = []
+    pauses: list[float | None] = []
     while world.status.phase != phase and len(pauses) < ENOUGH_ROUNDS:
         pause = world.operate().look_again_seconds
         pauses.append(pause)

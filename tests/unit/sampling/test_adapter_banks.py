@@ -31,6 +31,7 @@ def terms(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
     """Return the low-rank terms of all rows."""
     if weights is None:
         return torch.zeros(len(ROWS), target.out_features)
+    assert weights.lora_scale is not None
     middle = ROWS @ weights.tensors[target.a_name].T * weights.lora_scale
     return middle @ weights.tensors[target.b_name].T
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tinkercloud_protocol.payloads import FloatArray
 from tinkercloud_worker.torch_sampler.drawing import Policy, draw, filter_logits, invert, uniform
 
 logit_rows = hnp.arrays(np.float32, st.integers(2, 40), elements=st.floats(-10, 10, width=32))
@@ -19,7 +20,9 @@ policies = st.builds(
 
 
 @given(logit_rows, policies)
-def test_filters_keep_the_most_likely_tokens_and_only_them(logits, policy: Policy) -> None:
+def test_filters_keep_the_most_likely_tokens_and_only_them(
+    logits: FloatArray, policy: Policy
+) -> None:
     filtered = filter_logits(torch.from_numpy(logits), policy).numpy()
     kept = np.isfinite(filtered)
 
@@ -32,7 +35,9 @@ def test_filters_keep_the_most_likely_tokens_and_only_them(logits, policy: Polic
 
 
 @given(logit_rows, st.floats(0.05, 0.99))
-def test_top_p_keeps_the_fewest_tokens_that_have_that_probability(logits, top_p: float) -> None:
+def test_top_p_keeps_the_fewest_tokens_that_have_that_probability(
+    logits: FloatArray, top_p: float
+) -> None:
     filtered = filter_logits(torch.from_numpy(logits), Policy(1.0, 0, top_p)).numpy()
     probs = torch.softmax(torch.from_numpy(logits).double(), 0).numpy()
     kept = np.isfinite(filtered)
@@ -43,7 +48,9 @@ def test_top_p_keeps_the_fewest_tokens_that_have_that_probability(logits, top_p:
 
 
 @given(logit_rows, st.floats(0, 1, exclude_max=True))
-def test_a_number_selects_the_token_whose_share_it_falls_in(logits, number: float) -> None:
+def test_a_number_selects_the_token_whose_share_it_falls_in(
+    logits: FloatArray, number: float
+) -> None:
     probs = torch.softmax(torch.from_numpy(logits), 0)
 
     token = int(invert(probs.unsqueeze(0), torch.tensor([number], dtype=torch.float64))[0])

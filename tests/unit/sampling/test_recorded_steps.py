@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.training import LoraConfig
@@ -40,7 +41,7 @@ class Operations:
     def __call__(self, compute: Compute) -> Compute:
         """See `Recorder`."""
         with torch.no_grad():
-            operations: Callable[[], Tensor] = make_fx(compute)()  # type: ignore[no-untyped-call]
+            operations: Callable[[], Tensor] = make_fx(compute)()
         self.recorded += 1
 
         def replay() -> Tensor:
@@ -66,7 +67,7 @@ async def publish_adapter(engine: Engine, name: str, rank: int, seed: int) -> No
 
 
 def sampled(
-    model: Callable[[], torch.nn.Module], scratch_dir: Path, recorder: Recorder | None
+    model: Callable[[], PreTrainedModel], scratch_dir: Path, recorder: Recorder | None
 ) -> list[SamplingResult]:
     """Sample from a base, adapters and a mixture of them, few at a time and many."""
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.payloads import Datum
+from tinkercloud_protocol.payloads import Datum, FloatArray
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
 
 MODELS = {
     "llama": tiny_llama,
@@ -35,7 +35,9 @@ async def publish_adapter(engine: Engine, name: str, seed: int, *, train_mlp: bo
     await engine.sampler.publish(name, engine.trainer.snapshot(name))
 
 
-def trainer_logprobs(engine: Engine, model_id: str, prompt: list[int], tokens: list[int]):
+def trainer_logprobs(
+    engine: Engine, model_id: str, prompt: list[int], tokens: list[int]
+) -> FloatArray:
     """Return the trainer's logprobs of `tokens` after `prompt`."""
     ids = np.asarray([*prompt, *tokens], dtype=np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
@@ -52,7 +54,7 @@ async def test_greedy_samples_of_staggered_requests_equal_generate(
     with an_engine(MODELS[name](), tmp_path, SamplerConfig(prefill_chunk_tokens=16)) as engine:
         await engine.sampler.publish("base", None)
 
-        async def sample(prompt: list[int], delay: float):
+        async def sample(prompt: list[int], delay: float) -> SamplingResult:
             await asyncio.sleep(delay)
             request = a_sampling_request(prompt, temperature=0.0, max_tokens=12, stop=NEVER)
             return await engine.sampler.sample("base", request)
@@ -186,7 +188,12 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
         request = a_sampling_request(prompt, max_tokens=1, top_logprobs=2, questions=questions)
         result = await engine.sampler.sample("base", request)
 
-    scores = result.prompt
+    scores, top = result.prompt, result.sequences[0].top
+    assert scores.logprobs is not None
+    assert scores.top is not None
+    assert scores.targets is not None
+    assert scores.alternatives is not None
+    assert top is not None
     assert np.isnan(scores.logprobs[:3]).all()
     expected = [logprobs[i - 1, prompt[i]] for i in range(3, 6)]
     np.testing.assert_allclose(scores.logprobs[3:], expected, atol=1e-5)
@@ -202,9 +209,7 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
     np.testing.assert_allclose(
         drawn_logprobs, np.take_along_axis(logprobs[:-1], drawn, axis=1), atol=1e-5
     )
-    np.testing.assert_allclose(
-        result.sequences[0].top.logprobs[0], -np.sort(-logprobs[-1])[:2], atol=1e-5
-    )
+    np.testing.assert_allclose(top.logprobs[0], -np.sort(-logprobs[-1])[:2], atol=1e-5)
 
 
 async def test_an_older_version_keeps_its_weights_even_after_being_spilled(tmp_path: Path) -> None:

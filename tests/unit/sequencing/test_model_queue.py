@@ -37,7 +37,9 @@ class Bench:
             raise RuntimeError("no engine is there")
         self.ran.append("drop")
 
-    def submit(self, seq_id: int, role: Role = "other", work: Callable[[], None] | None = None):
+    def submit(
+        self, seq_id: int, role: Role = "other", work: Callable[[], None] | None = None
+    ) -> str:
         async def run() -> Result:
             await asyncio.sleep(0)
             if work is not None:

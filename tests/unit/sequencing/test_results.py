@@ -64,7 +64,8 @@ async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
 
 
 async def test_a_result_nobody_read_is_kept_longer() -> None:
-    clock, dropped = Clock(), []
+    clock = Clock()
+    dropped: list[str] = []
     results = a_store(clock, dropped=dropped)
     results.open("r", b"")
     results.finish("r", a_result())
@@ -78,7 +79,8 @@ async def test_a_result_nobody_read_is_kept_longer() -> None:
 
 
 async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> None:
-    clock, dropped = Clock(), []
+    clock = Clock()
+    dropped: list[str] = []
     results = a_store(clock, max_bytes=25, dropped=dropped)
     for index, name in enumerate("abc"):
         clock.now = float(index)

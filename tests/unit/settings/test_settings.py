@@ -86,7 +86,7 @@ def test_a_value_that_is_not_acceptable_is_refused(
     ("setting", "value"), [("process_group", "nccl"), ("shared_memory", "cuda")]
 )
 def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
-    monkeypatch: pytest.MonkeyPatch, setting, value
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')

@@ -1,6 +1,7 @@
 """How requests are divided over servers, and how kinds of work take turns."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,7 @@ async def work(turns: Turns, kind: str, log: list[str], steps: int = 3) -> None:
 
 
 @given(st.text())
-def test_only_keys_of_a_server_that_goes_move_to_another(key) -> None:
+def test_only_keys_of_a_server_that_goes_move_to_another(key: str) -> None:
     ranked = order(key, SERVERS)
     left = {server: 0 for server in SERVERS if server != ranked[1]}
 
@@ -51,7 +52,7 @@ def test_keys_are_spread_over_all_servers() -> None:
 
 
 @given(st.text(), st.lists(st.integers(0, 500), min_size=4, max_size=4))
-def test_no_server_gets_more_than_its_share_and_a_quarter(key, loads) -> None:
+def test_no_server_gets_more_than_its_share_and_a_quarter(key: str, loads: list[int]) -> None:
     running = dict(zip(SERVERS, loads, strict=True))
 
     chosen = choose(key, running)
@@ -61,7 +62,8 @@ def test_no_server_gets_more_than_its_share_and_a_quarter(key, loads) -> None:
 
 
 async def test_work_of_one_kind_runs_together_without_a_change() -> None:
-    changes, log = Changes(), []
+    changes = Changes()
+    log: list[str] = []
     turns = Turns(changes, "a")
 
     await asyncio.gather(*[work(turns, "a", log) for _ in range(3)])
@@ -71,7 +73,8 @@ async def test_work_of_one_kind_runs_together_without_a_change() -> None:
 
 
 async def test_kinds_exclude_each_other_and_who_came_first_goes_first() -> None:
-    changes, log = Changes(), []
+    changes = Changes()
+    log: list[str] = []
     turns = Turns(changes, "a")
 
     await asyncio.gather(*[work(turns, kind, log) for kind in ["a", "b", "b", "a", "c"]])
@@ -81,7 +84,8 @@ async def test_kinds_exclude_each_other_and_who_came_first_goes_first() -> None:
 
 
 async def test_a_change_that_fails_is_told_to_those_who_wait_for_it_and_tried_again() -> None:
-    changes, log = Changes(), []
+    changes = Changes()
+    log: list[str] = []
     turns = Turns(changes, "a")
     changes.fails = True
 
@@ -97,8 +101,9 @@ async def test_a_change_that_fails_is_told_to_those_who_wait_for_it_and_tried_ag
 
 
 @pytest.mark.parametrize("pauses", range(6))
-async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses) -> None:
-    changes, log = Changes(), []
+async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses: int) -> None:
+    changes = Changes()
+    log: list[str] = []
     turns = Turns(changes, "a")
     first = asyncio.create_task(work(turns, "a", log))
     given_up = asyncio.create_task(work(turns, "b", [], steps=50))
@@ -169,6 +174,6 @@ async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses) -> None:
         ),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(settings, words) -> None:
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         SamplerConfig(**settings)

@@ -22,7 +22,7 @@ from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.models import tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker import lora
 from tinkercloud_worker.base_model import BaseModel
@@ -82,7 +82,9 @@ class OneByOne(nn.Module):
 
     def __init__(self, experts: nn.Module, adapters: dict[str, Tensor]) -> None:
         super().__init__()
-        self.weights = (experts.gate_up_proj.detach(), experts.down_proj.detach())
+        self.weights = tuple(
+            experts.get_parameter(name).detach() for name in ("gate_up_proj", "down_proj")
+        )
         self.adapters = adapters
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -148,7 +150,9 @@ def test_logprobs_and_every_gradient_are_those_of_experts_adapted_one_by_one(nam
     total.backward()
     ours = gradients(trainer)
     assert sum("experts" in name for name in ours) == 12
-    assert_close(ours, {n: t.grad for n, t in twin.tensors.items() if t.grad is not None}, 1e-4)
+    assert_close(
+        ours, {n: t.grad for n, t in twin.tensors.items() if t.grad is not None}, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -244,10 +248,10 @@ def test_layers_computed_again_have_the_same_gradients(lora_config: LoraConfig) 
     again = a_trainer(tiny_qwen3_moe(), lora_config, max_kept_tokens=0)
     kept = a_trainer(tiny_qwen3_moe(), lora_config)
 
-    outputs = [run(trainer, random_data(LENGTHS)) for trainer in (again, kept)]
+    got, expected = (run(trainer, random_data(LENGTHS)) for trainer in (again, kept))
 
-    np.testing.assert_array_equal(*(np.concatenate(output.logprobs) for output in outputs))
-    assert_close(gradients(again), gradients(kept), 1e-6)
+    np.testing.assert_array_equal(np.concatenate(got.logprobs), np.concatenate(expected.logprobs))
+    assert_close(gradients(again), gradients(kept), rtol=1e-6)
 
 
 def test_a_token_gets_the_same_alone_and_among_others() -> None:
@@ -275,7 +279,8 @@ def test_training_moves_experts_and_leaves_the_base_as_it_is() -> None:
 
 
 def test_over_bfloat16_an_adapter_is_as_near_to_float32_as_the_rounding_allows() -> None:
-    exact, half = a_trainer(tiny_qwen3_moe()), a_trainer(tiny_qwen3_moe().to(torch.bfloat16))
+    exact = a_trainer(tiny_qwen3_moe())
+    half = a_trainer(in_dtype(tiny_qwen3_moe(), torch.bfloat16))
     data = random_data(LENGTHS)
 
     run(exact, data)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,9 @@ async def thread() -> AsyncIterator[EngineThread]:
     thread.stop()
 
 
-async def while_busy(thread: EngineThread, *submitted: Callable[[], asyncio.Task]) -> list:
+async def while_busy(
+    thread: EngineThread, *submitted: Callable[[], asyncio.Task[Any]]
+) -> list[Any]:
     """Submit work while a job runs; return its results once that job may end."""
     may_end = threading.Event()
     busy = asyncio.create_task(thread.run(lambda _: may_end.wait()))
@@ -45,11 +48,13 @@ async def while_busy(thread: EngineThread, *submitted: Callable[[], asyncio.Task
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def item(thread: EngineThread, group: Sums, number: int) -> Callable[[], asyncio.Task]:
+def item(thread: EngineThread, group: Sums, number: int) -> Callable[[], asyncio.Task[int]]:
     return lambda: asyncio.create_task(thread.run_with_others(group, number))
 
 
-async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_result(thread) -> None:
+async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_result(
+    thread: EngineThread,
+) -> None:
     group = Sums()
 
     results = await while_busy(thread, *[item(thread, group, n) for n in (1, 2, 3)])
@@ -58,7 +63,7 @@ async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_resul
     assert results == [16, 26, 36]
 
 
-async def test_what_does_not_join_waits_for_the_next_turn(thread) -> None:
+async def test_what_does_not_join_waits_for_the_next_turn(thread: EngineThread) -> None:
     group = Sums()
 
     await while_busy(thread, *[item(thread, group, n) for n in (1, 2, 3, 4, 5)])
@@ -66,7 +71,7 @@ async def test_what_does_not_join_waits_for_the_next_turn(thread) -> None:
     assert group.ran == [[1, 2, 3], [4, 5]]
 
 
-async def test_groups_keep_apart_and_other_jobs_keep_their_turn(thread) -> None:
+async def test_groups_keep_apart_and_other_jobs_keep_their_turn(thread: EngineThread) -> None:
     one, other = Sums(), Sums()
     order: list[str] = []
     job = lambda: asyncio.create_task(thread.run(lambda _: order.append(f"{one.ran}{other.ran}")))  # noqa: E731 - as `item`
@@ -79,7 +84,9 @@ async def test_groups_keep_apart_and_other_jobs_keep_their_turn(thread) -> None:
     assert order == ["[[1, 2]][]"]
 
 
-async def test_an_error_is_raised_for_all_that_ran_together_and_nobody_else(thread) -> None:
+async def test_an_error_is_raised_for_all_that_ran_together_and_nobody_else(
+    thread: EngineThread,
+) -> None:
     group = Sums()
 
     results = await while_busy(thread, *[item(thread, group, n) for n in (1, -1, 3, 4)])

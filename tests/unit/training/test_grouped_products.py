@@ -1,5 +1,7 @@
 """One product for all experts of a layer: as each by itself, whoever has no rows."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tinkercloud_testing.data import random_data
-from tinkercloud_testing.models import tiny_qwen3_moe
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.models import in_dtype, tiny_qwen3_moe
+from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker import experts
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.experts import grouped
@@ -31,7 +33,9 @@ def random(*shape: int) -> Tensor:
     outer=st.integers(1, 9),
 )
 @settings(deadline=None, max_examples=60)
-def test_products_and_gradients_are_those_of_each_expert(counts, inner, outer) -> None:
+def test_products_and_gradients_are_those_of_each_expert(
+    counts: list[int], inner: int, outer: int
+) -> None:
     torch.manual_seed(0)
     x, weights = random(sum(counts), inner), random(len(counts), outer, inner)
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
@@ -48,7 +52,7 @@ def test_products_and_gradients_are_those_of_each_expert(counts, inner, outer) -
 @pytest.fixture
 def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have torch's product leave gradients of experts without rows as their memory was."""
-    product = experts.grouped_mm
+    product = torch.nn.functional.grouped_mm
 
     def leaving(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
         counts = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -62,19 +66,21 @@ class Unwritten(torch.autograd.Function):
     """What torch's product does on some GPUs: gradients of experts without rows are never set."""
 
     @staticmethod
-    def forward(ctx, weights: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(counts)
         return weights.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (counts,) = ctx.saved_tensors
         return gradient.masked_fill((counts == 0)[:, None, None], torch.nan), None
 
 
 @pytest.mark.usefixtures("unwritten")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(dtype) -> None:
+def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(
+    dtype: torch.dtype,
+) -> None:
     counts = torch.tensor([3, 0, 2, 0])
     x, weights = random(5, 8).to(dtype), random(4, 8, 8)
 
@@ -87,13 +93,17 @@ def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(dtype) 
 
 @pytest.mark.usefixtures("unwritten")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_whole_mixture_whose_experts_see_no_token_has_no_gradient_of_them(dtype) -> None:
-    trainer = TorchTrainer(BaseModel(tiny_qwen3_moe().to(dtype), packed=False), max_batch_tokens=8)
+def test_a_whole_mixture_whose_experts_see_no_token_has_no_gradient_of_them(
+    dtype: torch.dtype,
+) -> None:
+    trainer = TorchTrainer(
+        BaseModel(in_dtype(tiny_qwen3_moe(), dtype), packed=False), max_batch_tokens=8
+    )
     trainer.add_model("m", None)
 
     run(trainer, random_data([2]))
 
-    gradients = trainer.export_gradient("m")
+    gradients = gradient_of(trainer)
     of_experts = [gradients[name] for name in gradients if ".experts." in name]
     assert all(gradient.isfinite().all() for gradient in of_experts)
     seen = torch.stack([gradient.abs().sum((1, 2)) > 0 for gradient in of_experts])

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_gemma2, tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
@@ -22,9 +23,12 @@ ADAPTERS = {
 
 
 def a_trainer(
-    model=None, *, max_batch_tokens: int = 64, dtype: torch.dtype = torch.float32
+    model: PreTrainedModel | None = None,
+    *,
+    max_batch_tokens: int = 64,
+    dtype: torch.dtype = torch.float32,
 ) -> TorchTrainer:
-    base = BaseModel((model or tiny_llama()).to(dtype))
+    base = BaseModel(in_dtype(model or tiny_llama(), dtype))
     trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens)
     for seed, (name, adapter) in enumerate(ADAPTERS.items()):
         trainer.add_model(name, adapter)
@@ -61,9 +65,9 @@ def test_each_model_gets_the_logprobs_loss_and_gradient_that_it_gets_alone(loss_
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert output.metrics == pytest.approx(other.metrics, rel=1e-5)
     for name in ADAPTERS:
-        theirs = gradient(alone, name)
-        assert theirs.any()
-        assert (gradient(together, name) - theirs).norm() <= 1e-5 * theirs.norm()
+        sought = gradient(alone, name)
+        assert sought.any()
+        assert (gradient(together, name) - sought).norm() <= 1e-5 * sought.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

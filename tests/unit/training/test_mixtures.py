@@ -3,14 +3,19 @@
 Adapters of experts have their own page: `test_adapters_of_experts`.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import (
+    in_dtype,
     save,
     tiny_deepseek_v2,
     tiny_mixtral,
@@ -45,7 +50,9 @@ def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_mixtral, tiny_deepseek_v2, tiny_qwen3])
-def test_weights_are_named_as_files_name_them_and_back(tmp_path, make) -> None:
+def test_weights_are_named_as_files_name_them_and_back(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
     model = make()
     folder = str(save(model, tmp_path))
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -57,12 +64,12 @@ def test_weights_are_named_as_files_name_them_and_back(tmp_path, make) -> None:
 
 
 def test_naming_weights_leaves_the_default_dtype_of_other_threads_alone(
-    tmp_path, monkeypatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_qwen3_moe().to(torch.bfloat16)
+    model = in_dtype(tiny_qwen3_moe(), torch.bfloat16)
     folder = str(save(model, tmp_path))
     weights = {name: weight.detach().float() for name, weight in model.named_parameters()}
-    defaults = []
+    defaults: list[torch.dtype] = []
     monkeypatch.setattr(torch, "set_default_dtype", defaults.append)
 
     from_files(folder, as_in_files(folder, weights))

@@ -1,6 +1,7 @@
 """Sequences one after another in a row: each is computed as if it were alone."""
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ def test_at_most_one_pack_is_less_than_half_full(sizes: list[int], budget: int) 
 
 
 @given(lengths, st.integers(1, 500), st.randoms())
-def test_the_packs_of_lengths_do_not_depend_on_their_order(sizes, budget, random) -> None:
+def test_the_packs_of_lengths_do_not_depend_on_their_order(
+    sizes: list[int], budget: int, random: Random
+) -> None:
     shuffled = list(sizes)
     random.shuffle(shuffled)
 

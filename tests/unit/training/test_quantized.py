@@ -30,7 +30,9 @@ BLOCK = (24, 32)
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
 )
-def test_each_value_is_multiplied_by_the_scale_of_its_block(shape, block) -> None:
+def test_each_value_is_multiplied_by_the_scale_of_its_block(
+    shape: tuple[int, int], block: tuple[int, int]
+) -> None:
     values = torch.randn(shape).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
 
@@ -45,7 +47,7 @@ def test_each_value_is_multiplied_by_the_scale_of_its_block(shape, block) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_moe, tiny_deepseek_v3])
 def test_a_base_model_has_the_values_that_its_blocks_stand_for(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], dtype
+    tmp_path: Path, make: Callable[[], PreTrainedModel], dtype: torch.dtype
 ) -> None:
     plain, folder = save(make(), tmp_path / "plain"), save(make(), tmp_path / "blocks")
     meant = quantize(folder, BLOCK)

@@ -1,5 +1,7 @@
 """What a trainer must keep: sums, accumulation, independence, exact restoration."""
 
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,10 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
@@ -185,7 +190,15 @@ def test_a_restored_state_goes_on_bit_for_bit() -> None:
     expected = [step(trainer, "m", seed) for seed in range(3, 6)]
 
     other = a_trainer("restored")
-    manifest = type("M", (), {"lora": LORA, "files": files, "tinker_path": "x"})
+    manifest = Manifest(
+        tinker_path="tinker://s:train:0/weights/x",
+        owner="somebody",
+        base_model="tiny",
+        lora=LORA,
+        step=3,
+        created_at=datetime.now(UTC),
+        files={},
+    )
     other.import_state("restored", formats.decode_state(manifest, files))
 
     assert [step(other, "restored", seed) for seed in range(3, 6)] == expected
@@ -237,7 +250,7 @@ def test_a_step_without_a_gradient_moves_as_adamw_with_zeros_does() -> None:
 @pytest.mark.parametrize(
     "make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_gpt2, tiny_qwen3_moe, tiny_mixtral]
 )
-def test_full_fine_tuning_has_the_gradient_of_autograd(make) -> None:
+def test_full_fine_tuning_has_the_gradient_of_autograd(make: Callable[[], PreTrainedModel]) -> None:
     trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=64)
     trainer.add_model("m", None)
     reference = make().eval()
@@ -269,10 +282,10 @@ def test_full_fine_tuning_leaves_the_shared_base_alone() -> None:
 
 
 def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
+    sizes: list[int] = []
     original = unembed.Unembedding.logits
 
-    def watched(self, hidden):
+    def watched(self: unembed.Unembedding, hidden: Tensor) -> Tensor:
         logits = original(self, hidden)
         sizes.append(logits.nbytes)
         return logits

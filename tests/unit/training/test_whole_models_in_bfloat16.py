@@ -1,5 +1,6 @@
 """Whole models over a base in bfloat16: passes are in its dtype, what is trained is float32."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.training import AdamParams
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.models import in_dtype, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -21,7 +22,7 @@ every_model = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2
 
 
 def in_half(model: PreTrainedModel) -> PreTrainedModel:
-    return model.to(torch.bfloat16)
+    return in_dtype(model, torch.bfloat16)
 
 
 def a_trainer(model: PreTrainedModel, max_kept_tokens: int | None = None) -> TorchTrainer:
@@ -44,7 +45,9 @@ def with_weights_of(trainer: TorchTrainer, model: PreTrainedModel) -> PreTrained
 
 
 @every_model
-def test_a_pass_is_that_of_a_base_with_the_same_weights_to_the_last_bit(make) -> None:
+def test_a_pass_is_that_of_a_base_with_the_same_weights_to_the_last_bit(
+    make: Callable[[], PreTrainedModel],
+) -> None:
     trainer = a_trainer(in_half(make()))
     for seed in range(3):
         run(trainer, random_data(LENGTHS, seed=seed))
@@ -58,14 +61,16 @@ def test_a_pass_is_that_of_a_base_with_the_same_weights_to_the_last_bit(make) ->
 
 @every_model
 @pytest.mark.parametrize("max_kept_tokens", [None, 0], ids=["kept", "computed again"])
-def test_gradients_are_as_near_to_float32_as_the_rounding_allows(make, max_kept_tokens) -> None:
+def test_gradients_are_as_near_to_float32_as_the_rounding_allows(
+    make: Callable[[], PreTrainedModel], max_kept_tokens: int | None
+) -> None:
     exact, half = a_trainer(make()), a_trainer(in_half(make()), max_kept_tokens)
 
     for trainer in (exact, half):
         run(trainer, random_data(LENGTHS))
 
-    theirs = exact.export_gradient("m")
-    for name, ours in half.export_gradient("m").items():
+    theirs = gradient_of(exact)
+    for name, ours in gradient_of(half).items():
         assert ours.dtype == torch.float32
         cosine = torch.cosine_similarity(ours.flatten(), theirs[name].flatten(), 0)
         assert cosine > 0.97 or not theirs[name].any(), name

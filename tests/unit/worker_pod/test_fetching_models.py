@@ -80,7 +80,8 @@ class Hub:
                 content = files["/".join(name)].read_bytes()
                 etag = hashlib.sha1(content, usedforsecurity=False).hexdigest()
                 return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40}, content
-        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+            case _:
+                return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
 
 def _entry(name: str, path: Path) -> dict[str, object]:

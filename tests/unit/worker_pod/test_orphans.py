@@ -15,7 +15,8 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 
-TIMINGS = Timings(orphan_grace_seconds=0.01, drain_seconds=1, suspend_seconds=1)
+GRACE_SECONDS = 0.01
+TIMINGS = Timings(orphan_grace_seconds=GRACE_SECONDS, drain_seconds=1, suspend_seconds=1)
 
 
 @pytest.fixture
@@ -39,7 +40,9 @@ async def told_to_stop() -> asyncio.Event:
     return told
 
 
-async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(backend, told_to_stop) -> None:
+async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(
+    backend: Backend, told_to_stop: asyncio.Event
+) -> None:
     may_load = threading.Event()
 
     def build() -> Backend:
@@ -48,7 +51,7 @@ async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(backend, to
 
     lifecycle = Lifecycle(TIMINGS, build)
     lifecycle.start()
-    await asyncio.sleep(20 * TIMINGS.orphan_grace_seconds)
+    await asyncio.sleep(20 * GRACE_SECONDS)
     was_told = told_to_stop.is_set()
     may_load.set()
     await lifecycle.wait_until_ready()
@@ -58,13 +61,15 @@ async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(backend, to
     await lifecycle.stop()
 
 
-async def test_a_head_lives_as_long_as_its_lease_is_held(backend, told_to_stop) -> None:
+async def test_a_head_lives_as_long_as_its_lease_is_held(
+    backend: Backend, told_to_stop: asyncio.Event
+) -> None:
     lifecycle = Lifecycle(TIMINGS, lambda: backend)
     lifecycle.start()
 
     with lifecycle.held_lease():
         await lifecycle.wait_until_ready()
-        await asyncio.sleep(20 * TIMINGS.orphan_grace_seconds)
+        await asyncio.sleep(20 * GRACE_SECONDS)
         was_told = told_to_stop.is_set()
 
     assert not was_told

@@ -1,5 +1,6 @@
 """Whom a head serves: requests with its token, also after that was replaced."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_token_is_good_until_it_was_replaced_twice(file: Path) -> None:
 
 
 @pytest.mark.parametrize("vandalise", [Path.unlink, lambda file: file.write_text("")])
-def test_a_token_outlives_its_file(file: Path, vandalise) -> None:
+def test_a_token_outlives_its_file(file: Path, vandalise: Callable[[Path], object]) -> None:
     token = HeadToken(file)
 
     vandalise(file)
