@@ -372,6 +372,11 @@ def _compute_plan(
     kind = gpu(trainer.planning.gpu)
     pods = trainer.gpus_per_replica
     described = families.read(config)
+    if described.only_torch:
+        raise ValueError(
+            f"config: the megatron trainer refuses {described.only_torch}; set trainer.backend to"
+            " torch, and leave out trainer.planning"
+        )
     if sequence_length > described.max_context_length:
         raise ValueError(
             f"config: the BaseModel's maxContextLength is {sequence_length}, but this model takes"

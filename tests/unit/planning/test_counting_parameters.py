@@ -108,6 +108,10 @@ def test_a_size_that_can_not_be_is_refused_by_name(value: object) -> None:
         ("Qwen/Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "num_experts_per_tok"),
         ("deepseek-ai/DeepSeek-V3", {"first_k_dense_replace": 61}, "first_k_dense_replace"),
         ("deepseek-ai/DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("meta-llama/Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
+        ("meta-llama/Llama-3.1-8B", {"rope_scaling": "yarn"}, "rope_scaling.*expected an object"),
+        ("meta-llama/Llama-3.1-8B", {"quantization_config": "fp8"}, "quantization_config"),
+        ("mistralai/Mistral-7B-v0.1", {"sliding_window": "4096"}, "sliding_window"),
     ],
 )
 def test_a_model_that_would_be_counted_wrong_is_refused(

@@ -222,6 +222,14 @@ def test_what_can_not_be_planned_from_is_refused_by_name(
     assert message in found.message
 
 
+def test_a_model_that_the_megatron_trainer_refuses_is_refused_with_what_to_do() -> None:
+    found = refusal(an_open_base_model("mistralai/Mistral-7B-v0.1"))
+
+    assert found.reason is Reason.NOT_ALLOWED
+    assert "config: the megatron trainer refuses attention in windows" in found.message
+    assert "set trainer.backend to torch, and leave out trainer.planning" in found.message
+
+
 def test_sequences_longer_than_the_model_takes_are_refused_by_name() -> None:
     takes = MODELS[LARGE]["config"]["max_position_embeddings"]
     offered = an_open_base_model()

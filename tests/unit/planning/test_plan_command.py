@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
 from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.shapes import Parallelism
 from tinkercloud_operator.children.engines import sampler_config
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.shape import Devices
@@ -120,6 +121,23 @@ def test_json_is_a_base_model_whose_sessions_train_and_sample_as_planned(qwen3_8
     build = a_build(spec, a_session(baseModel=spec.model_name))
     assert len(sampler_config(build).inference.urls) == sampler.replicas
     assert not build.shape.head_computes
+
+
+def test_a_model_that_megatron_refuses_is_planned_for_the_torch_trainer_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    folder = folder_with(CONFIGS["mistralai/Mistral-7B-v0.1"], tmp_path / "mistral")
+
+    spec = BaseModelSpec.model_validate(planned(folder, "--gpus", "8xH100")["spec"])
+
+    assert (spec.trainer.backend, spec.trainer.gpus_per_replica) == ("torch", 4)
+    assert spec.trainer.parallelism == Parallelism()
+    assert (spec.max_context_length, spec.trainer.sharded) == (4096, False)
+    reason = "the megatron trainer refuses attention in windows (sliding_window: 4096)"
+    assert reason in run(folder, "--gpus", "8xH100").output
+    longer = run(folder, "--gpus", "8xH100", "--sequence-length", "4097")
+    assert longer.exit_code == 1
+    assert "16 to 4096 tokens" in " ".join(longer.output.split())
 
 
 @pytest.mark.parametrize("gpus", ["8xH100", "1xB200"])
@@ -241,6 +259,7 @@ def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None
     ("config", "arguments", "message"),
     [
         ({"model_type": "mamba"}, ["--gpus", "8xH100"], "model_type: 'mamba'"),
+        ({"model_type": "gemma2"}, ["--gpus", "8xH100"], "with trainer.backend torch"),
         ([], ["--gpus", "8xH100"], "expected a JSON object, got list"),
         (CONFIGS["Qwen/Qwen3-8B"], ["--gpus", "8xH1"], "GPU 'H1' is not known"),
         (

@@ -1,4 +1,4 @@
-"""docs/planning.md says for 33 public models what is planned on six fleets, and it is true."""
+"""docs/planning.md says for 31 public models what is planned on six fleets, and it is true."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ def table() -> tuple[list[str], dict[str, list[str]]]:
     return rows[0][2:], {row[0].strip("`"): row[1:] for row in rows[2:]}
 
 
-def written(division: Division | None) -> str:
+def written(division: Division | None, trainer: str) -> str:
     """Return a plan as the page writes it."""
     if division is None:
         return "-"
     layout, sampler = division.trainer.layout, division.sampler
     axes = [f"{axis[0]}{size}" for axis in AXES if (size := getattr(layout, axis)) > 1]
     shared = "&" if division.colocated else "+"
-    return f"{' '.join(axes) or '1'} {shared} {sampler.engines}x{sampler.tensor}"
+    return f"{trainer}{' '.join(axes) or '1'} {shared} {sampler.engines}x{sampler.tensor}"
 
 
 FLEETS, ROWS = table()
@@ -47,6 +47,7 @@ def test_a_row_is_what_the_planner_says(name: str) -> None:
     model = read(MODELS[name]["config"])
     demand = Demand(model, min(8192, model.max_context_length), lora_rank=32)
 
-    planned = [written(divide(demand, parse(fleet))) for fleet in FLEETS]
+    trainer = "torch " if model.only_torch else ""
+    planned = [written(divide(demand, parse(fleet)), trainer) for fleet in FLEETS]
 
     assert ROWS[name] == [MODELS[name]["parameters"], *planned]

@@ -40,8 +40,6 @@ class Layer:
     """Its linear layers but routers."""
     others: int
     """Parameters that every rank holds whole and no adapter touches: norms, biases, routers."""
-    norms: int
-    """Norms of the hidden state."""
     attention_width: int
     """Numbers per token that the backward pass of attention needs: queries, keys, values, output,
     and twice what is normalized inside it, since norms are computed in float32."""
@@ -81,13 +79,16 @@ class Architecture:
     cached: KeyValues
     """What a sampler keeps: the same, or what they come from."""
     max_context_length: int
-    """Tokens of the longest sequence it was made for."""
+    """Tokens of the longest sequence that it was made for, and that engines compute as it was."""
     tied: bool
     """Whether input and output embedding are one."""
     leading: tuple[Layer, ...]
     """Layers before the repeated ones: dense ones at the start of a mixture."""
     repeated: Layer
     repeats: int
+    only_torch: str | None = None
+    """What it has that the megatron trainer refuses and the torch trainer computes; None if either
+    trains it."""
 
     @property
     def layers(self) -> int:

@@ -34,6 +34,19 @@ class Fields:
         """Return a number that may be missing, null or 0, which all mean none."""
         return self.size(name) if self.config.get(name) else 0
 
+    def part(self, name: str) -> Config:
+        """Return an object, empty if it is missing or null.
+
+        Raises:
+            UnknownArchitecture: it is something else.
+        """
+        value = self.config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise UnknownArchitecture(
+                f"{name}: {value!r} in the model's config.json; expected an object"
+            )
+        return value
+
     def flag(self, name: str, *, default: bool) -> bool:
         """Return a switch; `default` is what it means to say nothing."""
         value = self.config.get(name)

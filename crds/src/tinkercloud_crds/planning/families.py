@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from tinkercloud_crds.planning import computed
 from tinkercloud_crds.planning.architecture import Architecture, Layer, UnknownArchitecture
 from tinkercloud_crds.planning.blocks import (
     Attention,
@@ -14,21 +15,27 @@ from tinkercloud_crds.planning.blocks import (
     mixture,
 )
 
+_NORMS = 2
+"""Of the hidden state, in each layer."""
+
 
 def read(config: Config) -> Architecture:
     """Return the architecture that a `config.json` describes.
 
     Raises:
-        UnknownArchitecture: its model type is not one of `model_types`, or a field is missing or
-            has a value that can't be.
+        UnknownArchitecture: its model type is not one of `model_types`, a field is missing or has a
+            value that can't be, or it says what no trainer or no engine computes.
     """
+    fields = Fields(config)
+    computed.check(fields)
     model_type = config.get("model_type")
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UnknownArchitecture(
-            f"model_type: {model_type!r} can't be planned for; accepted: {', '.join(model_types())}"
+            f"model_type: {model_type!r} can't be planned for; accepted:"
+            f" {', '.join(model_types())}{computed.BY_HAND}"
         )
-    return family(Fields(config))
+    return family(fields)
 
 
 def model_types() -> list[str]:
@@ -36,11 +43,10 @@ def model_types() -> list[str]:
     return sorted(_FAMILIES)
 
 
-def _layer(attention: Attention, mlp: Mlp, norms: int, hidden: int) -> Layer:
+def _layer(attention: Attention, mlp: Mlp, hidden: int) -> Layer:
     return Layer(
         matrices=attention.matrices + mlp.matrices,
-        others=attention.others + mlp.others + norms * hidden,
-        norms=norms,
+        others=attention.others + mlp.others + _NORMS * hidden,
         attention_width=attention.width,
         mlp_width=mlp.width,
         copies=mlp.copies,
@@ -54,8 +60,6 @@ def _assembled(
     *,
     dense: Mlp | None = None,
     dense_layers: int = 0,
-    norms: int = 2,
-    tied: bool = False,
 ) -> Architecture:
     """Return the whole model.
 
@@ -65,15 +69,14 @@ def _assembled(
         mlp: of every layer but the leading ones.
         dense: of the leading layers.
         dense_layers: how many those are.
-        norms: of the hidden size, per layer.
-        tied: what the family's configurations mean by saying nothing.
     """
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     if dense_layers >= layers:
         raise UnknownArchitecture(
             f"first_k_dense_replace: {dense_layers} leaves none of the {layers} layers a mixture"
         )
-    leading = (_layer(attention, dense, norms, hidden),) * dense_layers if dense else ()
+    leading = (_layer(attention, dense, hidden),) * dense_layers if dense else ()
+    longest = fields.size("max_position_embeddings")
     return Architecture(
         model_type=str(fields.config["model_type"]),
         hidden_size=hidden,
@@ -81,11 +84,13 @@ def _assembled(
         heads=attention.heads,
         computed=attention.computed,
         cached=attention.cached,
-        max_context_length=fields.size("max_position_embeddings"),
-        tied=fields.flag("tie_word_embeddings", default=tied),
+        # SGLang attends to whole sequences; in a shorter one than the window that is the same.
+        max_context_length=min(longest, computed.window(fields) or longest),
+        tied=fields.flag("tie_word_embeddings", default=False),
         leading=leading,
-        repeated=_layer(attention, mlp, norms, hidden),
+        repeated=_layer(attention, mlp, hidden),
         repeats=layers - len(leading),
+        only_torch=computed.refused_by_megatron(fields),
     )
 
 
@@ -119,21 +124,6 @@ def _qwen3(fields: Fields) -> Architecture:
     return _assembled(fields, _qwen3_attention(fields), _dense_mlp(fields))
 
 
-def _gemma(fields: Fields) -> Architecture:
-    attention = grouped_attention(fields, head_dim=256)
-    return _assembled(fields, attention, _dense_mlp(fields), tied=True)
-
-
-def _gemma2(fields: Fields) -> Architecture:
-    attention = grouped_attention(fields, head_dim=256)
-    return _assembled(fields, attention, _dense_mlp(fields), norms=4, tied=True)
-
-
-def _gemma3(fields: Fields) -> Architecture:
-    attention = grouped_attention(fields, head_dim=256, has_norms=True)
-    return _assembled(fields, attention, _dense_mlp(fields), norms=4, tied=True)
-
-
 def _mixtral(fields: Fields) -> Architecture:
     mlp = mixture(
         fields.size("hidden_size"),
@@ -163,6 +153,10 @@ def _qwen3_moe(fields: Fields) -> Architecture:
 def _deepseek(fields: Fields) -> Architecture:
     if fields.size("moe_layer_freq", 1) != 1:
         raise UnknownArchitecture("moe_layer_freq: only 1 can be planned for")
+    if fields.flag("attention_bias", default=False):
+        raise UnknownArchitecture("attention_bias: only false can be planned for in this family")
+    if not fields.count("n_shared_experts"):
+        raise UnknownArchitecture("n_shared_experts: only 1 or more can be planned for")
     hidden = fields.size("hidden_size")
     mlp = mixture(
         hidden,
@@ -183,9 +177,6 @@ def _deepseek(fields: Fields) -> Architecture:
 _FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,

@@ -12,11 +12,15 @@ _MAX_CONTEXT = 16
 def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Layout]:
     """Yield the ways in which training can be split over so many GPUs.
 
-    Tensor parallelism divides heads, key-value heads and every matrix it cuts, inside a pod;
-    pipeline parallelism the layers; expert parallelism the experts, over context x data ranks.
+    Tensor parallelism divides heads, key-value heads, the vocabulary and every matrix, inside a
+    pod; pipeline parallelism the layers; expert parallelism the experts, over context x data ranks.
+    The torch trainer has a copy on each GPU.
     """
+    if architecture.only_torch:
+        yield Layout(data=gpus)
+        return
     for tensor in divisors(per_pod):
-        if architecture.computed.heads % tensor or not _cuts_evenly(architecture, tensor):
+        if not _trains_divided(architecture, tensor):
             continue
         for pipeline in divisors(gpus // tensor):
             if pipeline > _MAX_PIPELINE or architecture.layers % pipeline:
@@ -58,6 +62,16 @@ def _expert_parallelisms(architecture: Architecture, ranks: int) -> list[int]:
 
 def _divides_experts(experts: int, parallelism: int) -> bool:
     return experts > 0 and not experts % parallelism
+
+
+def _trains_divided(architecture: Architecture, tensor: int) -> bool:
+    """Return whether the megatron trainer's ranks can divide a model so.
+
+    Of matrices that are cut nowhere they divide what comes out.
+    """
+    whole = (m.outputs for m in architecture.repeated.matrices if m.split == "whole")
+    divided = (architecture.computed.heads, architecture.vocab_size, *whole)
+    return _cuts_evenly(architecture, tensor) and not any(size % tensor for size in divided)
 
 
 def _cuts_evenly(architecture: Architecture, tensor: int) -> bool:

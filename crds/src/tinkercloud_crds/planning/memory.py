@@ -345,8 +345,8 @@ def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_
         lora_rank: of the adapter; 0 for none.
     """
     hidden = architecture.hidden_size
-    # A norm keeps its input in float32 and its output; what enters a matrix is gathered.
-    gathered, split = 2 * hidden, (3 * layer.norms - 2) * hidden
+    # Each of two norms keeps its input in float32 and its output; what enters a matrix is gathered.
+    gathered, split = 2 * hidden, 4 * hidden
     sent = layer.mlp_width / layout.tensor + 2 * hidden * layer.copies
     busiest = _IMBALANCE if layout.expert > 1 else 1.0
     width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent

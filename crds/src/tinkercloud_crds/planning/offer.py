@@ -85,7 +85,7 @@ class Plan:
         """The trainer pods."""
         trainer, layout = self.division.trainer, self.division.trainer.layout
         return TrainerShape(
-            backend="megatron",
+            backend="torch" if self.demand.architecture.only_torch else "megatron",
             replicas=layout.gpus // trainer.gpus_per_pod,
             gpus_per_replica=trainer.gpus_per_pod,
             resources=self._resources(
@@ -199,7 +199,8 @@ def plan(
     if not 16 <= sequence_length <= longest:
         raise DoesNotFit(
             f"sequence_length: {sequence_length}; this model takes 16 to {longest} tokens"
-            f" (max_position_embeddings, at most {MAX_TOKENS})"
+            f" (max_position_embeddings or, if smaller, its sliding_window, as engines attend to"
+            f" whole sequences; at most {MAX_TOKENS})"
         )
     demand = Demand(architecture, sequence_length, lora_rank)
     division = divide(demand, fleet)
@@ -255,6 +256,7 @@ def _state(demand: Demand) -> int:
 def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
     return [
         _why_these_gpus(fleet, division),
+        *_why_torch(demand),
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
         _why_engines(demand, fleet, division),
@@ -271,6 +273,14 @@ def _why_layout(demand: Demand, fleet: Fleet, trainer: Trainer) -> list[Reason]:
         *(_why_axis(demand, fleet, trainer, axis) for axis in axes),
         Reason("data", str(layout.data), copies),
     ]
+
+
+def _why_torch(demand: Demand) -> list[Reason]:
+    refused = demand.architecture.only_torch
+    if not refused:
+        return []
+    why = f"the megatron trainer refuses {refused}; a copy on each GPU"
+    return [Reason("trainer", "torch", why)]
 
 
 def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:

@@ -152,11 +152,10 @@ def blank(
 
     Args and errors are those of `load`, but for the configuration in place of its folder.
     """
-    _check(config, parallelism)
+    check(config, parallelism)
     # Latent attention rotates by itself.
     is_latent = config.model_type in deepseek.FAMILIES
     mixture = mixtures.mixture_of(config)
-    mixtures.check(mixture, parallelism)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor,
         pipeline_model_parallel_size=parallelism.pipeline,
@@ -223,7 +222,14 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
     return module
 
 
-def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
+def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
+    """Check that a model can be computed and divided so, as far as its configuration tells.
+
+    Plans (`tinkercloud_crds.planning.computed`, `.layouts`) foresee what is refused here.
+
+    Raises:
+        UnsupportedModelError: it can't.
+    """
     if config.model_type not in _FAMILIES:
         raise UnsupportedModelError(
             f"the megatron trainer does not know the family {config.model_type!r}: it takes"
@@ -265,6 +271,7 @@ def _check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - tra
             f"pipeline parallelism {parallelism.pipeline} does not divide num_hidden_layers"
             f" {config.num_hidden_layers}"
         )
+    mixtures.check(mixtures.mixture_of(config), parallelism)
 
 
 def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge has no types
