@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from tinkercloud_protocol.checkpoints import (
@@ -24,6 +24,7 @@ from tinkercloud_protocol.checkpoints import (
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
+from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 
 Files = dict[str, bytes]
@@ -38,7 +39,7 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
     Tinker's archives, and `tinker_cookbook.weights` makes of them what PEFT reads.
     """
     if weights.lora is None:
-        return {FULL_WEIGHTS: save(dict(weights.tensors))}
+        return {FULL_WEIGHTS: tensor_file.encode(weights.tensors)}
     return _adapter_files(weights.lora, lora.to_archive_names(weights.tensors), base_model)
 
 
@@ -56,7 +57,7 @@ def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
 
 def _adapter_files(config: LoraConfig, named: dict[str, Tensor], base_model: str) -> Files:
     return {
-        ADAPTER_WEIGHTS: save(named),
+        ADAPTER_WEIGHTS: tensor_file.encode(named),
         ADAPTER_CONFIG: lora.peft_config(config, named, base_model),
     }
 
@@ -65,14 +66,14 @@ def encode_state(state: TrainingState, base_model: str) -> Files:
     """Return the files of a training checkpoint."""
     return {
         **encode_weights(state.weights, base_model),
-        OPTIMIZER_STATE: save(dict(state.moments or {})),
+        OPTIMIZER_STATE: tensor_file.encode(state.moments or {}),
         TRAINER_STATE: json.dumps({"step": state.step}).encode(),
     }
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     """Return one file that holds some tensors."""
-    return save(dict(tensors))
+    return tensor_file.encode(tensors)
 
 
 def encode_sampler(weights: WeightsSnapshot) -> tuple[str, bytes]:
