@@ -238,6 +238,15 @@ def test_what_would_be_computed_otherwise_is_refused(alone, tmp_path, options, n
         megatron_trainer(folder, 1, 1)
 
 
+def test_embeddings_that_only_the_configuration_ties_are_refused(alone, tmp_path) -> None:
+    model = tiny_llama()
+    model.config.tie_word_embeddings = True
+    folder = str(save(model, tmp_path))
+
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two that differ"):
+        megatron_trainer(folder, 1, 1)
+
+
 def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:
     model = tiny_qwen3()
     model.config.layer_types = ["sliding_attention", "full_attention"]

@@ -17,6 +17,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import (
+    save,
     smollm2,
     tiny_gpt2,
     tiny_llama,
@@ -337,6 +338,16 @@ def test_a_model_whose_logits_we_would_get_wrong_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="does not reproduce"):
         BaseModel(model)
+
+
+def test_a_model_whose_configuration_ties_what_its_files_have_apart_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = tiny_llama()
+    model.config.tie_word_embeddings = True
+
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two that differ"):
+        BaseModel.load(str(save(model, tmp_path)), torch.float32)
 
 
 def test_a_saved_file_is_safetensors(tmp_path: Path) -> None:

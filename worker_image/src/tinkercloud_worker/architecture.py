@@ -109,6 +109,31 @@ def check_folder(path: str) -> None:
         raise UnsupportedModelError(f"{path} is not a folder with a Hugging Face model")
 
 
+def is_tied(config: Any) -> bool:  # noqa: ANN401 - transformers' configurations have no common type
+    """Whether a model's embedding and its output layer are one weight, by its configuration."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def check_tied(embedding: Tensor, head: Tensor) -> None:
+    """Check that a model whose configuration ties its embeddings has one weight for both.
+
+    If not, transformers believes the files, but megatron-core and inference engines the
+    configuration: what is trained would not be what is sampled.
+
+    Args:
+        embedding: as it was read.
+        head: the output layer's weight, as it was read.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    if head is not embedding and not torch.equal(head, embedding):
+        raise UnsupportedModelError(
+            "tie_word_embeddings: config.json says that embedding and output layer are one weight,"
+            " but the files have two that differ; set it to false there"
+        )
+
+
 def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the longest sequence that a model's configuration allows, in tokens."""
     return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)

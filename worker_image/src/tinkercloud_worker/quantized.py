@@ -15,7 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.architecture import (
+    UnsupportedModelError,
+    check_tied,
+    is_tied,
+    trunk_and_head,
+)
 
 _SCALE = "_scale_inv"
 
@@ -31,8 +36,18 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
         dtype: that its weights are kept in, whatever they are in the folder.
 
     Raises:
-        UnsupportedModelError: its weights are float8 in a form that is not read.
+        UnsupportedModelError: its weights are float8 in a form that is not read, or are not those
+            that its configuration tells of.
     """
+    model = _load(path, dtype)
+    if is_tied(model.config):
+        _, head = trunk_and_head(model)
+        embedding = model.get_input_embeddings()
+        check_tied(embedding.get_parameter("weight"), head.get_parameter("weight"))
+    return model
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     block = block_size(config)
     model: PreTrainedModel

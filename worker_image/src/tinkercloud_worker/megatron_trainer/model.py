@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +22,17 @@ from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.experts import SequentialMLP
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from tinkercloud_worker.architecture import UnsupportedModelError, find_targets
+from tinkercloud_worker.architecture import (
+    UnsupportedModelError,
+    check_tied,
+    find_targets,
+    is_tied,
+)
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
@@ -71,6 +78,8 @@ _ADAPTED = frozenset(
 )
 """megatron-core's names of the linear layers that adapters are for."""
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of Hugging Face weights."""
 _HEADS = ("output_layer.weight", "embedding.word_embeddings.weight")
 
 
@@ -120,9 +129,21 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     if block is not None:
         folder = QuantizedFolder(path, block, dtype)
         bridge._get_safetensor_io = partial(_Dequantized, folder)
+    if is_tied(config):
+        _check_tied(path)
     with device.computing(), torch.no_grad(), _listed_once(model.module):
         bridge.load_weights([model.module], path)
     return model
+
+
+def _check_tied(path: str) -> None:
+    both: dict[str, Tensor] = {}
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in {_EMBEDDING, _HEAD} & set(tensors.keys()):
+                both[name] = tensors.get_tensor(name)
+    if len(both) > 1:
+        check_tied(both[_EMBEDDING], both[_HEAD])
 
 
 def _listed_once(module: nn.Module) -> AbstractContextManager[object]:
@@ -279,8 +300,7 @@ def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge h
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     bridge = AutoBridge.from_config(config, dtype=dtype)
-    tied = getattr(config, "tie_word_embeddings", False)
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head = _EMBEDDING if is_tied(config) else _HEAD
     # The maps are the class's, and some bridges write into them: this one gets its own.
     bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": head}
     mixtures.name_experts(bridge)
