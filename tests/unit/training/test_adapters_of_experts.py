@@ -302,6 +302,8 @@ def test_experts_of_another_form_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"train_mlp: true, .*Qwen3MoeExperts.* to false"):
         trainer.add_model("m", LoraConfig(rank=RANK))
     trainer.add_model("m", LoraConfig(rank=RANK, train_mlp=False))
+    with pytest.raises(InvalidRequest, match=r"full fine-tuning, .*Qwen3MoeExperts.* a rank"):
+        trainer.add_model("whole", None)
 
 
 def test_a_convolution_is_not_taken_for_experts() -> None:

@@ -6,12 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.models import in_dtype, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.models import (
+    in_dtype,
+    save,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
@@ -36,6 +45,25 @@ def a_trainer(model: PreTrainedModel, max_kept_tokens: int | None = None) -> Tor
 def scores(trainer: TorchTrainer) -> np.ndarray:
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     return np.concatenate(trainer.forward("m", batch, lambda: None).logprobs)
+
+
+def tiny_ernie() -> PreTrainedModel:
+    """Return a random ERNIE 4.5, whose routers transformers keeps in float32."""
+    torch.manual_seed(7)
+    return Ernie4_5_MoeForCausalLM(
+        Ernie4_5_MoeConfig(
+            vocab_size=264,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            moe_num_experts=4,
+            moe_k=2,
+            moe_layer_start_index=0,
+        )
+    )
 
 
 def with_weights_of(trainer: TorchTrainer, model: PreTrainedModel) -> PreTrainedModel:
@@ -108,3 +136,11 @@ async def test_what_is_drawn_is_what_a_base_with_the_same_weights_draws(
             await expected.sampler.publish("base", None)
             base = await expected.sampler.sample("base", a_sampling_request([3, 1, 4, 1, 5]))
         assert whole.sequences == base.sequences
+
+
+def test_a_base_that_keeps_some_weights_in_float32_is_not_trained_whole(tmp_path: Path) -> None:
+    base = BaseModel.load(str(save(tiny_ernie(), tmp_path)), torch.bfloat16, packed=False)
+    trainer = TorchTrainer(base, max_batch_tokens=64)
+
+    with pytest.raises(InvalidRequest, match=r"mlp\.gate\.\S* in torch\.float32; give a rank"):
+        trainer.add_model("m", None)

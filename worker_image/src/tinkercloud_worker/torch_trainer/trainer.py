@@ -68,6 +68,7 @@ class TorchTrainer(AdamTrainer):
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
+            self._check_whole()
             return self._full_model()
         if lora_config.train_mlp and self._base.other_experts:
             raise InvalidRequest(
@@ -75,6 +76,26 @@ class TorchTrainer(AdamTrainer):
                 " which the torch trainer can't adapt; set train_mlp to false"
             )
         return new_adapter(self._base.targets, lora_config, self._base.device)
+
+    def _check_whole(self) -> None:
+        """Check that a whole model would be computed as the base is, and its gradients right.
+
+        Raises:
+            InvalidRequest: it would not.
+        """
+        if self._base.other_experts:
+            # They are computed by transformers, with the product that `guard_gradients` is about.
+            raise InvalidRequest(
+                "lora_config: full fine-tuning, but this model keeps its experts as"
+                f" {self._base.other_experts}, which the torch trainer can't train; give a rank of"
+                " LoRA, and set train_mlp to false"
+            )
+        for name, weight in self._base.named_weights().items():
+            if weight.dtype != self._base.dtype:
+                raise InvalidRequest(
+                    f"lora_config: full fine-tuning computes all weights in {self._base.dtype}, but"
+                    f" the base has {name} in {weight.dtype}; give a rank of LoRA"
+                )
 
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
