@@ -1,7 +1,7 @@
 """Products of half-precision matrices whose results are float32.
 
 An accelerator adds them up in float32 anyway; rounding them before they are used costs accuracy and
-a pass over the result.
+a pass over the result. torch has no such product on a CPU: there each is rounded once.
 """
 
 import torch
@@ -19,7 +19,7 @@ def float32_product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 
 
 def add_float32_product(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
-    """Add the product, as it is in float32, to a float32 matrix; the factors are of one type."""
+    """Add the product, as above, to a float32 matrix; the factors are of one type."""
     if left_MK.dtype == torch.float32:
         total_MN.addmm_(left_MK, right_KN)
         return
