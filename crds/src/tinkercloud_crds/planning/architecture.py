@@ -45,7 +45,7 @@ class Layer:
     and twice what is normalized inside it, since norms are computed in float32."""
     mlp_width: int
     """Numbers per token that the backward pass of the MLP needs, of all experts it is sent to:
-    gate before and after its activation, up, their product."""
+    gate before and after its activation, up, their product, and that times an expert's share."""
     copies: int
     """How often a token is sent to experts; 0 in a dense layer."""
 

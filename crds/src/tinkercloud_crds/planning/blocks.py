@@ -174,6 +174,7 @@ def mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int =
             *always,
         ),
         others=hidden * experts,
-        width=4 * width * (chosen + shared),
+        # The megatron trainer keeps experts' products before and after their share.
+        width=width * (5 * chosen + 4 * shared),
         copies=chosen,
     )

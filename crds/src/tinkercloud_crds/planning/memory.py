@@ -347,7 +347,7 @@ def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_
     hidden = architecture.hidden_size
     # Each of two norms keeps its input in float32 and its output; what enters a matrix is gathered.
     gathered, split = 2 * hidden, 4 * hidden
-    sent = layer.mlp_width / layout.tensor + 2 * hidden * layer.copies
+    sent = layer.mlp_width / layout.tensor + hidden * layer.copies
     busiest = _IMBALANCE if layout.expert > 1 else 1.0
     width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
     low = sum(layer.copies if m.experts else 1 for m in layer.matrices if m.adapted)

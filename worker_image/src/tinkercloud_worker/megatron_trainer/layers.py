@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -95,6 +96,26 @@ def _use_norms(layer: ModuleSpec) -> None:
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, IdentityOp) is not IdentityOp:
             setattr(attention, name, Norm)
+
+
+def use_gates_without_copies(module: nn.Module) -> None:
+    """Have dense MLPs multiply their gates and ups as they are.
+
+    megatron-core adds an offset of zero to the ups before, and that copy of them is kept for the
+    backward pass. Experts are computed elsewhere (`grouped_experts`); those that see every token
+    stay megatron-core's.
+    """
+    for mlp in module.modules():
+        if type(mlp) is MLP:
+            # Assigned to the instance, so that the module stays what it is, names and all.
+            mlp.forward = partial(_gated, mlp)
+
+
+def _gated(mlp: MLP, hidden_SBD: Tensor, **_: object) -> tuple[Tensor, None]:
+    gate_up, _ = mlp.linear_fc1(hidden_SBD)
+    gate, up = gate_up.chunk(2, -1)
+    output, _ = mlp.linear_fc2(mlp.activation_func(gate) * up)
+    return output, None
 
 
 class RepeatableLayers:

@@ -44,7 +44,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
-from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers
+from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers, use_gates_without_copies
 from tinkercloud_worker.megatron_trainer.pieces import Piece
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
 
@@ -234,6 +234,7 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
     )
     for parameter in module.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    use_gates_without_copies(module)
     # Norms are of float32 whatever is asked for.
     module.to(device.torch_device, dtype)
     if module.post_process:
