@@ -43,10 +43,11 @@ def assert_let_go_of(exported: list[ReferenceType[Tensor]]) -> None:
     wait_until(lambda: all(tensor() is None for tensor in exported), "letting go", seconds=20)
 
 
-async def test_a_state_is_let_go_of_once_it_is_encoded_however_long_the_store_takes(
-    head: Head, exported: list[ReferenceType[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await head.begin()
+@pytest.fixture
+def store_begins(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return what says that the store begins to write a checkpoint, and what lets it go on."""
     write, arrived, go_on = head.store.write, asyncio.Event(), asyncio.Event()
 
     async def write_slowly(*args: Any, **kwargs: Any) -> Manifest:
@@ -55,12 +56,40 @@ async def test_a_state_is_let_go_of_once_it_is_encoded_however_long_the_store_ta
         return await write(*args, **kwargs)
 
     monkeypatch.setattr(head.store, "write", write_slowly)
+    return arrived, go_on
+
+
+async def test_a_state_is_let_go_of_once_it_is_encoded_however_long_the_store_takes(
+    head: Head,
+    exported: list[ReferenceType[Tensor]],
+    store_begins: tuple[asyncio.Event, asyncio.Event],
+) -> None:
+    arrived, go_on = store_begins
+    await head.begin()
     head.send(routes.SAVE_WEIGHTS, 1, path="first")
     await arrived.wait()
 
     assert_let_go_of(exported)
     go_on.set()
     assert f"{MODEL}/weights/first".encode() in await head.answer(1)
+
+
+async def test_so_is_one_that_is_saved_before_its_session_is_deleted(
+    head: Head,
+    exported: list[ReferenceType[Tensor]],
+    store_begins: tuple[asyncio.Event, asyncio.Event],
+) -> None:
+    arrived, go_on = store_begins
+    await head.begin()
+    head.add(1)
+    await head.answer(1)
+    saved = asyncio.create_task(head.service.checkpoint())
+    await arrived.wait()
+
+    assert_let_go_of(exported)
+    go_on.set()
+    (path,) = await saved
+    assert path.endswith(f"{MODEL}/weights/last-step-000000")
 
 
 async def test_a_head_that_is_suspended_has_let_go_of_the_state_before_it_takes_the_gradient(

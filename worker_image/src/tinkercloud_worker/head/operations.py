@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TypeVar
 
 from tinkercloud_protocol import futures
@@ -111,10 +112,7 @@ class Operations:
         await self._refuse_duplicate(path, overwrite=request.overwrite)
         state = await self.export_state()
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
-
-        def encode() -> formats.Files:
-            return formats.encode_state(state, manifest.base_model)
-
+        encode = partial(formats.encode_state, state, manifest.base_model)
         return self._upload(path, manifest, encode, overwrite=request.overwrite)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Outcome:
@@ -128,10 +126,7 @@ class Operations:
         if path is None:
             return await self._publish(request, weights)
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
-
-        def encode() -> formats.Files:
-            return formats.encode_weights(weights, manifest.base_model)
-
+        encode = partial(formats.encode_weights, weights, manifest.base_model)
         return self._upload(path, manifest, encode, overwrite=False)
 
     async def _publish(
@@ -162,11 +157,11 @@ class Operations:
         state = await self.export_state()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
         manifest = self._manifest(path, None, None, state.step)
-
-        def encode() -> formats.Files:
-            return formats.encode_state(state, manifest.base_model)
-
-        await self._upload(path, manifest, encode, overwrite=True)
+        encode = partial(formats.encode_state, state, manifest.base_model)
+        uploaded = self._upload(path, manifest, encode, overwrite=True)
+        # The upload lets go of it once it is encoded, and so must who waits here.
+        del state, encode
+        await uploaded
         return str(path)
 
     @property
