@@ -23,7 +23,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - there when this is asked for
 
-    class OneNode(LoadFileScheduling):
+    class OneNode(LoadFileScheduling):  # type: ignore[misc] # xdist ships no types
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             text = Path(config.rootpath, file).read_text()

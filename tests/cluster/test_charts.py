@@ -69,7 +69,7 @@ def test_the_api_server_accepts_all_objects(cluster: Cluster, namespace: str, ca
 def test_every_pod_may_run_in_a_restricted_namespace(
     cluster: Cluster, namespace: str, case: Path
 ) -> None:
-    pods = [
+    pods: list[dict[str, object]] = [
         {
             "apiVersion": "v1",
             "kind": "Pod",

@@ -121,7 +121,12 @@ def test_what_a_rule_forbids_is_refused_with_its_field_named(
 def test_what_a_session_began_with_can_not_be_taken_away(
     crds: Cluster, namespace: str, name: str
 ) -> None:
-    began_with = {"modelId": RUNS[0], "lora": RANKS[0], "restoreFrom": PATHS[0], "queueName": "q"}
+    began_with: Json = {
+        "modelId": RUNS[0],
+        "lora": RANKS[0],
+        "restoreFrom": PATHS[0],
+        "queueName": "q",
+    }
     write(crds, session(**began_with), namespace)
 
     with pytest.raises(Refused, match=f"{name}: can't be added or removed later"):

@@ -78,7 +78,7 @@ class Session:
         """Whether the node forwards to the Service yet; a connection begun before never is."""
         request = Request(self.url + routes.HEAD_HEALTH)
         with contextlib.suppress(OSError), urlopen(request, timeout=2) as response:
-            return response.status == 200
+            return bool(response.status == 200)
         return False
 
     def call(
@@ -282,7 +282,7 @@ def test_a_head_pod_answers_its_own_api_server_and_nobody_else(session: Session)
     assert session.status().ready
     assert session.call("GET", routes.HEAD_READY)[0] == 200
     guessed = {routes.HEAD_TOKEN_HEADER: "guessed"}
-    assert session.call("GET", routes.HEAD_STATUS, **guessed)[0] == 401
+    assert session.call("GET", routes.HEAD_STATUS, None, **guessed)[0] == 401
     assert session.call("PUT", f"{routes.HEAD_MODELS}/{RUN}", b"{}", **guessed)[0] == 401
 
 
@@ -304,7 +304,9 @@ def test_a_killed_head_comes_back_as_another_generation(session: Session) -> Non
     assert session.pod["status"]["containerStatuses"][0]["restartCount"] == 1
     assert session.status().models == []
     meant = {routes.GENERATION_HEADER: before}
-    assert session.call("GET", routes.HEAD_STATUS, **meant)[0] == routes.WRONG_GENERATION_STATUS
+    assert (
+        session.call("GET", routes.HEAD_STATUS, None, **meant)[0] == routes.WRONG_GENERATION_STATUS
+    )
 
 
 def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
@@ -398,18 +400,19 @@ def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_s
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     real_node.load(engine_image())
+    folder = "/mnt/elsewhere"
     servers = {
         "kind": "sglang",
         "urls": ["http://server:30000"],
         "keySecretName": "servers-key",
         "adaptersClaimName": "adapters",
-        "adaptersFolder": "/mnt/elsewhere",
+        "adaptersFolder": folder,
     }
     key = secrets.token_hex()
     sampler = {"backend": "external", "external": servers}
     with starting_session(cluster, volumes, image, sampler=sampler) as session:
         by_request = "/load_lora_adapter_from_tensors"
-        others = a_server_of_others("server", key, servers["adaptersFolder"], [by_request])
+        others = a_server_of_others("server", key, folder, [by_request])
         owned = [a_secret("servers-key", session.namespace, {"key": key}), *others]
         place = {"namespace": session.namespace}
         cluster.apply(*(each | {"metadata": each["metadata"] | place} for each in owned))

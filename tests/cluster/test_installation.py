@@ -35,6 +35,7 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.models import save, smollm2, tiny_llama
+from tinkercloud_testing.sdk_steps import a_text
 from tinkercloud_testing.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -131,13 +132,7 @@ def pairs() -> list[types.Datum]:
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     texts = ["The capital of France is Paris.", "Water is made of hydrogen and oxygen."]
     encoded = [tokenizer.encode(text) for text in texts]
-    return [
-        types.Datum(
-            model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
-        )
-        for tokens in encoded
-    ]
+    return [a_text(tokens, weights=[1.0] * (len(tokens) - 1)) for tokens in encoded]
 
 
 def loss_of(training: tinker.TrainingClient, data: list[types.Datum]) -> float:

@@ -39,7 +39,10 @@ URGENT = {
     "metadata": {"name": "urgent"},
     "value": 1000,
 }
-FLAVOR = {"nodeLabels": {"type": "kwok"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+FLAVOR: dict[str, Any] = {
+    "nodeLabels": {"type": "kwok"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+}
 """What Kueue adds to the pods that it admits."""
 WRITES_OF_A_REFUSAL = 2
 """A session that can't be served has its status and an Event."""
@@ -82,7 +85,7 @@ def sessions(
     sys.stdout.write(operator.program.last_words())
 
 
-def queued_model(namespace: str, **spec: object) -> dict[str, Any]:
+def queued_model(namespace: str, **spec: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "placement": {**PLACEMENT, "queueName": "gpus"},
         "sessions": {"priorityClassNames": ["urgent"]},

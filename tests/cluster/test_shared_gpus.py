@@ -4,7 +4,7 @@ What runs in such pods, and what it does to a GPU that it shares, is not shown h
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ DRIVER = "gpu.example.com"
 NODE = "devices-0"
 GPUS = 4
 OF_DEVICES = "resourceclaimtemplates,resourceclaims"
-COLOCATED = {
+COLOCATED: dict[str, Any] = {
     "trainer": {"backend": "megatron", "replicas": 2, "gpusPerReplica": 2},
     "sampler": {
         "backend": "sglang",
@@ -99,7 +99,7 @@ def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Ite
     sys.stdout.write(operator.program.last_words())
 
 
-def trainer_pods(sessions: Sessions, name: str) -> list[dict[str, Any]]:
+def trainer_pods(sessions: Sessions, name: str) -> Sequence[dict[str, Any]]:
     selector = f"tinkercloud.dev/session={name},tinkercloud.dev/component=trainer"
     return sessions.cluster.objects("pods", sessions.namespace, selector)
 

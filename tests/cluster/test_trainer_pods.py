@@ -8,6 +8,7 @@ The tests are a story in the order they stand in: each goes on where the one bef
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = "tiny/llama"
 IMAGES = ("api-server", "operator", "worker")
-TWO_PODS = {
+TWO_PODS: dict[str, Any] = {
     "name": "tiny",
     "spec": {
         "modelName": MODEL,

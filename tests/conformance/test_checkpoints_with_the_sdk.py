@@ -118,9 +118,11 @@ def test_lists_show_what_was_saved_and_nothing_else(
 
     assert [entry.checkpoint_id for entry in listed] == ["weights/a", "sampler_weights/b"]
     assert listed[0].user_metadata == {"note": "x"}
-    assert listed[0].size_bytes > 0
+    assert (listed[0].size_bytes or 0) > 0
     assert listed[1].expires_at is not None
+    assert run.last_checkpoint is not None
     assert run.last_checkpoint.checkpoint_id == "weights/a"
+    assert run.last_sampler_checkpoint is not None
     assert run.last_sampler_checkpoint.checkpoint_id == "sampler_weights/b"
 
 

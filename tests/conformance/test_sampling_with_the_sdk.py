@@ -10,6 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_steps import a_datum, a_text, score
 from tinkercloud_testing.servers import Server
 
 MODEL = "tiny/llama"
@@ -21,13 +22,10 @@ def a_training_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def train(training: tinker.TrainingClient, steps: int, rate: float = 0.02) -> None:
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-    )
     for _ in range(steps):
-        training.forward_backward([datum], "cross_entropy")
+        passed = training.forward_backward([a_datum()], "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=rate)).result()
+        passed.result()
 
 
 def test_a_base_model_can_be_sampled(client: tinker.ServiceClient) -> None:
@@ -38,7 +36,7 @@ def test_a_base_model_can_be_sampled(client: tinker.ServiceClient) -> None:
     assert [len(sequence.tokens) for sequence in result.sequences] == [6, 6, 6]
     assert len({sequence.sequence_id for sequence in result.sequences}) == 3
     assert {sequence.stop_reason for sequence in result.sequences} == {"length"}
-    assert all(len(sequence.logprobs) == 6 for sequence in result.sequences)
+    assert [len(sequence.logprobs or []) for sequence in result.sequences] == [6, 6, 6]
 
 
 def test_sampled_logprobs_are_the_trainers_own(client: tinker.ServiceClient) -> None:
@@ -48,14 +46,10 @@ def test_sampled_logprobs_are_the_trainers_own(client: tinker.ServiceClient) -> 
 
     params = types.SamplingParams(max_tokens=10, temperature=0.7, stop=[])
     sequence = sampler.sample(PROMPT, 1, params).result().sequences[0]
-    tokens = [*PROMPT.to_ints(), *sequence.tokens]
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:]},
-    )
-    scored = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    scored = score(training, [*PROMPT.to_ints(), *sequence.tokens])
 
-    np.testing.assert_allclose(scored.data[2:], sequence.logprobs, atol=1e-5)
+    assert sequence.logprobs is not None
+    np.testing.assert_allclose(scored[2:], sequence.logprobs, atol=1e-5)
 
 
 def test_a_policy_gradient_loop_begins_on_policy(client: tinker.ServiceClient) -> None:
@@ -67,21 +61,16 @@ def test_a_policy_gradient_loop_begins_on_policy(client: tinker.ServiceClient) -
     for sequence, advantage in zip(result.sequences, [1.0, -1.0, 0.5, -0.5], strict=True):
         tokens = [*PROMPT.to_ints(), *sequence.tokens]
         pad = [0.0] * (PROMPT.length - 1)
-        data.append(
-            types.Datum(
-                model_input=types.ModelInput.from_ints(tokens[:-1]),
-                loss_fn_inputs={
-                    "target_tokens": tokens[1:],
-                    "logprobs": [*pad, *sequence.logprobs],
-                    "advantages": [*pad, *[advantage] * len(sequence.tokens)],
-                },
-            )
-        )
+        assert sequence.logprobs is not None
+        logprobs = [*pad, *sequence.logprobs]
+        advantages = [*pad, *[advantage] * len(sequence.tokens)]
+        data.append(a_text(tokens, logprobs=logprobs, advantages=advantages))
     output = training.forward_backward(data, "importance_sampling").result()
     applied = training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 
     # Every ratio is one, so the loss is minus the sum of the advantages, here zero.
     assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=1e-4)
+    assert applied.metrics is not None
     assert applied.metrics["grad_norm"] > 0
 
 
@@ -99,6 +88,8 @@ def test_an_older_snapshot_keeps_its_weights_while_training_goes_on(
     second = after.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
 
     assert first == again
+    assert first[3] is not None
+    assert second[3] is not None
     assert abs(second[3] - first[3]) > 0.1
     assert after.sample(PROMPT, 1, params).result().sequences[0].tokens == [8]
 
@@ -132,11 +123,16 @@ def test_prompt_questions_are_answered_together(client: tinker.ServiceClient) ->
         prompt_logprobs_last_n=3,
     ).result()
 
+    assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[:2] == [None, None]
-    assert all(value < 0 for value in result.prompt_logprobs[2:])
+    scored = [value for value in result.prompt_logprobs[2:] if value is not None]
+    assert len(scored) == 3
+    assert max(scored) < 0
+    assert result.target_prompt_logprobs is not None
     targets = result.target_prompt_logprobs.to_numpy()[:, 0]
     assert np.isnan(targets[1])
-    np.testing.assert_allclose(targets[2:], result.prompt_logprobs[3:], atol=1e-6)
+    np.testing.assert_allclose(targets[2:], scored[1:], atol=1e-6)
+    assert result.prompt_alt_tokens is not None
     assert result.prompt_alt_tokens.tokens.shape == [4, 2]
     assert result.topk_prompt_logprobs is not None
     assert result.sequences[0].topk_logprobs is not None
@@ -147,13 +143,13 @@ def test_stop_strings_end_a_sequence(client: tinker.ServiceClient) -> None:
     tokenizer = client.create_lora_training_client(MODEL, rank=4).result().get_tokenizer()
     params = types.SamplingParams(max_tokens=30, stop=[], seed=5)
     free = sampler.sample(PROMPT, 1, params).result().sequences[0]
-    text = tokenizer.decode(free.tokens[:12])[-3:]
+    text = str(tokenizer.decode(free.tokens[:12]))[-3:]
 
     stopped = types.SamplingParams(max_tokens=30, stop=[text], seed=5)
     sequence = sampler.sample(PROMPT, 1, stopped).result().sequences[0]
 
     assert sequence.stop_reason == "stop"
-    assert tokenizer.decode(sequence.tokens).endswith(text)
+    assert str(tokenizer.decode(sequence.tokens)).endswith(text)
     assert list(sequence.tokens) == list(free.tokens[: len(sequence.tokens)])
 
 

@@ -90,15 +90,17 @@ def test_pipelined_requests_and_results_nobody_has_read_survive_a_restart(
     expected = [step(uninterrupted) for _ in range(30)]
     training = a_training_client(own_server)
 
-    sent = []
+    sent, applied = [], []
     for _ in range(30):
         sent.append(training.forward_backward([a_datum(5)], "cross_entropy"))
-        training.optim_step(ADAM)
+        applied.append(training.optim_step(ADAM))
     sent[0].result()
     restart(own_server)
 
     losses = [future.result().metrics["loss:sum"] for future in sent]
     assert losses == expected
+    metrics = [future.result().metrics or {} for future in applied]
+    assert [each["step"] for each in metrics] == list(range(1, 31))
 
 
 def test_a_loop_that_runs_meanwhile_does_not_notice_a_hangup(own_server: Server) -> None:

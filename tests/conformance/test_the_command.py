@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import tinker
-from tinker import types
 
+from tinkercloud_testing.sdk_steps import a_datum, step
 from tinkercloud_testing.servers import API_KEY, Server, a_server, free_port
 from tinkercloud_testing.waiting import wait_until
 
@@ -173,18 +173,14 @@ def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -
 def test_a_hangup_starts_the_server_over_and_runs_resume(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints([5, 6, 7]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8]},
-    )
+    datum = a_datum()
 
     def loss(training: tinker.TrainingClient) -> float:
         return training.forward([datum], "cross_entropy").result().metrics["loss:sum"]
 
     with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
         training = server.client().create_lora_training_client(MODEL, rank=4).result()
-        training.forward_backward([datum], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        step(training)
         path, before = training.save_state("here").result().path, loss(training)
         heads = server.head_pids()
         assert server.process is not None

@@ -1,11 +1,14 @@
 """What a researcher does with the unmodified SDK: start, train, evaluate."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tinker
 import torch
 from tinker import types
 
+from tinkercloud_testing.sdk_steps import a_text
 from tinkercloud_testing.servers import Server
 
 MODEL = "tiny/llama"
@@ -15,22 +18,24 @@ PAIRS = [([10, 11, 12], [20, 21]), ([30, 31], [40, 41, 42, 43]), ([50], [60])]
 def a_datum(prompt: list[int], completion: list[int]) -> types.Datum:
     tokens = [*prompt, *completion]
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
-    )
+    return a_text(tokens, weights=weights)
 
 
 DATA = [a_datum(*pair) for pair in PAIRS]
 
 
-def a_training_client(client: tinker.ServiceClient, **options: object) -> tinker.TrainingClient:
-    arguments = {"rank": 4, "seed": 1, **options}
-    return client.create_lora_training_client(base_model=MODEL, **arguments).result()
+def a_training_client(client: tinker.ServiceClient, **options: Any) -> tinker.TrainingClient:
+    options = {"rank": 4, "seed": 1, **options}
+    return client.create_lora_training_client(base_model=MODEL, **options).result()
 
 
 def loss_of(result: types.ForwardBackwardOutput) -> float:
     return result.metrics["loss:sum"]
+
+
+def norm_of(result: types.OptimStepResponse) -> float:
+    assert result.metrics is not None
+    return result.metrics["grad_norm"]
 
 
 def test_the_start_up_sequence_ends_with_a_described_model(client: tinker.ServiceClient) -> None:
@@ -77,16 +82,17 @@ def test_a_pipelined_step_sees_the_weights_of_the_one_before(
     pipelined, waiting = a_training_client(client), a_training_client(client)
     adam = types.AdamParams(learning_rate=1e-2)
 
-    futures = []
+    passed, applied = [], []
     for _ in range(5):
-        futures.append(pipelined.forward_backward(DATA, "cross_entropy"))
-        pipelined.optim_step(adam)
+        passed.append(pipelined.forward_backward(DATA, "cross_entropy"))
+        applied.append(pipelined.optim_step(adam))
     expected = []
     for _ in range(5):
         expected.append(loss_of(waiting.forward_backward(DATA, "cross_entropy").result()))
         waiting.optim_step(adam).result()
 
-    assert [loss_of(future.result()) for future in futures] == expected
+    assert [loss_of(future.result()) for future in passed] == expected
+    assert all(norm_of(future.result()) > 0 for future in applied)
 
 
 def test_forward_leaves_the_gradient_alone(client: tinker.ServiceClient) -> None:
@@ -115,10 +121,10 @@ def test_a_call_split_in_parallel_chunks_equals_one_call(
     monkeypatch.setattr(holder, "_client_config", small_chunks)
     chunks = split.forward_backward(data, "cross_entropy").result()
     adam = types.AdamParams(learning_rate=1e-2)
-    norms = [training.optim_step(adam).result().metrics for training in (whole, split)]
+    norms = [norm_of(training.optim_step(adam).result()) for training in (whole, split)]
 
     assert loss_of(chunks) == pytest.approx(loss_of(one_call), rel=1e-6)
-    assert norms[0]["grad_norm"] == pytest.approx(norms[1]["grad_norm"], rel=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     for one, other in zip(one_call.loss_fn_outputs, chunks.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"].data, other["logprobs"].data, atol=1e-5)
 
@@ -130,7 +136,7 @@ def test_gradients_add_up_until_the_optimizer_step(client: tinker.ServiceClient)
     once.forward_backward(DATA, "cross_entropy").result()
     for datum in DATA:
         parts.forward_backward([datum], "cross_entropy").result()
-    norms = [training.optim_step(adam).result().metrics["grad_norm"] for training in (once, parts)]
+    norms = [norm_of(training.optim_step(adam).result()) for training in (once, parts)]
 
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
@@ -141,18 +147,18 @@ def test_a_custom_loss_on_the_client_has_the_gradient_of_the_built_in_one(
     custom, built_in = a_training_client(client), a_training_client(client)
     adam = types.AdamParams(learning_rate=1e-2)
 
-    def negative_log_likelihood(data, logprobs):
-        total = sum(
+    def negative_log_likelihood(
+        data: list[types.Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        losses = [
             -(lp * torch.tensor(datum.loss_fn_inputs["weights"].data)).sum()
             for datum, lp in zip(data, logprobs, strict=True)
-        )
-        return total, {"answer:sum": 42.0}
+        ]
+        return torch.stack(losses).sum(), {"answer:sum": 42.0}
 
     result = custom.forward_backward_custom(DATA, negative_log_likelihood).result()
     expected = built_in.forward_backward(DATA, "cross_entropy").result()
-    norms = [
-        training.optim_step(adam).result().metrics["grad_norm"] for training in (custom, built_in)
-    ]
+    norms = [norm_of(training.optim_step(adam).result()) for training in (custom, built_in)]
 
     assert loss_of(result) == pytest.approx(loss_of(expected), rel=1e-5)
     assert result.metrics["answer:sum"] == 42.0
@@ -167,7 +173,10 @@ def test_top_k_targets_and_sparse_weights_are_a_distillation_loss(
     weights = torch.tensor([[0.5, 0.5, 0, 0, 0, 0], [1.0, 0, 0, 0, 0, 0], [0.2, 0.3, 0.5, 0, 0, 0]])
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([7, 8, 9]),
-        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_torch_sparse(targets),
+            "weights": types.TensorData.from_torch_sparse(weights),
+        },
     )
 
     result = training.forward_backward([datum], "cross_entropy").result()

@@ -4,22 +4,24 @@ Tolerances: logprobs 1e-4 relative, 1e-3 absolute; greedy tokens are equal.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
-import tinker
 from tinker import types
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.payloads import FloatArray, TopLogprobs
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
 from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
@@ -34,7 +36,7 @@ NEVER = StopRules(frozenset(), ())
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
 
 
-def a_model():
+def a_model() -> PreTrainedModel:
     # vLLM's attention on CPU wants heads of at least 32 dimensions.
     return tiny_llama(hidden_size=128)
 
@@ -102,8 +104,19 @@ async def adapters_of(vllm: VllmServer) -> set[str]:
     return {entry["id"] for entry in listed if entry["parent"] is not None}
 
 
-def assert_equal_logprobs(ours, theirs) -> None:
+def assert_equal_logprobs(
+    ours: FloatArray | Sequence[float] | None, theirs: FloatArray | Sequence[float] | None
+) -> None:
+    assert ours is not None
+    assert theirs is not None
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def assert_equal_choices(ours: TopLogprobs | None, theirs: TopLogprobs | None) -> None:
+    assert ours is not None
+    assert theirs is not None
+    assert_equal_logprobs(ours.logprobs, theirs.logprobs)
+    assert (ours.token_ids == theirs.token_ids).all()
 
 
 async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
@@ -131,11 +144,9 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
         [drawn], [expected] = their.sequences, our.sequences
         assert drawn.tokens == expected.tokens
         assert_equal_logprobs(drawn.logprobs, expected.logprobs)
-        assert_equal_logprobs(drawn.top.logprobs, expected.top.logprobs)
-        assert (drawn.top.token_ids == expected.top.token_ids).all()
+        assert_equal_choices(drawn.top, expected.top)
         assert_equal_logprobs(their.prompt.logprobs, our.prompt.logprobs)
-        assert_equal_logprobs(their.prompt.top.logprobs, our.prompt.top.logprobs)
-        assert (their.prompt.top.token_ids == our.prompt.top.token_ids).all()
+        assert_equal_choices(their.prompt.top, our.prompt.top)
     firsts = [tuple(their.sequences[0].logprobs) for their in theirs[:: len(PROMPTS)]]
     assert len(set(firsts)) == 3
 
@@ -151,6 +162,7 @@ async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
     asked = a_sampling_request(text, max_tokens=1, questions=PromptQuestions(logprobs_from=3))
     scored = (await engine.sampler.sample("one", asked)).prompt.logprobs
 
+    assert scored is not None
     assert_equal_logprobs(drawn.logprobs, scored[3:])
 
 
@@ -165,6 +177,7 @@ async def test_named_tokens_are_scored_at_their_positions(
     theirs = (await sampler.sample("one", request)).prompt
     ours = (await engine.sampler.sample("one", request)).prompt
 
+    assert theirs.targets is not None
     assert np.isfinite(theirs.targets).sum() == 4
     assert_equal_logprobs(theirs.targets, ours.targets)
     assert_equal_logprobs(theirs.logprobs, ours.logprobs)
@@ -188,6 +201,10 @@ async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: Inferenc
     assert len(set(tokens)) == 3
 
 
+def text_of(tokens: Sequence[int]) -> str:
+    return str(byte_tokenizer().decode(list(tokens)))
+
+
 async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     sampler: InferenceSampler,
 ) -> None:
@@ -196,7 +213,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     [whole] = (await sampler.sample("base", free)).sequences
     token = whole.tokens[7]
     # Most bytes are no characters by themselves.
-    texts = [byte_tokenizer().decode([drawn]) for drawn in whole.tokens[3:]]
+    texts = [text_of([drawn]) for drawn in whole.tokens[3:]]
     string = next(text for text in texts if len(text) == 1 and text.isascii())
 
     by_token = a_sampling_request(
@@ -210,9 +227,9 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
 
     assert [whole.stopped, ended.stopped, cut.stopped] == [False, True, True]
     assert ended.tokens == whole.tokens[: whole.tokens.index(token) + 1]
-    assert string in byte_tokenizer().decode(cut.tokens)
+    assert string in text_of(cut.tokens)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
-    assert string not in byte_tokenizer().decode(cut.tokens[:-1])
+    assert string not in text_of(cut.tokens[:-1])
 
 
 async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
@@ -238,6 +255,7 @@ async def test_what_is_retired_leaves_the_server_and_the_folder(
     await publish(engine, sampler, "one", seed=1)
     await publish(engine, sampler, "two", seed=20)
     exported = await sampler.export("one")
+    assert exported is not None
     assert exported.tensors.keys() == engine.trainer.snapshot("one").tensors.keys()
 
     await sampler.retire("one")
@@ -295,16 +313,13 @@ def test_the_sdk_samples_from_the_server_with_what_it_has_just_trained(
         "TINKERCLOUD_SAMPLER__INFERENCE__KEY_FILE": str(vllm.key_file),
     }
     prompt = types.ModelInput.from_ints([5, 6, 7])
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-    )
     with a_server(tmp_path, {MODEL: model_folder}, settings) as server:
         training = server.client().create_lora_training_client(MODEL, rank=4, seed=1).result()
         untrained = training.save_weights_and_get_sampling_client().result()
         for _ in range(4):
-            training.forward_backward([datum], "cross_entropy")
+            passed = training.forward_backward([a_datum()], "cross_entropy")
             training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+            passed.result()
         trained = training.save_weights_and_get_sampling_client().result()
 
         params = types.SamplingParams(max_tokens=6, stop=[], temperature=0.7, seed=3)
@@ -314,16 +329,8 @@ def test_the_sdk_samples_from_the_server_with_what_it_has_just_trained(
         scored = score(training, [5, 6, 7, *sequence.tokens])
         loaded = asyncio.run(adapters_of(vllm))
 
+    assert before[3] is not None
+    assert after[3] is not None
     assert after[3] > before[3] + 0.1
     assert_equal_logprobs(sequence.logprobs, scored[2:])
     assert len(loaded) == 2
-
-
-def score(training: tinker.TrainingClient, tokens: list[int]) -> list[float]:
-    """Return the trainer's own logprobs of every token but the first."""
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:]},
-    )
-    output = training.forward([datum], "cross_entropy").result()
-    return list(output.loss_fn_outputs[0]["logprobs"].data)

@@ -1,5 +1,7 @@
 """A batch that can't be trained on fails alone, with a reason."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import zstandard
@@ -7,7 +9,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_testing.raw_run import CONTEXT, VOCAB_SIZE, Run, a_tensor, floats
 
-BAD_BATCHES = {
+BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"loss_fn": "rmsprop"}, "loss_fn 'rmsprop' is not available"),
     "undefined loss": ({"loss_fn": "stable_reinforce"}, "no public definition"),
     "custom loss": ({"loss_fn": "custom"}, "custom losses on the client"),
@@ -63,7 +65,7 @@ def test_a_bad_batch_fails_with_a_reason_and_spoils_nothing(run: Run, name: str)
     assert outcome["category"] == "user"
 
 
-def broken_tensor(run: Run, **fields: object) -> bytes:
+def broken_tensor(run: Run, **fields: Any) -> bytes:
     message = run.batch()
     tensor = message.data[0].loss_fn_inputs["weights"]
     tensor.CopyFrom(pb.Tensor(dtype=pb.DTYPE_FLOAT32, **fields))
@@ -79,7 +81,7 @@ def a_csr(rows: list[int], columns: list[int], values: int, shape: list[int]) ->
     return {"sparse_csr": csr, "shape": shape}
 
 
-BROKEN_TENSORS = {
+BROKEN_TENSORS: dict[str, tuple[dict[str, object], str]] = {
     "half a value": ({"dense": b"\0\0\0"}, "not a whole number"),
     "another shape": ({"dense": bytes(12), "shape": [4]}, "needs 4 values, got 3"),
     "a negative size": ({"dense": bytes(12), "shape": [-3]}, "sizes >= 0"),

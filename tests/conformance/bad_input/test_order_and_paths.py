@@ -4,7 +4,7 @@ import pytest
 
 from tinkercloud_testing.raw_run import Run
 
-BAD_ORDERED_REQUESTS = {
+BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
     "negative rate": ("optim_step", {"adam_params": {"learning_rate": -1.0}}, "learning_rate"),
     "rate of text": ("optim_step", {"adam_params": {"learning_rate": "fast"}}, "learning_rate"),
     "beta of one": ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1"),
@@ -65,7 +65,7 @@ def test_a_request_over_the_limit_fails_in_its_place(run: Run) -> None:
     assert outcome == {"error": f"body is larger than {64 << 20} bytes", "category": "user"}
 
 
-BAD_CREATIONS = {
+BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
     "unknown model": ({"base_model": "gpt-17"}, 400, "served are: 'tiny/llama'"),
     "rank of zero": ({"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
     "nothing to train": (

@@ -25,7 +25,7 @@ def chunks(*chunk: dict[str, object]) -> dict[str, object]:
     return {"prompt": {"chunks": list(chunk)}}
 
 
-BAD_SAMPLES = {
+BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "no prompt": (chunks(), "prompt has 0 tokens"),
     "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not served"),
     "a token of text": (chunks({"type": "encoded_text", "tokens": ["a"]}), "tokens"),

@@ -4,7 +4,9 @@ Tolerances: logprobs 1e-5, LoRA gradients and the losses of ten steps 1e-4 relat
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
 from tinkercloud_testing.models import (
     save,
     tiny_deepseek_v2,
@@ -25,7 +27,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.quantizing import quantize
-from tinkercloud_testing.trainers import assert_close, assert_equal, run
+from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
@@ -59,7 +61,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def pair(make: Callable[[], PreTrainedModel], folder: Path):
+def pair(make: Callable[[], PreTrainedModel], folder: Path) -> tuple[MegatronRank, TorchTrainer]:
     """Return both trainers with the same adapter, whose B has moved off zero."""
     torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
     torch_trainer.add_model("m", LORA)
@@ -72,7 +74,9 @@ def pair(make: Callable[[], PreTrainedModel], folder: Path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(alone, tmp_path, name) -> None:
+def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(
+    alone: timedelta, tmp_path: Path, name: str
+) -> None:
     megatron, torch_trainer = pair(MODELS[name], tmp_path)
     data = random_data(LENGTHS)
 
@@ -81,11 +85,13 @@ def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(alone, tmp_pa
     np.testing.assert_allclose(
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
-    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+    assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["v3", "v2"])
-def test_logprobs_of_a_fresh_adapter_are_huggingfaces(alone, tmp_path, name) -> None:
+def test_logprobs_of_a_fresh_adapter_are_huggingfaces(
+    alone: timedelta, tmp_path: Path, name: str
+) -> None:
     megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
     megatron.add_model("m", LORA)
     data = random_data(LENGTHS)
@@ -101,12 +107,12 @@ def test_logprobs_of_a_fresh_adapter_are_huggingfaces(alone, tmp_path, name) -> 
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_attention_is_adapted_where_tinker_adapts_it(alone, tmp_path) -> None:
+def test_attention_is_adapted_where_tinker_adapts_it(alone: timedelta, tmp_path: Path) -> None:
     megatron = megatron_trainer(str(save(tiny_deepseek_v3(), tmp_path)), 1, 1)
     megatron.add_model("m", LORA)
     run(megatron, random_data(LENGTHS))
 
-    gradient = megatron.export_gradient("m")
+    gradient = gradient_of(megatron)
 
     attention = ["kv_a_proj_with_mqa", "o_proj", "q_a_proj"]
     names = {f"model.layers.{n}.self_attn.{name}" for n in range(3) for name in attention}
@@ -116,7 +122,7 @@ def test_attention_is_adapted_where_tinker_adapts_it(alone, tmp_path) -> None:
     assert all(gradient[f"{name}.lora_B.weight"].any() for name in names)
 
 
-def test_ten_steps_go_alike_and_a_state_moves_back(alone, tmp_path) -> None:
+def test_ten_steps_go_alike_and_a_state_moves_back(alone: timedelta, tmp_path: Path) -> None:
     trainers = pair(tiny_deepseek_v3, tmp_path)
     losses: list[list[float]] = []
     for trainer in trainers:
@@ -137,7 +143,7 @@ def test_ten_steps_go_alike_and_a_state_moves_back(alone, tmp_path) -> None:
     )
 
 
-def test_layers_that_predict_further_tokens_are_not_read(alone, tmp_path) -> None:
+def test_layers_that_predict_further_tokens_are_not_read(alone: timedelta, tmp_path: Path) -> None:
     folder = save(tiny_deepseek_v3(), tmp_path)
     weights = load_file(folder / "model.safetensors")
     further = {
@@ -157,10 +163,11 @@ def test_layers_that_predict_further_tokens_are_not_read(alone, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("model", ["v2", "v2, greedy", "v3", "v3, one group"])
-def test_experts_are_chosen_and_weighed_as_huggingface_does(model) -> None:
+def test_experts_are_chosen_and_weighed_as_huggingface_does(model: str) -> None:
     torch.manual_seed(1)
-    sizes = {"n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 16}
+    sizes: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 16}
     sizes |= {"num_attention_heads": 2, "n_group": 4, "topk_group": 2}
+    config: DeepseekV2Config | DeepseekV3Config
     router: DeepseekV2TopkRouter | DeepseekV3TopkRouter
     bias = None
     if model.startswith("v2"):
@@ -183,7 +190,9 @@ def test_experts_are_chosen_and_weighed_as_huggingface_does(model) -> None:
     assert torch.equal(chosen, torch.zeros(200, 16).scatter(1, experts, 1.0).bool())
 
 
-def test_biases_of_experts_stay_float32_in_a_bfloat16_model(alone, tmp_path) -> None:
+def test_biases_of_experts_stay_float32_in_a_bfloat16_model(
+    alone: timedelta, tmp_path: Path
+) -> None:
     model = tiny_deepseek_v3()
     base = load(str(save(model, tmp_path)), torch.bfloat16, Parallelism(), Cpu())
 
@@ -195,7 +204,9 @@ def test_biases_of_experts_stay_float32_in_a_bfloat16_model(alone, tmp_path) -> 
 
 
 @pytest.mark.parametrize("make", [tiny_deepseek_v3, tiny_qwen3_moe])
-def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(alone, tmp_path, make) -> None:
+def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(
+    alone: timedelta, tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
     folder = save(make(), tmp_path)
     quantize(folder, (24, 32))
     megatron = megatron_trainer(str(folder), 1, 1)
@@ -224,7 +235,9 @@ def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(alone, tmp_pat
         ),
     ],
 )
-def test_what_would_come_out_wrong_is_refused_by_name(tmp_path, changes, message) -> None:
+def test_what_would_come_out_wrong_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     config = tiny_deepseek_v3().config
     config.update(changes)
     config.save_pretrained(tmp_path)

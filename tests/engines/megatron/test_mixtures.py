@@ -1,11 +1,15 @@
 """Mixtures of experts at one megatron rank, in this process, against torch and Hugging Face."""
 
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
@@ -18,9 +22,10 @@ from tinkercloud_testing.models import (
     tiny_mixtral,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import assert_close, assert_equal, run
+from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.engine.trainer import Gradient, Trainer
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
@@ -37,17 +42,22 @@ pytestmark = [
 LENGTHS = [5, 17, 3, 11]
 LORA = LoraConfig(rank=4, seed=1)
 CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
-MODELS = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": tiny_qwen3_moe,
     "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
     "mixtral": tiny_mixtral,
 }
-DEEPSEEKS = {"deepseek v2": tiny_deepseek_v2, "deepseek v3": tiny_deepseek_v3}
+DEEPSEEKS: dict[str, Callable[[], PreTrainedModel]] = {
+    "deepseek v2": tiny_deepseek_v2,
+    "deepseek v3": tiny_deepseek_v3,
+}
 """Their adapters have a page of their own: `test_deepseek`."""
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(alone, tmp_path, name) -> None:
+def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(
+    alone: timedelta, tmp_path: Path, name: str
+) -> None:
     torch_trainer = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32)
     torch_trainer.add_model("m", LORA)
     run(torch_trainer, random_data([6, 9], seed=9))
@@ -62,12 +72,14 @@ def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(alone, tmp_pa
     np.testing.assert_allclose(
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
-    gradient = megatron.export_gradient("m")
-    for tensor, other in torch_trainer.export_gradient("m").items():
+    gradient = gradient_of(megatron)
+    for tensor, other in gradient_of(torch_trainer).items():
         assert (gradient[tensor] - other).norm() <= 1e-4 * other.norm(), tensor
 
 
-def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(alone, tmp_path) -> None:
+def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(
+    alone: timedelta, tmp_path: Path
+) -> None:
     megatron = megatron_trainer(str(save(tiny_qwen3_moe(), tmp_path)), 1, 1)
     megatron.add_model("m", LORA)
     data = random_data(LENGTHS)
@@ -85,13 +97,13 @@ def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(alone, t
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
-    alone, tmp_path, name
+    alone: timedelta, tmp_path: Path, name: str
 ) -> None:
-    trainers = [
+    trainers: list[Trainer] = [
         megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1),
         TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32),
     ]
-    losses = []
+    losses: list[list[float]] = []
     for trainer in trainers:
         trainer.add_model("m", LORA)
         losses.append([])
@@ -105,22 +117,26 @@ def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
 
     back = trainers[1].export_state("m")
     assert_equal(back.weights.tensors, state.weights.tensors, atol=0)
-    assert_equal(back.moments, state.moments, atol=0)
+    assert_equal(moments_of(back), moments_of(state), atol=0)
     outputs = [run(trainer, random_data(LENGTHS, seed=11)) for trainer in trainers]
-    np.testing.assert_allclose(*(np.concatenate(o.logprobs) for o in outputs), atol=1e-5)
+    ours, theirs = (np.concatenate(output.logprobs) for output in outputs)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [*MODELS.values(), *DEEPSEEKS.values()], ids=MODELS | DEEPSEEKS)
-def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(alone, tmp_path, make) -> None:
-    trainers = [
+def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(
+    alone: timedelta, tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    trainers: list[Trainer] = [
         megatron_trainer(str(save(make(), tmp_path)), 1, 1),
         TorchTrainer(BaseModel(make()), max_batch_tokens=32),
     ]
-    gradients, losses = [], []
+    gradients: list[Gradient] = []
+    losses: list[list[float]] = []
     for trainer in trainers:
         trainer.add_model("m", None)
         run(trainer, random_data(LENGTHS))
-        gradients.append(trainer.export_gradient("m"))
+        gradients.append(gradient_of(trainer))
         losses.append([])
         for seed in range(10):
             losses[-1].append(run(trainer, random_data(LENGTHS, seed=seed)).metrics["loss:sum"])
@@ -130,10 +146,13 @@ def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(alone, tmp_path, 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
     state = trainers[0].export_state("m")
     trainers[1].import_state("m", state)
-    assert_equal(trainers[1].export_state("m").moments, state.moments, atol=0)
+    back = trainers[1].export_state("m")
+    assert_equal(moments_of(back), moments_of(state), atol=0)
 
 
-def test_loading_lists_all_weights_a_few_times_not_for_each_of_them(alone, tmp_path) -> None:
+def test_loading_lists_all_weights_a_few_times_not_for_each_of_them(
+    alone: timedelta, tmp_path: Path
+) -> None:
     folder = save(tiny_qwen3_moe(), tmp_path)
     listing = patch.object(
         GPTModel, "state_dict", autospec=True, side_effect=torch.nn.Module.state_dict
@@ -146,7 +165,9 @@ def test_loading_lists_all_weights_a_few_times_not_for_each_of_them(alone, tmp_p
     assert 1 <= listed.call_count <= 4
 
 
-def test_layers_without_experts_among_those_with_them_are_refused(alone, tmp_path) -> None:
+def test_layers_without_experts_among_those_with_them_are_refused(
+    alone: timedelta, tmp_path: Path
+) -> None:
     model = tiny_qwen3_moe()
     model.config.mlp_only_layers = [0]
     model.config.save_pretrained(tmp_path)
@@ -155,7 +176,7 @@ def test_layers_without_experts_among_those_with_them_are_refused(alone, tmp_pat
         megatron_trainer(str(tmp_path), 1, 1)
 
 
-def test_experts_that_are_not_there_are_not_divided(alone, tmp_path) -> None:
+def test_experts_that_are_not_there_are_not_divided(alone: timedelta, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"expert_parallel: 2, .* no experts"):
         megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1, expert=2)
 
@@ -167,7 +188,7 @@ def test_experts_that_are_not_there_are_not_divided(alone, tmp_path) -> None:
         (Parallelism(tensor=5), "tensor parallelism 5 .* intermediate size 24"),
     ],
 )
-def test_experts_are_divided_evenly(parallelism, message) -> None:
+def test_experts_are_divided_evenly(parallelism: Parallelism, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         check(Mixture(experts=4, chosen=2, width=24, normed=True), parallelism)
 

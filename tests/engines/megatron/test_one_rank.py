@@ -6,7 +6,9 @@ after them 1e-3 relative.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.data import a_request, counting_every_token, random_data
+from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
 from tinkercloud_testing.models import (
     save,
     tiny_gpt2,
@@ -27,7 +29,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
 )
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, run
+from tinkercloud_testing.trainers import assert_close, gradient_of, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
@@ -54,7 +56,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-MODELS = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny_llama,
     "tied llama": lambda: tiny_llama(tied=True),
     "llama 3": lambda: tiny_llama(rope=LLAMA3),
@@ -66,7 +68,9 @@ MODELS = {
 }
 
 
-def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = LORA):
+def pair(
+    make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = LORA
+) -> tuple[MegatronRank, TorchTrainer]:
     """Return both trainers with the same adapter, whose B has moved off zero."""
     torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
     torch_trainer.add_model("m", lora)
@@ -80,7 +84,7 @@ def pair(make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = L
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_pefts(
-    alone, tmp_path, name
+    alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     megatron, torch_trainer = pair(MODELS[name], tmp_path)
     twin = PeftTwin(MODELS[name](), torch_trainer.snapshot("m"))
@@ -95,11 +99,11 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_peft
         )
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
     assert got.metrics["loss:sum"] == pytest.approx(loss, abs=1e-4)
-    for gradient in (torch_trainer.export_gradient("m"), twin.gradients()):
-        assert_close(megatron.export_gradient("m"), gradient, rtol=1e-4)
+    for gradient in (gradient_of(torch_trainer), twin.gradients()):
+        assert_close(gradient_of(megatron), gradient, rtol=1e-4)
 
 
-def test_logprobs_equal_huggingfaces_with_a_fresh_adapter(alone, tmp_path) -> None:
+def test_logprobs_equal_huggingfaces_with_a_fresh_adapter(alone: timedelta, tmp_path: Path) -> None:
     megatron = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
     megatron.add_model("m", LORA)
     base = tiny_qwen3().eval()
@@ -117,7 +121,9 @@ def test_logprobs_equal_huggingfaces_with_a_fresh_adapter(alone, tmp_path) -> No
 
 
 @pytest.mark.parametrize("switch", ["train_attn", "train_mlp", "train_unembed"])
-def test_adapters_of_some_layers_have_the_torch_trainers_gradients(alone, tmp_path, switch) -> None:
+def test_adapters_of_some_layers_have_the_torch_trainers_gradients(
+    alone: timedelta, tmp_path: Path, switch: str
+) -> None:
     off = {"train_attn": False, "train_mlp": False, "train_unembed": False}
     megatron, torch_trainer = pair(
         tiny_llama, tmp_path, LoraConfig(rank=4, seed=1, **{**off, switch: True})
@@ -127,23 +133,23 @@ def test_adapters_of_some_layers_have_the_torch_trainers_gradients(alone, tmp_pa
     for trainer in (megatron, torch_trainer):
         run(trainer, data)
 
-    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+    assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
-def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(alone, tmp_path) -> None:
+def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(
+    alone: timedelta, tmp_path: Path
+) -> None:
     megatron, torch_trainer = pair(tiny_llama, tmp_path)
-    data = random_data(LENGTHS, policy=True)
-    for datum in data:
-        datum.inputs["sequence_ratio_mask"] = np.ones(len(datum.tokens), np.float32)
+    data = counting_every_token(random_data(LENGTHS, policy=True))
     bounds = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
 
     for trainer in (megatron, torch_trainer):
         run(trainer, data, "gspo", bounds)
 
-    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+    assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
-def test_ten_steps_equal_the_torch_trainers_and_pefts(alone, tmp_path) -> None:
+def test_ten_steps_equal_the_torch_trainers_and_pefts(alone: timedelta, tmp_path: Path) -> None:
     megatron, torch_trainer = pair(tiny_qwen3, tmp_path)
     torch_trainer.add_model("fresh", LORA)
     twin = PeftTwin(tiny_qwen3(), torch_trainer.snapshot("fresh"))
@@ -164,7 +170,7 @@ def test_ten_steps_equal_the_torch_trainers_and_pefts(alone, tmp_path) -> None:
     assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=1e-3)
 
 
-def test_adapters_of_one_base_stay_apart_bit_for_bit(alone, tmp_path) -> None:
+def test_adapters_of_one_base_stay_apart_bit_for_bit(alone: timedelta, tmp_path: Path) -> None:
     megatron, _ = pair(tiny_llama, tmp_path)
     data = random_data(LENGTHS)
     megatron.add_model("other", LORA)
@@ -180,7 +186,7 @@ def test_adapters_of_one_base_stay_apart_bit_for_bit(alone, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gradients(
-    alone, tmp_path, name
+    alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
     torch_trainer = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32)
@@ -189,10 +195,12 @@ def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gra
         run(trainer, random_data(LENGTHS))
 
     assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=0)
-    assert_close(megatron.export_gradient("m"), torch_trainer.export_gradient("m"), rtol=1e-4)
+    assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
-def test_a_whole_model_leaves_the_base_and_its_adapters_alone(alone, tmp_path) -> None:
+def test_a_whole_model_leaves_the_base_and_its_adapters_alone(
+    alone: timedelta, tmp_path: Path
+) -> None:
     megatron, _ = pair(tiny_llama, tmp_path)
     data = random_data(LENGTHS)
     megatron.add_model("m", None)
@@ -209,7 +217,7 @@ def test_a_whole_model_leaves_the_base_and_its_adapters_alone(alone, tmp_path) -
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 
 
-def test_an_adapters_state_is_refused_for_a_whole_model(alone, tmp_path) -> None:
+def test_an_adapters_state_is_refused_for_a_whole_model(alone: timedelta, tmp_path: Path) -> None:
     megatron, torch_trainer = pair(tiny_llama, tmp_path)
     megatron.add_model("full", None)
 
@@ -217,7 +225,7 @@ def test_an_adapters_state_is_refused_for_a_whole_model(alone, tmp_path) -> None
         megatron.import_state("full", torch_trainer.export_state("m"))
 
 
-def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
+def test_a_family_it_does_not_know_is_refused(alone: timedelta, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*backend torch"):
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
 
@@ -231,14 +239,18 @@ def test_a_family_it_does_not_know_is_refused(alone, tmp_path) -> None:
         ({"activation": "gelu"}, "hidden_act.*gelu"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(alone, tmp_path, options, named) -> None:
+def test_what_would_be_computed_otherwise_is_refused(
+    alone: timedelta, tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
     folder = str(save(tiny_llama(**options), tmp_path))
 
     with pytest.raises(UnsupportedModelError, match=f"{named}.*backend torch"):
         megatron_trainer(folder, 1, 1)
 
 
-def test_embeddings_that_only_the_configuration_ties_are_refused(alone, tmp_path) -> None:
+def test_embeddings_that_only_the_configuration_ties_are_refused(
+    alone: timedelta, tmp_path: Path
+) -> None:
     model = tiny_llama()
     model.config.tie_word_embeddings = True
     folder = str(save(model, tmp_path))
@@ -247,7 +259,7 @@ def test_embeddings_that_only_the_configuration_ties_are_refused(alone, tmp_path
         megatron_trainer(folder, 1, 1)
 
 
-def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:
+def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> None:
     model = tiny_qwen3()
     model.config.layer_types = ["sliding_attention", "full_attention"]
     folder = str(save(model, tmp_path))
@@ -256,8 +268,10 @@ def test_attention_to_a_window_is_refused(alone, tmp_path) -> None:
         megatron_trainer(folder, 1, 1)
 
 
-def test_mistrals_window_is_refused_unless_it_sees_everything(alone, tmp_path) -> None:
-    assert megatron_trainer(str(save(tiny_mistral(window=128), tmp_path / "all")), 1, 1)
+def test_mistrals_window_is_refused_unless_it_sees_everything(
+    alone: timedelta, tmp_path: Path
+) -> None:
+    megatron_trainer(str(save(tiny_mistral(window=128), tmp_path / "all")), 1, 1)
 
     with pytest.raises(UnsupportedModelError, match=r"of 16 positions.*backend torch"):
         megatron_trainer(str(save(tiny_mistral(window=16), tmp_path / "some")), 1, 1)
@@ -268,11 +282,13 @@ def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:
         device_of("cuda")
 
 
-def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(alone, tmp_path) -> None:
+def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(
+    alone: timedelta, tmp_path: Path
+) -> None:
     megatron, _ = pair(tiny_llama, tmp_path)
     data = random_data(LENGTHS)
     expected = run(megatron, data)
-    gradient = megatron.export_gradient("m")
+    gradient = gradient_of(megatron)
     megatron.discard_gradient("m")
 
     megatron._multiple = 4
@@ -281,10 +297,12 @@ def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(alone
     np.testing.assert_allclose(
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-6
     )
-    assert_close(megatron.export_gradient("m"), gradient, rtol=1e-5)
+    assert_close(gradient_of(megatron), gradient, rtol=1e-5)
 
 
-def test_ranks_wait_as_long_in_every_group_as_in_that_of_all(alone, tmp_path) -> None:
+def test_ranks_wait_as_long_in_every_group_as_in_that_of_all(
+    alone: timedelta, tmp_path: Path
+) -> None:
     megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
 
     groups = [

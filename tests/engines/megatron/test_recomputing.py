@@ -5,11 +5,16 @@ The numbers of such passes are those of others, from less memory.
 
 import itertools
 import math
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.memory import Layout, training
@@ -30,6 +35,7 @@ from tinkercloud_worker.megatron_trainer import vocabulary
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 pytestmark = [
@@ -76,7 +82,7 @@ def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_layers_computed_again_give_the_same_gradient_and_keep_little(
-    alone, tmp_path, name
+    alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     make, lora = CASES[name]
     keeping = megatron_trainer(str(save(make(), tmp_path)), 1, 1)
@@ -92,7 +98,7 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_little(
     assert little < kept / 2
 
 
-def test_only_larger_micro_batches_are_computed_again(alone, tmp_path) -> None:
+def test_only_larger_micro_batches_are_computed_again(alone: timedelta, tmp_path: Path) -> None:
     keeping = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
     large = MegatronTrainer(
         keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=BATCH_TOKENS
@@ -105,7 +111,7 @@ def test_only_larger_micro_batches_are_computed_again(alone, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_of_a_few_positions_at_a_time_and_give_the_same_logprobs_and_gradient(
-    alone, tmp_path, monkeypatch, name
+    alone: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     make, lora = CASES[name]
     trainer = megatron_trainer(str(save(make(), tmp_path)), 1, 1)
@@ -123,7 +129,9 @@ def test_logits_are_of_a_few_positions_at_a_time_and_give_the_same_logprobs_and_
     assert (again - gradient).norm() <= 1e-5 * gradient.norm()
 
 
-def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(alone, tmp_path) -> None:
+def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(
+    alone: timedelta, tmp_path: Path
+) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))
     exact = megatron_trainer(folder, 1, 1)
     begin(exact, ADAPTER)
@@ -142,14 +150,18 @@ def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(alone, tm
     assert (approximate - gradient).norm() <= 0.1 * gradient.norm()
 
 
-def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(alone, tmp_path, monkeypatch) -> None:
+def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
+    alone: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))
     base = load(folder, torch.bfloat16, Parallelism(), Cpu())
     trainer = MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=0)
     begin(trainer, None)
     loss, rounded = trainer._loss, []
 
-    def note(micro_batch, replaced, *arguments):
+    def note(
+        micro_batch: MicroBatch, replaced: Mapping[str, Tensor], *arguments: Any
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rounded.append(replaced.values())
         return loss(micro_batch, replaced, *arguments)
 

@@ -2,6 +2,8 @@
 
 import gc
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -85,7 +87,7 @@ def test_ranks_have_as_much_to_attend_to(chunks: list[int], ranks: int) -> None:
     assert len(works) == 1
 
 
-def test_one_rank_computes_positions_of_examples_only(alone, tmp_path) -> None:
+def test_one_rank_computes_positions_of_examples_only(alone: timedelta, tmp_path: Path) -> None:
     megatron = megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
     megatron.add_model("m", LoraConfig(rank=4, seed=1))
     computed: list[int] = []
@@ -99,7 +101,9 @@ def test_one_rank_computes_positions_of_examples_only(alone, tmp_path) -> None:
     assert sum(computed) == 5 + 17 + 3 + 11
 
 
-def test_angles_of_positions_are_one_table_whatever_lengths_there_were(alone, tmp_path) -> None:
+def test_angles_of_positions_are_one_table_whatever_lengths_there_were(
+    alone: timedelta, tmp_path: Path
+) -> None:
     model = tiny_llama()
     megatron = megatron_trainer(str(save(model, tmp_path)), 1, 1)
     megatron.add_model("m", LoraConfig(rank=4, seed=1))

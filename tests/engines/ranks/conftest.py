@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import tinkercloud_testing
-from tinkercloud_testing.ranks import Successive
+from tinkercloud_testing.ranks import Successive, TrainerOf
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.adam import AdamTrainer
@@ -27,7 +27,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trainer_of(cluster) -> Iterator[Callable[[int, Callable[[], AdamTrainer]], RankedTrainer]]:
+def trainer_of(cluster: None) -> Iterator[TrainerOf]:
     """Return what makes trainers of a number of ranks, each in the place of the one before."""
     with ExitStack() as ending:
 

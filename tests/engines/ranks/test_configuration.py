@@ -1,5 +1,7 @@
 """What a head may be told about ranks."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -25,7 +27,7 @@ def test_experts_are_divided_over_ranks_that_are_there_anyway() -> None:
 @pytest.mark.parametrize(
     "field", ["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
 )
-def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field) -> None:
+def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field: str) -> None:
     with pytest.raises(ValidationError, match="backend to megatron"):
         TrainerConfig(ranks=2, **{field: 2})
 
@@ -49,7 +51,9 @@ def test_a_head_that_trains_nothing_has_no_ranks() -> None:
         ({"ranks": 2, "max_kept_tokens": 512}, "max_kept_tokens: 512, .* set it to 0"),
     ],
 )
-def test_a_base_is_shared_out_among_ranks_that_all_do_the_same(settings, message) -> None:
+def test_a_base_is_shared_out_among_ranks_that_all_do_the_same(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainerConfig(sharded=True, **settings)
 

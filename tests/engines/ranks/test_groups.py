@@ -25,7 +25,7 @@ TWO = GroupShape(ranks=2)
 
 
 @pytest.fixture
-def group(cluster) -> Iterator[RankGroup]:
+def group(cluster: None) -> Iterator[RankGroup]:
     group = RankGroup(TWO, Recorder)
     yield group
     group.close()

@@ -1,6 +1,6 @@
 """The megatron trainer divided over ranks against the torch trainer in this process, and PEFT."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama, tiny_qwen2, tiny_qwen3
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.ranks import BATCH_TOKENS, weights_at_ranks
-from tinkercloud_testing.trainers import assert_close, run
+from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, weights_at_ranks
+from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
@@ -35,8 +36,14 @@ LENGTHS = [5, 17, 3, 11, 8]
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
 CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
-MODELS = {"llama": tiny_llama, "qwen2": tiny_qwen2, "qwen3": tiny_qwen3}
-SHAPES = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_llama,
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+}
+Shape = tuple[str, int, int, int, int]
+"""Model; tensor, pipeline and context parallelism; ranks."""
+SHAPES: dict[str, Shape] = {
     "tp2": ("llama", 2, 1, 1, 2),
     "pp2": ("llama", 1, 2, 1, 2),
     "pp2 qwen3": ("qwen3", 1, 2, 1, 2),
@@ -46,13 +53,12 @@ SHAPES = {
     "tp2 cp2 qwen3": ("qwen3", 2, 1, 2, 4),
     "cp2 dp2": ("llama", 1, 1, 2, 4),
 }
-"""Model; tensor, pipeline and context parallelism; ranks."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
 
 def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
-    cluster, tmp_path
+    cluster: None, tmp_path: Path
 ) -> None:
     factory = megatron_factory(str(save(tiny_llama(), tmp_path)), tensor=2, pipeline=1)
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
@@ -72,12 +78,14 @@ def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def shape(request) -> tuple[str, int, int, int, int]:
+def shape(request: pytest.FixtureRequest) -> Shape:
     return SHAPES[request.param]
 
 
 @pytest.fixture(scope="module")
-def trainers(shape, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, TorchTrainer]:
+def trainers(
+    shape: Shape, trainer_of: TrainerOf, tmp_path_factory: pytest.TempPathFactory
+) -> Trainers:
     name, tensor, pipeline, context, ranks = shape
     folder: Path = save(MODELS[name](), tmp_path_factory.mktemp("model"))
     factory = megatron_factory(str(folder), tensor, pipeline, context, max_kept_tokens=KEPT[ranks])
@@ -88,14 +96,14 @@ def a_torch_trainer(name: str) -> TorchTrainer:
     return TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
 
 
-def move(single) -> None:
+def move(single: TorchTrainer) -> None:
     """Give it the adapter of a seed, whose B has moved off zero."""
     single.add_model("m", LORA)
     run(single, random_data([6, 9], seed=9))
     single.optim_step("m", AdamParams(learning_rate=5e-2))
 
 
-def begin_alike(ranked, single) -> None:
+def begin_alike(ranked: RankedTrainer, single: TorchTrainer) -> None:
     """Give both the same adapter, whose B has moved off zero."""
     move(single)
     ranked.add_model("m", LORA)
@@ -132,7 +140,7 @@ def of_peft(name: str) -> OfPeft:
 
 
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_pefts(
-    shape, trainers
+    shape: Shape, trainers: Trainers
 ) -> None:
     ranked, single = trainers
     begin_alike(ranked, single)
@@ -144,13 +152,13 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_peft
     for logprobs in (np.concatenate(expected.logprobs), pefts.logprobs):
         np.testing.assert_allclose(np.concatenate(got.logprobs), logprobs, atol=1e-5)
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
-    for gradients in (single.export_gradient("m"), pefts.gradients):
-        assert_close(ranked.export_gradient("m"), gradients, rtol=1e-4)
+    for gradients in (gradient_of(single), pefts.gradients):
+        assert_close(gradient_of(ranked), gradients, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
 def test_no_rank_ever_holds_more_of_a_positions_logits_than_its_part_of_the_vocabulary(
-    shape, trainers, config
+    shape: Shape, trainers: Trainers, config: LoraConfig | None
 ) -> None:
     _, tensor, *_, ranks = shape
     ranked, _ = trainers
@@ -163,7 +171,7 @@ def test_no_rank_ever_holds_more_of_a_positions_logits_than_its_part_of_the_voca
 
 
 def test_what_is_computed_between_divided_weights_is_divided_along_the_sequence(
-    shape, trainers
+    shape: Shape, trainers: Trainers
 ) -> None:
     name, tensor, _, context, ranks = shape
     ranked, _ = trainers
@@ -177,7 +185,9 @@ def test_what_is_computed_between_divided_weights_is_divided_along_the_sequence(
 
 
 @pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
-def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(trainers, config) -> None:
+def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(
+    trainers: Trainers, config: LoraConfig | None
+) -> None:
     ranked, _ = trainers
     data = random_data(LENGTHS)
     gradients = []
@@ -187,29 +197,27 @@ def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(traine
         ranked.optim_step("m", ADAM)
         for request in requests:
             run(ranked, request)
-        gradients.append(ranked.export_gradient("m"))
+        gradients.append(gradient_of(ranked))
 
     assert_close(gradients[1], gradients[0], rtol=1e-5)
 
 
-def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers) -> None:
+def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers: Trainers) -> None:
     ranked, single = trainers
     begin_alike(ranked, single)
-    data = random_data(LENGTHS, policy=True)
-    for datum in data:
-        datum.inputs["sequence_ratio_mask"] = np.ones(len(datum.tokens), np.float32)
+    data = counting_every_token(random_data(LENGTHS, policy=True))
 
     for trainer in trainers:
         run(trainer, data, "gspo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
 
-    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
+    assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 
 def test_adapters_begin_alike_ten_steps_go_alike_and_as_pefts_and_the_copies_stay_equal(
-    shape, trainers
+    shape: Shape, trainers: Trainers
 ) -> None:
     ranked, single = trainers
-    losses = []
+    losses: list[list[float]] = []
     for trainer in (ranked, single):
         trainer.add_model("m", LORA)
         losses.append([])
@@ -225,7 +233,7 @@ def test_adapters_begin_alike_ten_steps_go_alike_and_as_pefts_and_the_copies_sta
         assert_close(copy, first, rtol=0)
 
 
-def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers) -> None:
+def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", LORA)
     run(ranked, random_data(LENGTHS))
@@ -233,7 +241,7 @@ def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers) -> None
     run(ranked, random_data(LENGTHS, seed=2))
     single.add_model("m", LORA)
     single.import_state("m", ranked.export_state("m"))
-    single.import_gradient("m", ranked.export_gradient("m"))
+    single.import_gradient("m", gradient_of(ranked))
 
     norms = [trainer.optim_step("m", ADAM) for trainer in (ranked, single)]
 
@@ -241,7 +249,7 @@ def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers) -> None
     assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
 
 
-def test_every_weight_of_a_whole_model_has_the_torch_trainers_gradient(trainers) -> None:
+def test_every_weight_of_a_whole_model_has_the_torch_trainers_gradient(trainers: Trainers) -> None:
     for trainer in trainers:
         trainer.add_model("m", None)
 
@@ -250,15 +258,15 @@ def test_every_weight_of_a_whole_model_has_the_torch_trainers_gradient(trainers)
     np.testing.assert_allclose(
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
-    gradients = [trainer.export_gradient("m") for trainer in trainers]
+    gradients = [gradient_of(trainer) for trainer in trainers]
     assert_close(*gradients, rtol=1e-4)
     ranked, _ = trainers
     ranked.import_gradient("m", gradients[1])
-    assert_close(ranked.export_gradient("m"), gradients[1], rtol=0)
+    assert_close(gradient_of(ranked), gradients[1], rtol=0)
 
 
-def test_ten_clipped_steps_of_a_whole_model_go_as_the_torch_trainers(trainers) -> None:
-    steps = []
+def test_ten_clipped_steps_of_a_whole_model_go_as_the_torch_trainers(trainers: Trainers) -> None:
+    steps: list[list[tuple[float, float]]] = []
     for trainer in trainers:
         trainer.add_model("m", None)
         steps.append([])
@@ -273,7 +281,9 @@ def test_ten_clipped_steps_of_a_whole_model_go_as_the_torch_trainers(trainers) -
     assert_close(states[0].weights.tensors, states[1].weights.tensors, rtol=1e-3)
 
 
-def test_a_whole_model_goes_on_at_the_torch_trainer_and_comes_back_bit_for_bit(trainers) -> None:
+def test_a_whole_model_goes_on_at_the_torch_trainer_and_comes_back_bit_for_bit(
+    trainers: Trainers,
+) -> None:
     ranked, single = trainers
     for trainer in trainers:
         trainer.add_model("m", None)
@@ -286,7 +296,7 @@ def test_a_whole_model_goes_on_at_the_torch_trainer_and_comes_back_bit_for_bit(t
 
     returned = ranked.export_state("m")
     assert_close(returned.weights.tensors, state.weights.tensors, rtol=0)
-    assert_close(returned.moments, state.moments, rtol=0)
+    assert_close(moments_of(returned), moments_of(state), rtol=0)
     steps = []
     for trainer in trainers:
         run(trainer, random_data(LENGTHS, seed=1))
@@ -295,7 +305,7 @@ def test_a_whole_model_goes_on_at_the_torch_trainer_and_comes_back_bit_for_bit(t
     assert steps[0]["step"] == 2
 
 
-def test_one_example_leaves_other_replicas_without_work(trainers) -> None:
+def test_one_example_leaves_other_replicas_without_work(trainers: Trainers) -> None:
     ranked, single = trainers
     for trainer in trainers:
         trainer.add_model("m", LORA)

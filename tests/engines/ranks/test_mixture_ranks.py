@@ -1,9 +1,13 @@
 """Mixtures of experts divided over megatron ranks against the torch trainer in this process."""
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.memory import Layout, training
@@ -12,8 +16,8 @@ from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_qwen3_moe
-from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_testing.trainers import assert_close, run
+from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers
+from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
@@ -31,8 +35,13 @@ LORA = LoraConfig(rank=4, seed=1)
 OF_ATTENTION = LoraConfig(rank=4, seed=1, train_mlp=False)
 ADAM = AdamParams(learning_rate=1e-2)
 CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
-MODELS = {"qwen3": tiny_qwen3_moe, "deepseek": partial(tiny_deepseek_v3, num_hidden_layers=4)}
-SHAPES = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": tiny_qwen3_moe,
+    "deepseek": partial(tiny_deepseek_v3, num_hidden_layers=4),
+}
+Shape = tuple[str, int, int, int, int, int]
+"""Model; tensor, pipeline, context and expert parallelism; ranks."""
+SHAPES: dict[str, Shape] = {
     "tp2": ("qwen3", 2, 1, 1, 1, 2),
     "cp2 ep2": ("qwen3", 1, 1, 2, 2, 2),
     "tp2 ep2": ("qwen3", 2, 1, 1, 2, 4),
@@ -42,12 +51,13 @@ SHAPES = {
     "deepseek cp2 ep2": ("deepseek", 1, 1, 2, 2, 2),
     "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
 }
-"""Model; tensor, pipeline, context and expert parallelism; ranks."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
 
-def test_experts_of_a_killed_rank_take_their_model_along_and_no_other(cluster, tmp_path) -> None:
+def test_experts_of_a_killed_rank_take_their_model_along_and_no_other(
+    cluster: None, tmp_path: Path
+) -> None:
     folder = save(tiny_qwen3_moe(), tmp_path)
     factory = megatron_factory(str(folder), tensor=1, pipeline=1, expert=2)
     ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
@@ -69,25 +79,29 @@ def test_experts_of_a_killed_rank_take_their_model_along_and_no_other(cluster, t
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def shape(request) -> tuple[str, int, int, int, int, int]:
+def shape(request: pytest.FixtureRequest) -> Shape:
     return SHAPES[request.param]
 
 
 @pytest.fixture(scope="module")
-def trainers(shape, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, TorchTrainer]:
-    name, *parallelism, ranks = shape
+def trainers(
+    shape: Shape, trainer_of: TrainerOf, tmp_path_factory: pytest.TempPathFactory
+) -> Trainers:
+    name, tensor, pipeline, context, expert, ranks = shape
     folder = save(MODELS[name](), tmp_path_factory.mktemp("model"))
-    factory = megatron_factory(str(folder), *parallelism, max_kept_tokens=KEPT[ranks])
+    factory = megatron_factory(
+        str(folder), tensor, pipeline, context, expert, max_kept_tokens=KEPT[ranks]
+    )
     single = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
     return trainer_of(ranks, factory), single
 
 
-def of_every_rank(ranked: RankedTrainer, method: str, model_id: str) -> list:
+def of_every_rank(ranked: RankedTrainer, method: str, model_id: str) -> list[Any]:
     group = ranked._group
     return group.call_each(method, [(model_id,)] * group.shape.ranks)
 
 
-def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers) -> None:
+def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers: Trainers) -> None:
     ranked, single = trainers
     data = random_data(LENGTHS)
     single.add_model("m", LORA)
@@ -102,11 +116,11 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
-    assert_close(ranked.export_gradient("m"), single.export_gradient("m"), rtol=1e-4)
+    assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 
-def test_three_steps_of_unequal_batches_go_alike(trainers) -> None:
-    losses = []
+def test_three_steps_of_unequal_batches_go_alike(trainers: Trainers) -> None:
+    losses: list[list[float]] = []
     for trainer in trainers:
         trainer.add_model("m", LORA)
         losses.append([])
@@ -120,7 +134,9 @@ def test_three_steps_of_unequal_batches_go_alike(trainers) -> None:
 
 # Engines hold what compresses for latent attention whole, which megatron divides.
 @pytest.mark.parametrize(("lora", "least"), [(LORA, 1.0), (None, 0.9)], ids=["adapter", "whole"])
-def test_a_rank_holds_what_is_planned(trainers, shape, lora, least) -> None:
+def test_a_rank_holds_what_is_planned(
+    trainers: Trainers, shape: Shape, lora: LoraConfig | None, least: float
+) -> None:
     ranked, _ = trainers
     name, tensor, pipeline, context, expert, ranks = shape
     layout = Layout(tensor, pipeline, context, expert, ranks // (tensor * pipeline * context))
@@ -130,14 +146,17 @@ def test_a_rank_holds_what_is_planned(trainers, shape, lora, least) -> None:
     held = of_every_rank(ranked, "trained_elements", "m")
 
     architecture = read(MODELS[name]().config.to_dict())
+    rank = None if lora is None else lora.rank
     planned, whole = (
-        training(architecture, split, tokens=1, lora_rank=lora and lora.rank).trained
+        training(architecture, split, tokens=1, lora_rank=rank).trained
         for split in (layout, Layout())
     )
     assert least * planned <= 4 * max(held) <= planned < whole
 
 
-def test_a_seed_means_the_same_adapter_and_without_one_copies_begin_alike(trainers) -> None:
+def test_a_seed_means_the_same_adapter_and_without_one_copies_begin_alike(
+    trainers: Trainers,
+) -> None:
     ranked, single = trainers
     for trainer in trainers:
         trainer.add_model("m", LORA)
@@ -155,7 +174,9 @@ def test_a_seed_means_the_same_adapter_and_without_one_copies_begin_alike(traine
         assert sum(parts.values()) == tensor.numel(), name
 
 
-def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(trainers) -> None:
+def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(
+    trainers: Trainers,
+) -> None:
     ranked, single = trainers
     for trainer in trainers:
         trainer.add_model("m", LORA)
@@ -163,7 +184,7 @@ def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(
         run(ranked, random_data(LENGTHS, seed=seed))
         ranked.optim_step("m", ADAM)
     run(ranked, random_data(LENGTHS, seed=2))
-    state, gradient = ranked.export_state("m"), ranked.export_gradient("m")
+    state, gradient = ranked.export_state("m"), gradient_of(ranked)
 
     for trainer in (single, ranked):
         trainer.import_state("m", state)
@@ -171,23 +192,23 @@ def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(
 
     returned = ranked.export_state("m")
     assert_close(returned.weights.tensors, state.weights.tensors, rtol=0)
-    assert_close(returned.moments, state.moments, rtol=0)
-    assert_close(ranked.export_gradient("m"), gradient, rtol=0)
+    assert_close(moments_of(returned), moments_of(state), rtol=0)
+    assert_close(gradient_of(ranked), gradient, rtol=0)
     clipped = AdamParams(learning_rate=1e-2, grad_clip_norm=1)
     norms = [trainer.optim_step("m", clipped) for trainer in (ranked, single)]
     assert norms[0] == pytest.approx(norms[1])
     assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
 
 
-def test_a_whole_mixture_has_the_torch_trainers_gradients_and_steps(trainers) -> None:
+def test_a_whole_mixture_has_the_torch_trainers_gradients_and_steps(trainers: Trainers) -> None:
     ranked, _ = trainers
     for trainer in trainers:
         trainer.add_model("m", None)
         run(trainer, random_data(LENGTHS))
-    gradients = [trainer.export_gradient("m") for trainer in trainers]
+    gradients = [gradient_of(trainer) for trainer in trainers]
     assert_close(*gradients, rtol=1e-4)
     ranked.import_gradient("m", gradients[1])
-    assert_close(ranked.export_gradient("m"), gradients[1], rtol=0)
+    assert_close(gradient_of(ranked), gradients[1], rtol=0)
 
     steps = []
     for trainer in trainers:
@@ -201,10 +222,10 @@ def test_a_whole_mixture_has_the_torch_trainers_gradients_and_steps(trainers) ->
     states = [trainer.export_state("m") for trainer in trainers]
     assert_close(states[0].weights.tensors, states[1].weights.tensors, rtol=1e-3)
     ranked.import_state("m", states[1])
-    assert_close(ranked.export_state("m").moments, states[1].moments, rtol=0)
+    assert_close(moments_of(ranked.export_state("m")), moments_of(states[1]), rtol=0)
 
 
-def test_one_example_leaves_other_replicas_nothing_but_their_experts(trainers) -> None:
+def test_one_example_leaves_other_replicas_nothing_but_their_experts(trainers: Trainers) -> None:
     for trainer in trainers:
         trainer.add_model("m", LORA)
 

@@ -1,6 +1,6 @@
 """Ranks that hold a model between them are kept together; copies on CPUs are not."""
 
-from typing import Never
+from typing import Any, Never
 
 import pytest
 import ray
@@ -25,12 +25,12 @@ from tinkercloud_worker.build_trainer import build_trainer, strategy
         ({"backend": "megatron", "expert_parallel": 2}, "PACK"),
     ],
 )
-def test_what_meets_in_every_layer_is_kept_together(trainer, expected) -> None:
+def test_what_meets_in_every_layer_is_kept_together(trainer: dict[str, Any], expected: str) -> None:
     assert strategy(TrainerConfig(ranks=2, **trainer)) == expected
 
 
 @pytest.mark.slow
-def test_ray_is_asked_for_it(cluster) -> None:
+def test_ray_is_asked_for_it(cluster: None) -> None:
     group = RankGroup(GroupShape(ranks=1, strategy="SPREAD"), Recorder)
 
     assert placement_group_table(group._places)["strategy"] == "SPREAD"
@@ -38,7 +38,7 @@ def test_ray_is_asked_for_it(cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_waits_for_places_as_long_as_it_is_told(cluster) -> None:
+def test_a_head_waits_for_places_as_long_as_it_is_told(cluster: None) -> None:
     ranks = int(ray.cluster_resources()["CPU"]) + 1
     config = HeadConfig(
         head="h",

@@ -14,7 +14,9 @@ lengths = st.lists(st.integers(1, 100), max_size=60)
 
 
 @given(lengths, st.integers(1, 8))
-def test_every_example_goes_to_one_replica_in_the_batchs_order(sizes, replicas) -> None:
+def test_every_example_goes_to_one_replica_in_the_batchs_order(
+    sizes: list[int], replicas: int
+) -> None:
     shares = deal(sizes, replicas)
 
     assert len(shares) == replicas
@@ -23,7 +25,9 @@ def test_every_example_goes_to_one_replica_in_the_batchs_order(sizes, replicas) 
 
 
 @given(lengths, st.integers(1, 8))
-def test_no_replica_has_more_than_the_others_by_more_than_one_example(sizes, replicas) -> None:
+def test_no_replica_has_more_than_the_others_by_more_than_one_example(
+    sizes: list[int], replicas: int
+) -> None:
     loads = [sum(sizes[index] for index in share) for share in deal(sizes, replicas)]
 
     assert max(loads) - min(loads) <= max(sizes, default=0)
@@ -43,7 +47,7 @@ def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=16))
-def test_ranks_of_one_node_have_numbers_that_follow_each_other(nodes) -> None:
+def test_ranks_of_one_node_have_numbers_that_follow_each_other(nodes: list[str]) -> None:
     places = neighbours_together(dict(enumerate(nodes)))
 
     of_ranks = [nodes[place] for place in places]

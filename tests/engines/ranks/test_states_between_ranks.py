@@ -1,6 +1,8 @@
 """States on their way to ranks and back: once in the memory of a node, whoever reads them."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import ray
@@ -16,10 +18,13 @@ from tinkercloud_testing.ranks import (
     MeasuredTrainer,
     MortalTrainer,
     Receipt,
+    TrainerOf,
+    Trainers,
     bytes_in_store,
 )
-from tinkercloud_testing.trainers import assert_equal, run
+from tinkercloud_testing.trainers import assert_equal, gradient_of, run
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.trainer import TrainingState
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -38,10 +43,12 @@ large_llama = partial(tiny_llama, hidden_size=512, layers=6)
 
 
 @pytest.fixture(scope="module", params=["torch", "megatron"])
-def trainers(request, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, TorchTrainer]:
+def trainers(
+    request: pytest.FixtureRequest, trainer_of: TrainerOf, tmp_path_factory: pytest.TempPathFactory
+) -> Trainers:
     """Return two ranks that hold a whole model between them, and one that has it to itself."""
     if request.param == "torch":
-        factory = partial(MeasuredTrainer, make=large_llama)
+        factory: Callable[[], AdamTrainer] = partial(MeasuredTrainer, make=large_llama)
     else:
         folder = save(large_llama(), tmp_path_factory.mktemp("model"))
         factory = megatron_factory(str(folder), tensor=2, pipeline=1)
@@ -53,7 +60,7 @@ def trainers(request, trainer_of, tmp_path_factory) -> tuple[RankedTrainer, Torc
     return trainer_of(RANKS, factory), single
 
 
-def at_ranks(ranked: RankedTrainer, method: str) -> list:
+def at_ranks(ranked: RankedTrainer, method: str) -> list[Any]:
     return ranked._group.call_each(method, [()] * RANKS)
 
 
@@ -62,10 +69,10 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_read_a_state_and_a_gradient_where_their_node_has_them_and_keep_their_parts_only(
-    trainers,
+    trainers: Trainers,
 ) -> None:
     ranked, single = trainers
-    state, gradient = single.export_state("m"), single.export_gradient("m")
+    state, gradient = single.export_state("m"), gradient_of(single)
     size = sum(tensor.nbytes for tensor in tensors_of(state).values())
     ranked.add_model("m", None)
     before = at_ranks(ranked, "private_bytes")
@@ -84,27 +91,27 @@ def test_ranks_read_a_state_and_a_gradient_where_their_node_has_them_and_keep_th
     assert max(kept) <= size // RANKS + size // 20
     assert at_ranks(ranked, "bytes_held_in_store") == [0] * RANKS
     assert_equal(tensors_of(ranked.export_state("m")), tensors_of(state), atol=0)
-    assert_equal(ranked.export_gradient("m"), gradient, atol=0)
+    assert_equal(gradient_of(ranked), gradient, atol=0)
 
 
-def test_what_ranks_are_given_is_for_others_as_it_was(trainers) -> None:
+def test_what_ranks_are_given_is_for_others_as_it_was(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", None)
     receipts: list[Receipt] = []
 
     ranked.import_state("m", single.export_state("m"))
     receipts += at_ranks(ranked, "last_receipt")
-    ranked.import_gradient("m", single.export_gradient("m"))
+    ranked.import_gradient("m", gradient_of(single))
     receipts += at_ranks(ranked, "last_receipt")
 
     assert all(receipt.is_unchanged for receipt in receipts)
 
 
 def test_parts_that_are_put_together_of_several_weights_are_so_one_after_the_other(
-    trainers,
+    trainers: Trainers,
 ) -> None:
     ranked, single = trainers
-    gradient = single.export_gradient("m")
+    gradient = gradient_of(single)
     ranked.add_model("m", None)
 
     ranked.import_gradient("m", gradient)
@@ -117,7 +124,7 @@ def test_parts_that_are_put_together_of_several_weights_are_so_one_after_the_oth
     assert max(grown) <= sum(tensor.nbytes for tensor in gradient.values()) // 8
 
 
-def test_what_every_rank_has_one_of_them_hands_over(trainer_of) -> None:
+def test_what_every_rank_has_one_of_them_hands_over(trainer_of: TrainerOf) -> None:
     ranked = trainer_of(RANKS, MortalTrainer)
     ranked.add_model("m", LoraConfig(rank=4, seed=1))
     run(ranked, random_data([5, 9]))
@@ -130,7 +137,7 @@ def test_what_every_rank_has_one_of_them_hands_over(trainer_of) -> None:
     assert [bool(each) for each in gradients] == [True, False]
 
 
-def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers) -> None:
+def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", None)
     single.add_model("other", LoraConfig(rank=4, seed=1))
@@ -142,7 +149,7 @@ def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers) -> None:
 
 
 def test_a_state_comes_back_in_the_memory_of_the_node_and_what_is_sampled_from_in_its_own(
-    trainers,
+    trainers: Trainers,
 ) -> None:
     ranked, _ = trainers
     ranked.add_model("m", None)
@@ -166,14 +173,14 @@ def test_a_state_comes_back_in_the_memory_of_the_node_and_what_is_sampled_from_i
     ],
     ids=["float32", "transposed bfloat16", "a part", "a number", "booleans", "empty"],
 )
-def test_a_tensor_arrives_as_it_was_sent(cluster, tensor) -> None:
+def test_a_tensor_arrives_as_it_was_sent(cluster: None, tensor: torch.Tensor) -> None:
     arrived = ray.get(ray.put({"tensor": tensor}))["tensor"]
 
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(arrived, tensor)
 
 
-def test_views_of_one_tensor_take_no_more_room_than_that(cluster) -> None:
+def test_views_of_one_tensor_take_no_more_room_than_that(cluster: None) -> None:
     whole = torch.arange(250_000, dtype=torch.float32)
 
     parts = ray.get(ray.put(list(whole.split(1000))))

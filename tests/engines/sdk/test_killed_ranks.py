@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import tinker
-from tinker import types
 
 from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.sdk_steps import ADAM, a_datum
 from tinkercloud_testing.servers import TRAINERS, Server, a_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -16,11 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MODEL = "tiny/llama"
 PATIENCE = 300
 """Seconds to wait for a result before a test gives up; another group of ranks loads the model."""
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([5, 6, 7, 8]),
-    loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4},
-)
-ADAM = types.AdamParams(learning_rate=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +32,15 @@ def a_training_client(server: Server) -> tinker.TrainingClient:
 
 
 def step(training: tinker.TrainingClient) -> float:
-    result = training.forward_backward([DATUM], "cross_entropy")
+    result = training.forward_backward([a_datum()], "cross_entropy")
     training.optim_step(ADAM).result(timeout=PATIENCE)
     return result.result(timeout=PATIENCE).metrics["loss:sum"]
 
 
 def below_the_head(server: Server) -> list[psutil.Process]:
     (pid,) = server.head_pids()
-    return psutil.Process(pid).children(recursive=True)
+    children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return children
 
 
 def ranks(server: Server) -> list[psutil.Process]:
@@ -58,12 +54,12 @@ def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_fo
     expected = [step(uninterrupted) for _ in range(4)]
     training = a_training_client(server)
     losses = [step(training) for _ in range(2)]
-    other.forward_backward([DATUM], "cross_entropy").result(timeout=PATIENCE)
+    other.forward_backward([a_datum()], "cross_entropy").result(timeout=PATIENCE)
     first_group = ranks(server)
 
     # The other rank waits for the one that is stopped.
     first_group[1].suspend()
-    passed = training.forward_backward([DATUM], "cross_entropy")
+    passed = training.forward_backward([a_datum()], "cross_entropy")
     applied = training.optim_step(ADAM)
     time.sleep(1)
     first_group[1].kill()
@@ -93,7 +89,7 @@ def test_a_run_whose_ranks_are_all_killed_is_lost_and_says_from_where_to_go_on(
         rank.kill()
 
     with pytest.raises(tinker.RequestFailedError, match="ranks that held it ended") as lost:
-        training.forward_backward([DATUM], "cross_entropy").result(timeout=PATIENCE)
+        training.forward_backward([a_datum()], "cross_entropy").result(timeout=PATIENCE)
     assert f"create_training_client_from_state_with_optimizer('{path}')" in str(lost.value)
     client = server.client()
     resumed = client.create_training_client_from_state_with_optimizer(path).result(PATIENCE)

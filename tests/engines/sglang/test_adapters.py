@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ async def test_an_adapter_the_engine_refuses_is_the_users_error(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, ranks
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, ranks: int
 ) -> None:
     fakes[0].tp_size = ranks
     sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
@@ -181,7 +182,7 @@ async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
     ],
 )
 async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_given_files(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state, offers
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, object], offers: int
 ) -> None:
     vars(fakes[0]).update(state)
     sampler = a_sampler(fakes[:1], tmp_path)
@@ -224,7 +225,7 @@ async def test_an_engine_that_ends_over_tensors_again_is_given_files(
     ],
 )
 async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_seen(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, place, ways
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, place: dict[str, Any], ways: list[str]
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, **place)
 

@@ -140,7 +140,7 @@ async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_a
 
 @pytest.mark.parametrize("trains_first", [True, False])
 async def test_a_head_takes_over_engines_whose_memory_the_one_before_it_has_been_given(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, trains_first
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, trains_first: bool
 ) -> None:
     first = a_sampler(fakes[:1], tmp_path / "first", colocated=True)
     await first.publish("base", None)
@@ -256,17 +256,15 @@ async def test_colocated_engines_give_their_memory_away_while_the_trainer_comput
     async def train() -> list[set[str]]:
         return await thread.run(lambda _: [set(fake.released) for fake in fakes])
 
-    released = await asyncio.gather(
-        *[sampler.sample("one", request) for _ in range(3)],
-        train(),
-        train(),
-        *[sampler.sample("one", request) for _ in range(3)],
-    )
+    before = [asyncio.create_task(sampler.sample("one", request)) for _ in range(3)]
+    passes = [asyncio.create_task(train()) for _ in range(2)]
+    after = [asyncio.create_task(sampler.sample("one", request)) for _ in range(3)]
+    released, results = await asyncio.gather(*passes), await asyncio.gather(*before, *after)
 
     everything = {"kv_cache", "weights", "cuda_graph"}
-    assert released[3] == released[4] == [everything, everything]
+    assert released == [[everything, everything]] * 2
     assert [len(fake.called("/release_memory_occupation")) for fake in fakes] == [1, 1]
-    for result in [*released[:3], *released[5:]]:
+    for result in results:
         assert_same(result, await engine.sampler.sample("one", request))
     await train()
     await sampler.retire("one")

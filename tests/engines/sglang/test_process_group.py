@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 import pytest
-import torch
 from aiohttp import web
 
 from tinkercloud_testing.engines import Engine
@@ -26,6 +25,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_sampled,
     children_running,
     counted,
+    in_two_dtypes,
     publish,
 )
 from tinkercloud_worker.inference import sglang_delivery, sglang_group, sglang_weights
@@ -62,8 +62,7 @@ async def test_whole_models_of_several_dtypes_go_over_one_group_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fakes[0].tp_size = 2
-    sharp, flat = a_whole_model(engine, 3.0), a_whole_model(engine, 0.3)
-    sharp.tensors["model.norm.weight"] = sharp.tensors["model.norm.weight"].to(torch.bfloat16)
+    sharp, flat = in_two_dtypes(a_whole_model(engine, 3.0)), a_whole_model(engine, 0.3)
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", sharp.size_bytes // 4)
     await publish(engine, sampler, "base", None)
     await publish(engine, sampler, "sharp", sharp)
@@ -88,7 +87,7 @@ async def test_whole_models_of_several_dtypes_go_over_one_group_in_parts(
     [{"lacks": frozenset({LEAVE})}, {"refuses": frozenset({JOIN})}, {"refuses": frozenset({SEND})}],
 )
 async def test_an_engine_that_refuses_is_sent_requests_and_not_asked_again(
-    engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler, state
+    engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler, state: dict[str, object]
 ) -> None:
     vars(fakes[0]).update(state)
     await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))

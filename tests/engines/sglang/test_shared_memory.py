@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
 
 from tinkercloud_testing.engines import Engine
@@ -24,6 +23,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_sampled,
     children_running,
     counted,
+    in_two_dtypes,
     publish,
 )
 from tinkercloud_worker.inference import sglang_weights
@@ -66,8 +66,7 @@ async def test_whole_models_of_several_dtypes_are_handed_over_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fakes[0].tp_size = 2
-    sharp, flat = a_whole_model(engine, 3.0), a_whole_model(engine, 0.3)
-    sharp.tensors["model.norm.weight"] = sharp.tensors["model.norm.weight"].to(torch.bfloat16)
+    sharp, flat = in_two_dtypes(a_whole_model(engine, 3.0)), a_whole_model(engine, 0.3)
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", sharp.size_bytes // 4)
     await publish(engine, sampler, "base", None)
     await publish(engine, sampler, "sharp", sharp)
@@ -97,10 +96,8 @@ async def test_an_engine_that_can_not_open_what_it_is_given_gets_the_values(
     await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
     await assert_sampled(engine, sampler, "flat")
 
-    handles, values = [], []
-    for size in sizes_of_requests(fakes[0]):
-        (handles if size < 10_000 else values).append(size)
-    assert (len(handles), len(values)) == (2, 2)
+    are_handles = [size < 10_000 for size in sizes_of_requests(fakes[0])]
+    assert (are_handles.count(True), are_handles.count(False)) == (2, 2)
     assert not fakes[0].is_updating
 
 

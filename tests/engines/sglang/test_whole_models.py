@@ -1,10 +1,12 @@
 """Whole models: in turn with the base, in parts or from a folder, never in part."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_mixtral, tiny_qwen3_moe
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("state", [{}, {"tp_size": 2}, {"refuses": frozenset({WHOLE})}])
 async def test_whole_models_take_turns_with_the_base_on_one_engine(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, object]
 ) -> None:
     vars(fakes[0]).update(state)
     sampler = a_sampler(fakes[:1], tmp_path)
@@ -116,7 +118,7 @@ async def test_an_engine_that_has_lost_a_whole_model_loads_it_again(
 
 @pytest.mark.parametrize("left", ["sharp", "base"])
 async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_own(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, left
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, left: str
 ) -> None:
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
     first = a_sampler(fakes[:1], tmp_path / "first")
@@ -135,7 +137,7 @@ async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_
 @pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_mixtral, tiny_deepseek_v3])
 @pytest.mark.parametrize("refuses", [frozenset(), frozenset({WHOLE})], ids=["sent", "read"])
 async def test_a_whole_mixture_reaches_an_engine_by_the_names_that_its_files_have(
-    tmp_path: Path, make, refuses
+    tmp_path: Path, make: Callable[[], PreTrainedModel], refuses: frozenset[str]
 ) -> None:
     folder = save(make(), tmp_path / "model")
     with an_engine(make(), tmp_path / "engine") as engine:
