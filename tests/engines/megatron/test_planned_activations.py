@@ -4,6 +4,7 @@ Of latent attention nothing is said here: torch's kernels of the CPU keep it in 
 of all pairs of positions, and those of GPUs do not.
 """
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def kept(trainer: MegatronTrainer, tokens: int) -> int:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_the_megatron_trainer_keeps_of_a_layer_is_estimated_within_a_tenth(
-    alone, name: str
+    alone: timedelta, name: str
 ) -> None:
     config = SHAPES[name] | SMALL
     growth = []
