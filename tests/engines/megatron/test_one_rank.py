@@ -33,7 +33,9 @@ from tinkercloud_testing.trainers import assert_close, gradient_of, run
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.megatron_trainer.device import device_of
+from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of
+from tinkercloud_worker.megatron_trainer.model import blank
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -257,6 +259,26 @@ def test_embeddings_that_only_the_configuration_ties_are_refused(
 
     with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two that differ"):
         megatron_trainer(folder, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallelism", "message"),
+    [
+        ({"vocab_size": 263}, Parallelism(tensor=2), "tensor parallelism 2 .* vocab_size 263"),
+        ({}, Parallelism(tensor=8), "tensor parallelism 8 .* num_attention_heads 4"),
+        ({}, Parallelism(tensor=4), "tensor parallelism 4 .* num_key_value_heads 2"),
+        ({"intermediate_size": 49}, Parallelism(tensor=2), "parallelism 2 .* intermediate_size 49"),
+        ({}, Parallelism(pipeline=4), "pipeline parallelism 4 .* num_hidden_layers 2"),
+    ],
+)
+def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
+    changes: dict[str, int], parallelism: Parallelism, message: str
+) -> None:
+    config = tiny_llama().config
+    config.update(changes)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        blank(config, torch.float32, parallelism, Cpu())
 
 
 def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> None:
