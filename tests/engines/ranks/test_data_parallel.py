@@ -9,7 +9,7 @@ from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, counting_every_token, random_data
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer, weights_at_ranks
+from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer, TrainerOf, weights_at_ranks
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import (
     GroupShape,
@@ -104,9 +104,26 @@ def test_ten_steps_equal_one_ranks_and_the_replicas_stay_equal_bit_for_bit(
         trainer.add_model("m", lora)
         losses.append([step(trainer, "m", [5, 9, 3 + seed], seed) for seed in range(10)])
 
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     first, second = weights_at_ranks(ranked._group, "m")
     assert_equal(first, second, atol=0)
+
+
+def test_ten_steps_of_three_ranks_equal_one_ranks_whatever_number_of_examples_they_share(
+    trainer_of: TrainerOf, single: TorchTrainer
+) -> None:
+    ranked = trainer_of(3, MortalTrainer)
+    lengths = [30, 5, 9, 3, 8]
+    losses = []
+    for trainer in (ranked, single):
+        trainer.add_model("m", LORA)
+        losses.append([step(trainer, "m", lengths[seed % 5 :], seed) for seed in range(10)])
+
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    first, *copies = weights_at_ranks(ranked._group, "m")
+    assert len(copies) == 2
+    for copy in copies:
+        assert_equal(first, copy, atol=0)
 
 
 def test_models_whose_seed_nobody_gave_begin_equal_at_all_ranks(ranked: RankedTrainer) -> None:
@@ -281,7 +298,7 @@ def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin
 
 
 def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
-    possible, impossible = GroupShape(RANKS), GroupShape(RANKS, cpus_per_rank=1000)
+    possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
     starts = iter([(possible, None), (impossible, GroupTimings(start=1)), (possible, None)])
 
     def start() -> RankGroup:
