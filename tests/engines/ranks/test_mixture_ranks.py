@@ -119,17 +119,17 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
     assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 
-def test_three_steps_of_unequal_batches_go_alike(trainers: Trainers) -> None:
+def test_ten_steps_of_unequal_batches_go_alike(trainers: Trainers) -> None:
     losses: list[list[float]] = []
     for trainer in trainers:
         trainer.add_model("m", LORA)
         losses.append([])
-        for seed in range(3):
-            output = run(trainer, random_data([*LENGTHS, 20 * seed + 1], seed=seed))
+        for seed in range(10):
+            output = run(trainer, random_data([*LENGTHS[seed % 5 :], 6 * seed + 1], seed=seed))
             trainer.optim_step("m", ADAM)
             losses[-1].append(output.metrics["loss:sum"])
 
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 # Engines hold what compresses for latent attention whole, which megatron divides.
