@@ -13,9 +13,9 @@ CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_trainer_pods.py
 LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
-TRAINER_TESTS := $(addprefix tests/conformance/,bad_input test_training_with_the_sdk.py \
-  test_checkpoints_with_the_sdk.py test_sampling_with_the_sdk.py \
-  test_suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
+SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
+TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
+  test_cookbook.py test_suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # Most tests wait for programs they have started, so even two cores have time for two at once.
 # A cluster that is not ours is shared by all tests.
@@ -50,6 +50,7 @@ test: .venv/.installed ## run all tests that need no cluster and one rank
 test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
 	@$(BIN)/pytest tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
+	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
 
 test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
 	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
