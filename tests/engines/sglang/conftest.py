@@ -1,8 +1,8 @@
 """SGLang engines as the sampler: what is asked of them, and what happens when they fail.
 
-The engines speak SGLang's API as its own source defines it, over our torch sampler: so answers are
-compared with that sampler's, and requests with SGLang's definitions. `python -m benchmarks.gpu`
-asks SGLang itself.
+The engines are SGLang's own HTTP server, cut out of its source, over our torch sampler: so what is
+drawn is compared with that sampler's, and SGLang itself refuses what it does not know.
+`python -m benchmarks.gpu` asks all of SGLang.
 """
 
 from collections.abc import AsyncIterator, Iterator

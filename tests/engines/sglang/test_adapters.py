@@ -98,7 +98,7 @@ async def test_an_adapter_that_the_engine_has_evicted_is_loaded_again(
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     request = a_sampling_request([1, 2], stop=NEVER)
     for fake in fakes:
-        fake.evict()
+        await fake.evict()
 
     theirs = await sampler.sample("one", request)
 
@@ -250,7 +250,7 @@ async def test_adapters_of_experts_arrive_one_by_one_and_are_put_together(tmp_pa
             assert_same(theirs, await engine.sampler.sample("one", request))
             await sampler.close()
         [body] = fake.called(TENSORS)
-        sent = read_tensors(body["serialized_named_tensors"][0])
+        sent = read_tensors(base64.b64decode(body["serialized_named_tensors"][0]))
     name = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
     assert sent[name].shape == (24, 4)
     assert all(tensor.ndim == 2 for tensor in sent.values())
@@ -264,7 +264,7 @@ def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
         "bytes": torch.arange(5, dtype=torch.uint8),
     }
 
-    read = read_tensors(base64.b64encode(flattened(sent)).decode())
+    read = read_tensors(flattened(sent))
 
     assert read.keys() == sent.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in sent.items())

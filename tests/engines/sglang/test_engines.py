@@ -235,7 +235,7 @@ async def test_an_engine_that_is_lost_as_it_gives_its_memory_away_comes_back_all
 async def test_a_head_killed_before_its_engine_gave_its_memory_away_leaves_the_next_one_all_of_it(
     fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
-    fakes[0].weight_version = "first/base+released"
+    await fakes[0].mark("first/base+released")
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
 
     async with sampler.training():

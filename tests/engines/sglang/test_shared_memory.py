@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang import FakeSglang
@@ -124,8 +123,8 @@ async def test_a_process_that_is_killed_in_the_middle_leaves_the_model_to_the_ne
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", 1 << 16)
     fake, load = fakes[0], fakes[0].update_weights_from_tensor
 
-    async def load_from_the_dead(body: dict[str, Any]) -> web.Response:
-        answer = await load(body)
+    async def load_from_the_dead(asked: Any) -> dict[str, Any]:
+        answer = await load(asked)
         for process in children_running(PARTS):
             os.kill(process, signal.SIGKILL)
         return answer

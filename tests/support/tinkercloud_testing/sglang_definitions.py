@@ -1,13 +1,12 @@
-"""What SGLang's own source says of its API: requests, and the reading of tensors.
+"""What SGLang's own source says of its API: requests, answers, and the reading of tensors.
 
 SGLang itself has no CPU build on PyPI. So its wheel is fetched, never installed nor imported, and
-the models of its requests are made from the source in it: a field that SGLang does not know, or of
+the models of its messages are made from the source in it: a field that SGLang does not know, or of
 another type, is refused. Tensors are read and groups are joined by SGLang's own functions, cut out
-of its source.
+of its source; `sglang_server` cuts out those that answer over HTTP.
 """
 
 import ast
-import base64
 import io
 import ipaddress
 import logging
@@ -15,10 +14,11 @@ import pickle
 import socket
 import subprocess
 import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, GenericAlias, SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
 import torch
@@ -27,21 +27,33 @@ from pydantic import BaseModel, ConfigDict, create_model
 from tinkercloud_testing.inference import cache_folder
 
 SGLANG = "0.5.23"
-_REQUESTS = "sglang/srt/managers/io_struct.py"
+_MESSAGES = "sglang/srt/managers/io_struct.py"
 SAMPLING = "sglang/srt/sampling/sampling_params.py"
-_COMMON = "sglang/srt/utils/common.py"
+COMMON = "sglang/srt/utils/common.py"
+ROUTES = "sglang/srt/entrypoints/http_server.py"
+CONTRACT = "sglang/srt/entrypoints/api_contract.py"
+API_TYPES = "sglang/api/v1/api_types.py"
+MANAGER = "sglang/srt/managers/tokenizer_manager.py"
+CONTROL = "sglang/srt/managers/tokenizer_control_mixin.py"
+COMMUNICATOR = "sglang/srt/managers/communicator.py"
+BATCH = "sglang/srt/managers/schedule_batch.py"
+REGISTRY = "sglang/srt/lora/lora_registry.py"
+LOCKS = "sglang/srt/utils/aio_rwlock.py"
 _BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
 _NETWORK = "sglang/srt/utils/network.py"
 _UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
 _OPTIONS = "sglang/srt/arg_groups/field_order.py"
+_FILES = (
+    *(_MESSAGES, SAMPLING, COMMON, ROUTES, CONTRACT, API_TYPES, MANAGER, CONTROL, COMMUNICATOR),
+    *(BATCH, REGISTRY, LOCKS, _BUCKET, _NETWORK, _UPDATER, _OPTIONS),
+)
 _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
 
 def sglang_sources() -> Path:
     """Return a folder with the files of SGLang's wheel that define its API."""
     folder = cache_folder() / f"sglang-{SGLANG}"
-    files = [_REQUESTS, SAMPLING, _COMMON, _BUCKET, _NETWORK, _UPDATER, _OPTIONS]
-    if not all((folder / file).exists() for file in files):
+    if not all((folder / file).exists() for file in _FILES):
         place = str(folder / "wheel")
         download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
         # The workspace's own environment has no pip.
@@ -49,34 +61,64 @@ def sglang_sources() -> Path:
         subprocess.run([str(python), "-m", "pip", *download, f"sglang=={SGLANG}"], check=True)
         [wheel] = (folder / "wheel").glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, files)
+            archive.extractall(folder, _FILES)
         wheel.unlink()
     return folder
 
 
 @cache
-def definition(name: str, file: str = _REQUESTS) -> type[BaseModel]:
-    """Return a model of one of SGLang's classes: its fields, their types, and no others."""
-    tree = ast.parse((sglang_sources() / file).read_text())
-    [found] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+def source(file: str) -> ast.Module:
+    """Return one of SGLang's files, parsed."""
+    return ast.parse((sglang_sources() / file).read_text())
+
+
+@cache
+def definition(name: str, file: str = _MESSAGES) -> type[BaseModel]:
+    """Return a model of one of SGLang's classes: its fields with types and defaults, no others."""
+    for node in source(file).body:
+        match node:
+            case ast.ClassDef() if node.name == name:
+                config = ConfigDict(extra="forbid", strict=True)
+                return create_model(name, __config__=config, **_fields(node, file))
+            case ast.Assign(value=ast.Name(id=same)) if name in map(ast.unparse, node.targets):
+                return definition(same, file)
+    raise LookupError(f"SGLang {SGLANG} has no {name} in {file}")
+
+
+def _fields(found: ast.ClassDef, file: str) -> dict[str, Any]:
+    """Return the fields of a class and of those in the same file that it is made from."""
+    names = {base.id for base in found.bases if isinstance(base, ast.Name)}
     fields: dict[str, Any] = {}
+    for node in source(file).body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            fields |= _fields(node, file)
     for node in found.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            default = ... if node.value is None else None
-            fields[node.target.id] = (_type(node.annotation), default)
-    config = ConfigDict(extra="forbid", strict=True)
-    return create_model(name, __config__=config, **fields)
+            fields[node.target.id] = (_type(node.annotation), _default(node.value))
+    return fields
+
+
+def _default(node: ast.expr | None) -> Any:
+    """Return a default that is written out; None for one that is computed."""
+    if node is None:
+        return ...
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+@cache
+def server_fields() -> tuple[str, ...]:
+    """Return the names of what SGLang's server can be told, such as `model_path`."""
+    [names] = [node.value for node in source(_OPTIONS).body if isinstance(node, ast.Assign)]
+    return tuple(ast.literal_eval(names))
 
 
 @cache
 def server_options() -> frozenset[str]:
     """Return the options that SGLang's server has, such as `--model-path`."""
-    [names] = [
-        node.value
-        for node in ast.parse((sglang_sources() / _OPTIONS).read_text()).body
-        if isinstance(node, ast.Assign)
-    ]
-    return frozenset("--" + name.replace("_", "-") for name in ast.literal_eval(names))
+    return frozenset("--" + name.replace("_", "-") for name in server_fields())
 
 
 def _type(node: ast.expr) -> Any:
@@ -97,8 +139,8 @@ def _type(node: ast.expr) -> Any:
         case "Annotated":
             return types[0]
         # JSON has no sets: SGLang makes them of lists.
-        case "List" | "Set":
-            return list[types[0]]  # type: ignore[valid-type]
+        case "List" | "Set" | "Dict" as kind:
+            return GenericAlias(dict if kind == "Dict" else list, types)
         case _:
             return Any
 
@@ -111,11 +153,11 @@ def own_functions() -> SimpleNamespace:
     methods of WeightUpdater as functions.
     """
     nodes = [
-        *_cut(_BUCKET, "FlattenedTensorMetadata", "FlattenedTensorBucket"),
-        *_cut(_COMMON, "MultiprocessingSerializer", "SafeUnpickler", "_safe_load_torch_storage"),
-        *_cut(_COMMON, "init_custom_process_group"),
-        *_cut(_NETWORK, "NetworkAddress", "_is_ipv6", "_wrap"),
-        *_cut(
+        *cut(_BUCKET, "FlattenedTensorMetadata", "FlattenedTensorBucket"),
+        *cut(COMMON, "MultiprocessingSerializer", "SafeUnpickler", "_safe_load_torch_storage"),
+        *cut(COMMON, "init_custom_process_group"),
+        *cut(_NETWORK, "NetworkAddress", "_is_ipv6", "_wrap"),
+        *cut(
             _UPDATER,
             "init_weights_update_group",
             "destroy_weights_update_group",
@@ -123,11 +165,7 @@ def own_functions() -> SimpleNamespace:
             "_receive_bucketed_weights_from_distributed",
         ),
     ]
-    # Annotations name classes that are not here.
-    lazily = ast.parse("from __future__ import annotations").body
     names = {
-        # Dataclasses look their module up by name.
-        "__name__": __name__,
         "List": list,
         "Tuple": tuple,
         "dataclass": dataclass,
@@ -139,26 +177,41 @@ def own_functions() -> SimpleNamespace:
         "torch": torch,
         "torch_release": tuple(int(part) for part in torch.__version__.split(".")[:2]),
     }
-    module = ast.fix_missing_locations(ast.Module([*lazily, *nodes], type_ignores=[]))
-    exec(compile(module, "sglang", "exec"), names)  # noqa: S102 - what runs in SGLang
-    return SimpleNamespace(**names)
+    return run(compiled(nodes), names)
 
 
-def _cut(file: str, *names: str) -> list[ast.stmt]:
+def cut(file: str, *names: str) -> list[ast.stmt]:
     """Return the definitions of a file that have such names, methods among them."""
     found = [
         node
-        for node in ast.walk(ast.parse((sglang_sources() / file).read_text()))
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names
+        for node in ast.walk(source(file))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name in names
     ]
     assert {node.name for node in found} == set(names), f"{file} has other names than {names}"
     return list(found)
 
 
-def read_tensors(payload: str) -> dict[str, torch.Tensor]:
+def compiled(nodes: Iterable[ast.stmt]) -> CodeType:
+    """Return code that defines what the nodes do."""
+    # Annotations name classes that are not here.
+    lazily = ast.parse("from __future__ import annotations").body
+    module = ast.fix_missing_locations(ast.Module([*lazily, *nodes], type_ignores=[]))
+    return compile(module, "sglang", "exec")
+
+
+def run(code: CodeType, names: Mapping[str, Any]) -> SimpleNamespace:
+    """Return what code defines that finds such names, and these beside it."""
+    # Dataclasses look their module up by name.
+    found = {"__name__": __name__, **names}
+    exec(code, found)  # noqa: S102 - what runs in SGLang
+    return SimpleNamespace(**found)
+
+
+def read_tensors(payload: bytes) -> dict[str, torch.Tensor]:
     """Read a flattened bucket as an engine's rank does."""
     sglang = own_functions()
-    data = sglang.MultiprocessingSerializer.deserialize(base64.b64decode(payload, validate=True))
+    data = sglang.MultiprocessingSerializer.deserialize(payload)
     bucket = sglang.FlattenedTensorBucket(
         flattened_tensor=data["flattened_tensor"], metadata=data["metadata"]
     )

@@ -1,0 +1,159 @@
+"""What the processes behind SGLang's server make of one prompt: our torch sampler's answers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tinkercloud_protocol.payloads import PromptScores, SampledSequence, TopLogprobs
+from tinkercloud_testing.engines import Engine
+from tinkercloud_testing.models import EOS_TOKEN_ID
+from tinkercloud_testing.sglang_definitions import SAMPLING, definition
+from tinkercloud_testing.sglang_parts import finish_reasons
+from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+
+Json = dict[str, Any]
+
+
+async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempered: bool) -> Json:
+    """Return the fields of SGLang's answer to one prompt.
+
+    Args:
+        engine: that computes.
+        version: of its sampler, to draw from.
+        asked: SGLang's GenerateReqInput, of many prompts.
+        index: which of them.
+        tempered: whether logprobs are those of the distribution that was drawn from.
+    """
+    params: Any = definition("SamplingParams", SAMPLING).model_validate(
+        asked.sampling_params[index]
+    )
+    request = _request(asked, index, params)
+    result = await engine.sampler.sample(version, request)
+    [sequence] = result.sequences
+    if params.max_new_tokens == 0:
+        sequence = SampledSequence([], [], stopped=False)
+    elif tempered:
+        sequence = await _tempered(engine, version, request, sequence)
+    prompt = result.prompt
+    return {
+        "finished_reasons": [_finish_reason(sequence)],
+        "output_strs": [""],
+        "output_ids": [list(sequence.tokens)],
+        "prompt_tokens": [len(request.prompt)],
+        "completion_tokens": [len(sequence.tokens)],
+        "reasoning_tokens": [0],
+        "cached_tokens": [prompt.cached_tokens],
+        "retraction_counts": [0],
+        "output_token_logprobs_val": [list(sequence.logprobs)],
+        "output_token_logprobs_idx": [list(sequence.tokens)],
+        **_rows("output_top_logprobs", _top(sequence.top)),
+        **_input_logprobs(asked, index, request, prompt),
+        **dict.fromkeys(
+            (
+                "output_token_ids_logprobs_val",
+                "output_token_ids_logprobs_idx",
+                "output_token_entropy_val",
+                "output_token_sampling_mask",
+                "output_hidden_states",
+                "routed_experts",
+                "indexer_topk",
+                "placeholder_tokens_idx",
+                "placeholder_tokens_val",
+            )
+        ),
+    }
+
+
+async def _tempered(
+    engine: Engine, version: str, request: SamplingRequest, sequence: SampledSequence
+) -> SampledSequence:
+    """Return the logprobs of the distribution that was drawn from, as SGLang does unasked."""
+    text = [*request.prompt.tolist(), *sequence.tokens]
+    every = list(range(engine.trainer.limits.vocab_size))
+    targets = np.tile(np.asarray(every, np.int64), (len(text) - 1, 1))
+    asked = _plain_request(text, PromptQuestions(targets=targets))
+    scored = (await engine.sampler.sample(version, asked)).prompt.targets
+    assert scored is not None
+    scaled = scored[len(request.prompt) - 1 :] / request.temperature
+    tempered = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
+    picked = [float(tempered[i, token]) for i, token in enumerate(sequence.tokens)]
+    return replace(sequence, logprobs=picked)
+
+
+def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
+    stops = frozenset(params.stop_token_ids or ())
+    ends = frozenset() if params.ignore_eos else stops | {EOS_TOKEN_ID}
+    return SamplingRequest(
+        prompt=np.asarray(asked.input_ids[index], np.int32),
+        num_samples=1,
+        max_tokens=max(params.max_new_tokens, 1),
+        seed=42 if params.sampling_seed is None else params.sampling_seed,
+        temperature=params.temperature,
+        top_k=max(params.top_k or 0, 0),
+        top_p=params.top_p,
+        stop=StopRules(ends, tuple(params.stop or ())),
+        top_logprobs=asked.top_logprobs_num,
+        questions=_questions(asked, index),
+    )
+
+
+def _plain_request(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+    ends = StopRules(frozenset(), ())
+    tokens = np.asarray(prompt, np.int32)
+    return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, questions=questions)
+
+
+def _questions(asked: Any, index: int) -> PromptQuestions:
+    start, length = asked.logprob_start_len, len(asked.input_ids[index])
+    if start < 0 or length == 1:
+        return PromptQuestions()
+    ids = asked.token_ids_logprob
+    rows = np.tile(np.asarray(ids[index], np.int64), (length - 1, 1)) if ids else None
+    return PromptQuestions(start + 1, asked.top_logprobs_num, rows)
+
+
+def _input_logprobs(asked: Any, index: int, request: SamplingRequest, prompt: PromptScores) -> Json:
+    """Return what SGLang says of positions from logprob_start_len on: of the first, nothing."""
+    start, tokens = asked.logprob_start_len, request.prompt.tolist()
+    if start < 0:
+        names = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+        return {f"{name}_{part}": None for name in names for part in ("val", "idx")}
+    scores = [] if prompt.logprobs is None else prompt.logprobs[start + 1 :].tolist()
+    top = _top(prompt.top)
+    named = None
+    if prompt.targets is not None:
+        ids = np.asarray([asked.token_ids_logprob[index]] * (len(tokens) - 1))
+        named = [
+            (None, None),
+            *zip(prompt.targets[start:].tolist(), ids[start:].tolist(), strict=True),
+        ]
+    return {
+        "input_token_logprobs_val": [[None, *scores]],
+        "input_token_logprobs_idx": [tokens[start:]],
+        **_rows("input_top_logprobs", top and [(None, None), *top[start + 1 :]]),
+        **_rows("input_token_ids_logprobs", named),
+    }
+
+
+def _top(top: TopLogprobs | None) -> list[tuple[Any, Any]] | None:
+    """Return the logprobs and the tokens of each position."""
+    if top is None:
+        return None
+    return list(zip(top.logprobs.tolist(), top.token_ids.tolist(), strict=True))
+
+
+def _rows(name: str, rows: Sequence[tuple[Any, Any]] | None) -> Json:
+    """Return the two fields that have one sequence's rows of (logprobs, tokens)."""
+    values, ids = (None, None) if rows is None else ([[row[i] for row in rows]] for i in (0, 1))
+    return {f"{name}_val": values, f"{name}_idx": ids}
+
+
+def _finish_reason(sequence: SampledSequence) -> Json:
+    sglang = finish_reasons()
+    if sequence.stopped:
+        reason = sglang.FINISH_MATCHED_TOKEN(sequence.tokens[-1])
+    else:
+        reason = sglang.FINISH_LENGTH(len(sequence.tokens))
+    return dict(reason.to_json())
