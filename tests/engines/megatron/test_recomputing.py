@@ -3,9 +3,8 @@
 The numbers of such passes are those of others, from less memory.
 """
 
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer import vocabulary
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
@@ -37,6 +37,7 @@ from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
+from tinkercloud_worker.megatron_trainer.vocabulary import TrainedOutputLayer
 
 pytestmark = [
     pytest.mark.slow,
@@ -157,19 +158,27 @@ def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
     base = load(folder, torch.bfloat16, Parallelism(), Cpu())
     trainer = MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=0)
     begin(trainer, None)
-    loss, rounded = trainer._loss, []
+    loss, replaced_weights = trainer._loss, trainer._replaced_weights
+    rounded: list[Tensor] = []
 
-    def note(
-        micro_batch: MicroBatch, replaced: Mapping[str, Tensor], *arguments: Any
+    def note_weights(model: TrainedModel) -> dict[str, Tensor]:
+        replaced = replaced_weights(model)
+        # The embedding is the model's own.
+        rounded.extend(w for w in replaced.values() if w.dtype == torch.bfloat16)
+        return replaced
+
+    def note_head(
+        micro_batch: MicroBatch, output_layer: Callable[[], TrainedOutputLayer], *arguments: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        rounded.append(replaced.values())
-        return loss(micro_batch, replaced, *arguments)
+        rounded.append(output_layer().weight_VD)
+        return loss(micro_batch, output_layer, *arguments)
 
-    monkeypatch.setattr(trainer, "_loss", note)
+    monkeypatch.setattr(trainer, "_replaced_weights", note_weights)
+    monkeypatch.setattr(trainer, "_loss", note_head)
     run(trainer)
 
-    assert len(rounded) > 1
-    weights = [*base.module.parameters(), *itertools.chain(*rounded)]
+    assert sum(weight.shape[0] == VOCAB_SIZE for weight in rounded) > 1
+    weights = [*base.module.parameters(), *rounded]
     sizes = {weight.data_ptr(): weight.nbytes for weight in weights}
     planned = training(read(tiny_qwen3().config.to_dict()), Layout(), tokens=0, lora_rank=None)
     assert sum(sizes.values()) == planned.weights + planned.activations

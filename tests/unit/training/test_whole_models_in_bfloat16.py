@@ -11,11 +11,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
+from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import (
     in_dtype,
     save,
+    tiny_gemma2,
     tiny_gpt2,
     tiny_llama,
     tiny_qwen3,
@@ -27,7 +29,9 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 9, 12]
-every_model = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2, tiny_qwen3_moe])
+every_model = pytest.mark.parametrize(
+    "make", [tiny_llama, tiny_qwen3, tiny_gpt2, tiny_gemma2, tiny_qwen3_moe]
+)
 
 
 def in_half(model: PreTrainedModel) -> PreTrainedModel:
@@ -102,6 +106,16 @@ def test_gradients_are_as_near_to_float32_as_the_rounding_allows(
         assert ours.dtype == torch.float32
         cosine = torch.cosine_similarity(ours.flatten(), theirs[name].flatten(), 0)
         assert cosine > 0.97 or not theirs[name].any(), name
+
+
+def test_an_embeddings_gradient_is_a_float32_sum_over_all_uses_of_a_token() -> None:
+    trainer = a_trainer(in_half(tiny_llama()))
+    lookups = gradient_of_lookups(trainer._base._model.get_input_embeddings())
+
+    run(trainer, [a_datum([1, 2] * 200)])
+
+    gradient, expected = gradient_of(trainer)["model.embed_tokens.weight"], lookups()
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_steps_that_bfloat16_would_round_away_add_up() -> None:

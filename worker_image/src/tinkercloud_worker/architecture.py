@@ -159,6 +159,21 @@ def name_of(model: nn.Module, module: nn.Module) -> str:
     return names[module]
 
 
+def round_behind_embedding(model: PreTrainedModel) -> str | None:
+    """Let a float32 weight take the place of the input embedding's, and return that one's name.
+
+    What is found in it is rounded to that one's dtype, which is the same as to look it up in a
+    rounded one. But the gradient of a token is then a float32 sum over all positions that have it.
+    None: the module does more than to look up, and computes in the dtype of its weight.
+    """
+    module = model.get_input_embeddings()
+    if type(module).forward is not nn.Embedding.forward:
+        return None
+    dtype = next(module.parameters()).dtype
+    module.register_forward_hook(lambda _module, _ids, found: found.to(dtype))
+    return f"{name_of(model, module)}.weight"
+
+
 def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
     """Return the weights of a model that can be adapted, in the order of its modules.
 

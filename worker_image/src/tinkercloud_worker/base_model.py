@@ -30,6 +30,7 @@ from tinkercloud_worker.architecture import (
     find_targets,
     max_context_length,
     name_of,
+    round_behind_embedding,
     trunk_and_head,
 )
 from tinkercloud_worker.experts import (
@@ -102,6 +103,8 @@ class BaseModel:
         """
         kernels.fuse(model)
         self._model = model.eval().requires_grad_(requires_grad=False)
+        self.dtype: torch.dtype = model.dtype
+        """Of the base weights and of hidden states."""
         self._trunk, self._head = trunk_and_head(model)
         self._routes: Sequence[Route] = ()
         self._terms = LowRankTerms()
@@ -123,6 +126,7 @@ class BaseModel:
         self._layer_prefixes = tuple(f"{name}." for name, _ in layers)
         for name, layer in layers:
             self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
+        self._embedding_weight = round_behind_embedding(model)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._head, "bias", None)
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
@@ -162,12 +166,6 @@ class BaseModel:
     def config(self) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
         """The Hugging Face configuration."""
         return self._model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the base weights and of hidden states."""
-        dtype: torch.dtype = self._model.dtype
-        return dtype
 
     @property
     def device(self) -> torch.device:
@@ -323,13 +321,15 @@ class BaseModel:
     ) -> dict[str, Tensor]:
         """Return what takes the place of the weights of a module, under autograd.
 
+        The input embedding is as it is: it is rounded behind.
+
         Args:
             tensors: of the whole model; None if it is the base.
             prefix: of the names of the module's weights, which are returned without.
             others: prefixes of names in it that are left out.
         """
         return {
-            own: tensor.to(self.dtype)
+            own: tensor if name == self._embedding_weight else tensor.to(self.dtype)
             for name, tensor in (tensors or {}).items()
             if name.startswith(prefix) and not (own := name.removeprefix(prefix)).startswith(others)
         }

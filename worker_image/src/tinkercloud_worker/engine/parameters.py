@@ -93,6 +93,13 @@ class Layout:
             views[name].copy_(tensor)
 
 
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Return the `.grad` of a tensor of a `Trainable`, which is there before any pass."""
+    gradient = tensor.grad
+    assert gradient is not None  # noqa: S101 - `Trainable` gives every tensor one
+    return gradient
+
+
 class Trainable:
     """A flat float32 parameter vector with its gradient, both also seen as named tensors.
 

@@ -237,6 +237,11 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
     use_gates_without_copies(module)
     # Norms are of float32 whatever is asked for.
     module.to(device.torch_device, dtype)
+    if module.pre_process:
+        # It may be that of a model which is trained whole, in float32.
+        module.embedding.word_embeddings.register_forward_hook(
+            lambda _module, _ids, found: found.to(dtype)
+        )
     if module.post_process:
         # It gets whole sequences, gathered before.
         module.output_layer.sequence_parallel = False

@@ -12,8 +12,8 @@ Shape legend: S positions of a micro-batch held by this rank, R positions that b
 M of them held by this rank, D hidden size, K targets per position.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
 from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.megatron_trainer.vocabulary import logprobs
+from tinkercloud_worker.megatron_trainer.vocabulary import OutputLayer, logprobs
 from tinkercloud_worker.megatron_trainer.whole import DividedModel
 from tinkercloud_worker.replicas import ReplicatedTrainer
 
@@ -147,6 +147,7 @@ class MegatronTrainer(ReplicatedTrainer):
     ) -> None:
         # Once for all micro-batches, of which pipeline stages have several at a time.
         replaced, most = self._replaced_weights(model), self._max_kept_tokens
+        output_layer = cache(partial(self._output_layer, model))
 
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
@@ -156,7 +157,7 @@ class MegatronTrainer(ReplicatedTrainer):
             given = (micro_batch.ids_S[None], None, None)
             packed = {"packed_seq_params": micro_batch.sequences}
             result = functional_call(module, replaced, given, packed)
-            return result, partial(self._loss, micro_batch, replaced, loss, output)
+            return result, partial(self._loss, micro_batch, output_layer, loss, output)
 
         with self._base.device.computing():
             get_forward_backward_func()(
@@ -173,7 +174,7 @@ class MegatronTrainer(ReplicatedTrainer):
     def _loss(
         self,
         micro_batch: MicroBatch,
-        replaced: Mapping[str, Tensor],
+        output_layer: Callable[[], OutputLayer],
         loss: Loss,
         output: PassOutput,
         hidden_S1D: Tensor,
@@ -193,7 +194,7 @@ class MegatronTrainer(ReplicatedTrainer):
                 hidden_S1D, tensor_parallel_output_grad=False
             )
         lp_MK = logprobs(
-            self._output_layer(replaced),
+            output_layer(),
             hidden_S1D[:, 0][micro_batch.kept_M],
             pack.targets_RK[places_M],
             parallel_state.get_tensor_model_parallel_group(),
@@ -206,10 +207,12 @@ class MegatronTrainer(ReplicatedTrainer):
         output.add(pack, lp_RK, loss_sum)
         return (lp_MK * derivative_RK[places_M]).sum(), number, {}
 
-    def _output_layer(self, replaced: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return what computes logits of hidden states, under an adapter if one is active."""
+    def _output_layer(self, model: TrainedModel) -> OutputLayer:
+        """Return what computes logits at the last stage: a whole model's own, or the base's."""
         module, name = self._base.module, self._base.head_weight
-        weight = replaced.get(name, module.get_parameter(name))
+        if isinstance(model.parts, DividedModel):
+            return model.parts.output_layer(name, module.config.params_dtype)
+        weight = module.get_parameter(name)
 
         def logits(hidden_RD: Tensor) -> Tensor:
             result: Tensor = module.output_layer(hidden_RD, weight=weight)[0]

@@ -8,15 +8,63 @@ position.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tinkercloud_worker.products import add_float32_product
+
+OutputLayer = Callable[[Tensor], Tensor]
+"""From hidden states [R, D] to the logits [R, V] of this rank's part of the vocabulary; all parts
+are of one size."""
+
 _LOGITS_BYTES = 256 << 20
 """Size of the logits held at a time, in float32."""
+
+
+class _TrainedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        gradient_VD: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_RD, weight_VD)
+        ctx.gradient_VD = gradient_VD
+        return hidden_RD @ weight_VD.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's
+        hidden_RD, weight_VD = ctx.saved_tensors
+        (dlogits_RV,) = gradients
+        add_float32_product(ctx.gradient_VD, dlogits_RV.T, hidden_RD)
+        return dlogits_RV @ weight_VD, None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedOutputLayer:
+    """An `OutputLayer` whose weight is trained.
+
+    Its gradient is a sum over all that call it, a few positions at a time, and is added up in
+    float32. Autograd would add up what has the weight's dtype.
+    """
+
+    weight_VD: Tensor
+    """In the dtype of hidden states, not under autograd."""
+    gradient_VD: Tensor
+    """What the gradient is added to, float32."""
+
+    def __call__(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits [R, V]."""
+        spread_RD = copy_to_tensor_model_parallel_region(hidden_RD)
+        logits_RV: Tensor = _TrainedProduct.apply(spread_RD, self.weight_VD, self.gradient_VD)
+        return logits_RV
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -54,7 +102,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def logprobs(
-    output_layer: Callable[[Tensor], Tensor],
+    output_layer: OutputLayer,
     hidden_RD: Tensor,
     targets_RK: Tensor,
     group: dist.ProcessGroup,
@@ -63,8 +111,7 @@ def logprobs(
     """Return the logprobs [R, K] of targets, float32, differentiable by hidden states and weights.
 
     Args:
-        output_layer: from hidden states to the logits [R, V] of this rank's part of the vocabulary;
-            all parts are of one size.
+        output_layer: of this rank.
         hidden_RD: what enters it, the same at all ranks of the group.
         targets_RK: int64 ids in the whole vocabulary.
         group: the ranks the vocabulary is divided over, in order.

@@ -12,10 +12,16 @@ part of its gradient. All of these are summed, and what is the same at several r
 
 Experts are at fewer ranks than the rest: those that would hold copies of the model divide them.
 They come last in flat vectors.
+
+Passes are in the base's dtype, and what a pass adds to a gradient is added in float32: at once, as
+it is computed, so that there is never more than one weight's in the base's dtype. An embedding is
+looked up in float32 and what is found rounded, which is the same, but for its gradient: that of a
+token is the sum over all positions that have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,11 +29,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
 from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, put
+from tinkercloud_worker.megatron_trainer.vocabulary import TrainedOutputLayer
 
 _OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
-_EMBEDDINGS = {"embedding.word_embeddings.weight", "output_layer.weight"}
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT_LAYER = "output_layer.weight"
 _OF_EXPERTS = ".local_experts."
 
 
@@ -99,14 +107,31 @@ class DividedModel:
             self._alike = {name for name in self._undivided if not name.endswith(own)}
         self._tied: Set[str] = set()
         if self._stages.size() > 1 and module.share_embeddings_and_output_weights:
-            self._tied = _EMBEDDINGS & base.keys()
+            self._tied = {_EMBEDDING, _OUTPUT_LAYER} & base.keys()
         self._counted = [weight for weight in self._weights if self._counts(weight)]
         pieces = [piece for weight in self._counted for piece in weight.pieces]
         self._holdings = Holdings(whole.shapes(), pieces, self.trainable.gradient.device)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what takes the place of the module's weights in a pass, under autograd."""
-        return {name: tensor.to(dtype) for name, tensor in self.trainable.tensors.items()}
+        """Return what takes the place of the module's weights in a pass, under autograd.
+
+        The output layer has its own (`output_layer`). An embedding is in float32.
+        """
+        return {
+            name: tensor if name == _EMBEDDING else _rounded(tensor, dtype)
+            for name, tensor in self.trainable.tensors.items()
+            if name != _OUTPUT_LAYER
+        }
+
+    def output_layer(self, name: str, dtype: torch.dtype) -> TrainedOutputLayer:
+        """Return the output layer for a pass.
+
+        Args:
+            name: of its weight, which may be the embedding's.
+            dtype: that it computes in.
+        """
+        tensor = self.trainable.tensors[name]
+        return TrainedOutputLayer(tensor.detach().to(dtype), gradient_of(tensor))
 
     def count_once(self) -> None:
         """Drop the gradients that the first rank of the tensor-parallel group has just the same."""
@@ -190,6 +215,23 @@ def _describe(module: GPTModel, sources: Mapping[str, Sequence[Piece]]) -> list[
 def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     for weight in weights:
         yield from weight.split(tensors[weight.name])
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight for the passes of all micro-batches, each of which adds to its gradient.
+
+    It is a leaf, whose gradient autograd adds up at once. To conversions, which come first in a
+    pass, it would come last, and hold what is to go through them until then.
+    """
+    leaf = tensor.detach().to(dtype).requires_grad_()
+    leaf.register_post_accumulate_grad_hook(partial(_move_gradient, gradient_of(tensor)))
+    return leaf
+
+
+def _move_gradient(total: Tensor, leaf: Tensor) -> None:
+    assert leaf.grad is not None  # noqa: S101 - this is called when there is one
+    total.add_(leaf.grad)
+    leaf.grad = None
 
 
 def _as_matrix(part: Tensor) -> Tensor:

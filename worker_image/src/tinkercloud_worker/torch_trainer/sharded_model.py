@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.base_model import BaseModel, layers_of
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.packing import Packed, mask_kinds
@@ -169,8 +169,7 @@ class ShardedModel:
         for name, tensor in self.trainable.tensors.items():
             placed = [Shard(self._dims[name])]
             weight = nn.Parameter(DTensor.from_local(tensor.detach(), mesh, placed))
-            assert tensor.grad is not None  # noqa: S101 - `Trainable` gives every tensor one
-            weight.grad = DTensor.from_local(tensor.grad, mesh, placed)
+            weight.grad = DTensor.from_local(gradient_of(tensor), mesh, placed)
             divided[name] = weight
         first_names = {weight: name for name, weight in self._model.named_parameters()}
         every_name = self._model.named_parameters(remove_duplicate=False)

@@ -21,14 +21,13 @@ from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.low_rank import may_be_beside_others
 from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
     Unembedding,
-    gradient_of,
     logprobs,
     logprobs_and_gradient,
 )

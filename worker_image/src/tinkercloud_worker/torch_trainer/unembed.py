@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tinkercloud_worker.engine.parameters import gradient_of
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.kernels import compiled_on_gpu
 from tinkercloud_worker.products import add_float32_product, float32_product
@@ -160,13 +161,6 @@ def _backward(layer: Unembedding, h_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
         gradient_of(a).add_(float32_product(back_Rr.T, own_h), alpha=scale)
         dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
     return dh_RD
-
-
-def gradient_of(tensor: Tensor) -> Tensor:
-    """Return the `.grad` of a trained tensor, which is there before any pass."""
-    gradient = tensor.grad
-    assert gradient is not None  # noqa: S101 - `Trainable` gives every tensor one
-    return gradient
 
 
 def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
