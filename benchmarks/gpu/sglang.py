@@ -57,8 +57,6 @@ def served(bench: Bench) -> Iterator[Measurement]:
     with a_proof(bench, SMALL if bench.device.type == "cpu" else SHAPE, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
-        if bench.device.type != "cpu":
-            yield _seeds(proof)
         # The last ones, since several heads then have changed the server's weights.
         yield _whole(proof, "S8", "in requests", proof.sampler)
         yield _whole(proof, "S9", "from its folder", proof.reader)
@@ -321,7 +319,7 @@ def _afterwards(proof: Proof) -> Measurement:
 
 
 Check = Callable[[Proof], Measurement]
-SERVED: tuple[Check, ...] = (_alone, _together, _from_files, _scored, _stops, _lost)
+SERVED: tuple[Check, ...] = (_alone, _together, _from_files, _scored, _seeds, _stops, _lost)
 SHARED: tuple[Check, ...] = (_rounded, _memory, _afterwards)
 
 

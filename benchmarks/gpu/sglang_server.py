@@ -1,8 +1,7 @@
 """An SGLang server on this machine, started as an engine's pod starts it.
 
 Command, options and variables are those that the operator writes into the pod; only paths and the
-address are this machine's. Without a GPU, SGLang computes with torch alone, and draws as it
-likes: for such kernels it has no deterministic inference.
+address are this machine's. Without a GPU, SGLang computes with torch alone.
 """
 
 import os
@@ -31,7 +30,6 @@ LAUNCHER = "benchmarks.gpu.sglang_on_cpu"
 OPTIONS = "TINKERCLOUD_BENCHMARK_SGLANG_OPTIONS"
 """Variable with options of SGLang's to add, such as `--attention-backend triton`."""
 _ROOT = Path(__file__).parents[2]
-_SEEDED = "--enable-deterministic-inference"
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
@@ -41,6 +39,8 @@ _CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Its other index of prompts is built for one version of torch.
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+    # What it would compile is small, and compiling takes longer.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 _START_SECONDS = 400.0
 _STOP_SECONDS = 20.0
@@ -90,7 +90,7 @@ def a_server(
     environment = {variable["name"]: variable["value"] for variable in pod["env"]}
     if device.type == "cpu":
         shell = [word.replace("sglang.launch_server", LAUNCHER) for word in shell]
-        arguments = [*(word for word in arguments if word != _SEEDED), *_ON_CPU]
+        arguments = [*arguments, *_ON_CPU]
         environment |= _CPU_VARIABLES
     log = folder / "log"
     with log.open("w") as output:
