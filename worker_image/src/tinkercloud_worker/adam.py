@@ -113,7 +113,7 @@ class AdamTrainer(ABC):
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         model = self._models[model_id]
-        return WeightsSnapshot(model.lora, self._whole(model, model.trainable.snapshot()))
+        return WeightsSnapshot(model.lora, self._whole(model, model.trainable.flat.detach()))
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
@@ -140,7 +140,7 @@ class AdamTrainer(ABC):
         """See `Trainer.export_gradient`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        return self._whole(model, gradient.clone()) if gradient.any() else None
+        return self._whole(model, gradient) if gradient.any() else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
@@ -148,8 +148,8 @@ class AdamTrainer(ABC):
         _fill(model.trainable.gradient, model, gradient, "gradient")
 
     def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
-        """Return what leaves the trainer of a flat buffer."""
-        return model.trainable.layout.views(flat)
+        """Return a copy of what leaves the trainer of a flat buffer, which goes on changing."""
+        return model.trainable.layout.views(flat.clone())
 
 
 def state_of(
@@ -159,13 +159,14 @@ def state_of(
 
     Args:
         model: the model.
-        whole: makes whole tensors of a model and a copy of a flat buffer, which it may keep.
+        whole: makes a copy of the whole tensors of a model and a flat buffer, if it is from here
+            that they leave, and nothing otherwise.
     """
-    weights = WeightsSnapshot(model.lora, whole(model, model.trainable.snapshot()))
+    weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
     state = model.optimizer.state[model.trainable.flat]
     moments: dict[str, Tensor] = {}
     for moment in ("exp_avg", "exp_avg_sq"):
-        flat = state[moment].clone() if state else torch.zeros_like(model.trainable.gradient)
+        flat = state[moment] if state else torch.zeros_like(model.trainable.gradient)
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, _step(model))
 

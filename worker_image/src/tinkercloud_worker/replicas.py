@@ -67,11 +67,11 @@ class ReplicatedTrainer(AdamTrainer):
 
 
 def _on_cpu(model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
-    """Return whole tensors on the CPU: where they arrive there may be nothing else."""
-    tensors = model.trainable.layout.views(flat)
+    """Return a copy of whole tensors on the CPU: where they arrive there may be nothing else."""
+    layout = model.trainable.layout
     if model.parts is not None:
-        return model.parts.gather(tensors)
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+        return model.parts.gather(layout.views(flat))
+    return layout.views(flat.to("cpu", copy=True))
 
 
 def _beside_what_hangs() -> AbstractContextManager[object]:

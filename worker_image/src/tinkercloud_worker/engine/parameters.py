@@ -123,7 +123,3 @@ class Trainable:
         gradient = self.flat.grad
         assert gradient is not None  # noqa: S101 - set in __init__, never cleared
         return gradient
-
-    def snapshot(self) -> Tensor:
-        """Return a copy of the parameters, flat."""
-        return self.flat.detach().clone()

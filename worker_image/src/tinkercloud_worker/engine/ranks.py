@@ -54,7 +54,7 @@ class Parts(Protocol):
     """Whether each rank's part is all of the model."""
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return whole tensors on the CPU, at rank 0; nothing at the others.
+        """Return a copy of whole tensors, on the CPU, at rank 0; nothing at the others.
 
         All ranks call it together, each with its part: weights, or moments or gradients of those.
         If the model is whole at each rank, each may call it alone and gets the whole.
