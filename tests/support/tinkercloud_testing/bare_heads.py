@@ -115,7 +115,7 @@ class Head:
         assert manifest is not None
         return manifest
 
-    async def weights(self) -> dict[str, bytes]:
+    async def weights(self) -> dict[str, memoryview]:
         """Return the files of a checkpoint of everything as it is."""
         (path,) = await self.service.checkpoint()
         _, files = await self.store.read(CheckpointPath.parse(path))

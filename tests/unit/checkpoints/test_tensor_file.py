@@ -1,11 +1,14 @@
-"""Files of tensors: the library's format, made once and beside other work."""
+"""Files of tensors: the library's format, in memory once, and made beside other work."""
 
+import json
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +72,69 @@ def test_a_file_is_what_the_library_writes_to_the_byte(tensors: dict[str, Tensor
     assert tensor_file.encode(tensors) == save(tensors)
 
 
+@given(tensors=TENSORS)
+def test_what_the_library_has_written_is_read_as_it_reads_it(tensors: dict[str, Tensor]) -> None:
+    content = save(tensors, metadata={"made by": "somebody else"})
+
+    read = tensor_file.decode(content)
+
+    assert read.keys() == tensors.keys()
+    for name, tensor in load(content).items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+
+
+def a_file(header: object, data: bytes = bytes(8)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "header would end"),
+        (b"12345678", "header would end"),
+        (a_file({"a": entry()})[:20], "header would end"),
+        (a_file(b"{"), "unexpected end"),
+        (a_file([]), "dictionary"),
+        (a_file({"a": 1}), "a"),
+        (a_file({"a": entry(dtype="F4")}), "'a' is of F4, not one of I64, "),
+        (a_file({"a": entry(shape=(3,))}), r"'a' has 8 bytes, too few or many for \[3\]"),
+        (a_file({"a": entry(shape=(-2,))}), "greater than or equal to 0"),
+        (a_file({"a": entry(shape=(1 << 62, 1 << 62))}), "too few or many"),
+        (a_file({"a": entry("F32", (0, (1 << 64) - 1), (0, 0))}, b""), "larger than any tensor's"),
+        (a_file({"a": entry(offsets=(8, 0))}), "begins at byte 8, not at 0"),
+        (a_file({"a": entry(), "b": entry()}), "'b' begins at byte 0, not at 8"),
+        (a_file({"a": entry()}, bytes(9)), "end at byte 8 of 9"),
+        (a_file({"a": entry()}, bytes(7)), "has 7 bytes, too few or many"),
+        (
+            a_file({"a": entry("U8", [1], [0, 1]), "b": entry(offsets=(1, 9))}, bytes(9)),
+            "in the midst of an element",
+        ),
+    ],
+)
+def test_what_is_not_such_a_file_is_refused(content: bytes, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        tensor_file.decode(content)
+
+
+@given(tensors=TENSORS, place=st.integers(0, 300), byte=st.integers(0, 255), cut=st.booleans())
+def test_a_damaged_file_is_refused_or_read_and_nothing_worse(
+    tensors: dict[str, Tensor], place: int, byte: int, *, cut: bool
+) -> None:
+    content = bytearray(save(tensors))
+    place %= len(content)
+    damaged = content[:place] if cut else content[:place] + bytes([byte]) + content[place + 1 :]
+
+    with suppress(ValueError):
+        for tensor in tensor_file.decode(bytes(damaged)).values():
+            tensor.clone()
+
+
 def test_views_come_back_as_tensors_of_their_own() -> None:
     whole = torch.arange(24.0).view(4, 6)
     tensors = {
@@ -97,6 +163,25 @@ def test_a_file_is_in_memory_once_while_it_is_made() -> None:
     shown = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
 
     assert 1 <= float(shown.stdout) < 1.5
+
+
+def test_what_is_read_takes_no_memory_of_its_own() -> None:
+    content = tensor_file.encode({"w": torch.ones(3), "v": torch.zeros(5)})
+    start = np.frombuffer(content, np.uint8).ctypes.data
+
+    read = tensor_file.decode(content)
+
+    assert all(start < each.data_ptr() < start + len(content) for each in read.values())
+
+
+def test_one_that_lies_where_its_elements_may_not_is_read_all_the_same() -> None:
+    tensors = {"w": torch.ones(3)}
+    moved = memoryview(b"." + tensor_file.encode(tensors))[1:]
+
+    read = tensor_file.decode(moved)
+
+    assert torch.equal(read["w"], tensors["w"])
+    assert read["w"].data_ptr() % 8 == 0
 
 
 def test_others_go_on_while_a_file_is_made() -> None:

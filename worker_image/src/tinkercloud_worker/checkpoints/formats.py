@@ -8,8 +8,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from tinkercloud_protocol.checkpoints import (
@@ -28,6 +26,8 @@ from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 
 Files = dict[str, bytes]
+Contents = Mapping[str, bytes | memoryview]
+"""Of files that were read back."""
 AnyManifest = Manifest | SuspendedManifest
 SAMPLER_PREFIX = "sampler-"
 
@@ -101,7 +101,7 @@ def files_of_state(manifest: AnyManifest) -> list[str]:
     return [*files_of_weights(manifest), OPTIMIZER_STATE, TRAINER_STATE]
 
 
-def decode_weights(manifest: AnyManifest, files: Mapping[str, bytes]) -> WeightsSnapshot:
+def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
     """Read weights back.
 
     Raises:
@@ -112,21 +112,19 @@ def decode_weights(manifest: AnyManifest, files: Mapping[str, bytes]) -> Weights
     return WeightsSnapshot(manifest.lora, lora.from_archive_names(tensors))
 
 
-def decode_tensors(
-    manifest: AnyManifest, files: Mapping[str, bytes], name: str
-) -> dict[str, Tensor]:
-    """Read one of the files.
+def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[str, Tensor]:
+    """Read one of the files. Nobody may write to the tensors, which lie in its memory.
 
     Raises:
         InvalidRequest: the file is not safetensors.
     """
     try:
-        return load(files[name])
-    except SafetensorError as error:
+        return tensor_file.decode(files[name])
+    except ValueError as error:
         raise InvalidRequest(f"{manifest}: {name} is damaged ({error})") from None
 
 
-def decode_state(manifest: AnyManifest, files: Mapping[str, bytes]) -> TrainingState:
+def decode_state(manifest: AnyManifest, files: Contents) -> TrainingState:
     """Read a training state back, with moments if their file is among `files`.
 
     Raises:
@@ -136,8 +134,8 @@ def decode_state(manifest: AnyManifest, files: Mapping[str, bytes]) -> TrainingS
     if OPTIMIZER_STATE not in files:
         return TrainingState(weights, moments=None, step=0)
     try:
-        moments = load(files[OPTIMIZER_STATE])
-        step = int(json.loads(files[TRAINER_STATE])["step"])
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        moments = tensor_file.decode(files[OPTIMIZER_STATE])
+        step = int(json.loads(bytes(files[TRAINER_STATE]))["step"])
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f"{manifest}: its optimizer state is damaged ({error})") from None
     return TrainingState(weights, moments, step)

@@ -61,7 +61,7 @@ class CheckpointStore:
 
     async def read(
         self, path: CheckpointPath, names: Iterable[str] | None = None
-    ) -> tuple[Manifest, dict[str, bytes]]:
+    ) -> tuple[Manifest, dict[str, memoryview]]:
         """Return the manifest and the contents of some of the files (by default all).
 
         Raises:
@@ -84,8 +84,8 @@ class CheckpointStore:
             raise NotFound(f"checkpoint {path} does not exist or has expired")
         return manifest
 
-    async def read_file(self, manifest: Manifest | SuspendedManifest, name: str) -> bytes:
-        """Return the contents of one file.
+    async def read_file(self, manifest: Manifest | SuspendedManifest, name: str) -> memoryview:
+        """Return the contents of one file, in memory once.
 
         Raises:
             InvalidRequest: the file is missing or is not the one that was written.
@@ -94,7 +94,7 @@ class CheckpointStore:
             answer = await obstore.get_async(self._store, manifest.key_of(name))
         except FileNotFoundError:
             raise InvalidRequest(f"{manifest}: its file {name} is missing") from None
-        content = bytes(await answer.bytes_async())
+        content = memoryview(await answer.bytes_async())
         digest = await asyncio.to_thread(_sha256, content)
         if digest != manifest.files[name].sha256:
             raise InvalidRequest(f"{manifest}: its file {name} is damaged")
@@ -224,5 +224,5 @@ def _describe(files: Mapping[str, bytes]) -> dict[str, StoredFile]:
     }
 
 
-def _sha256(content: bytes) -> str:
+def _sha256(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()

@@ -96,7 +96,9 @@ class Bodies:
 class SuspendedHead:
     """A `HeadState` that was read back, with its bodies."""
 
-    def __init__(self, manifest: SuspendedManifest, files: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, manifest: SuspendedManifest, files: Mapping[str, bytes | memoryview]
+    ) -> None:
         """Read it.
 
         Raises:
@@ -104,7 +106,7 @@ class SuspendedHead:
         """
         self._bodies = memoryview(files[BODIES])
         try:
-            self.state = HeadState.model_validate_json(files[HEAD_STATE])
+            self.state = HeadState.model_validate_json(bytes(files[HEAD_STATE]))
         except ValidationError as error:
             raise InvalidRequest(f"{manifest}: {HEAD_STATE} is damaged ({error})") from None
 

@@ -40,7 +40,7 @@ from tinkercloud_worker.checkpoints.suspended import (
     StoredSampler,
     SuspendedHead,
 )
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.live_model import LiveModel, new_model
@@ -216,14 +216,16 @@ class Suspension:
             return
         await model.operations.restore(await self._read_state(manifest))
         if GRADIENT in manifest.files:
-            content = await self.backend.store.read_file(manifest, GRADIENT)
-            gradient = formats.decode_tensors(manifest, {GRADIENT: content}, GRADIENT)
-            await model.operations.restore_gradient(gradient)
+            await model.operations.restore_gradient(await self._read_tensors(manifest, GRADIENT))
 
     async def _read_state(self, manifest: SuspendedManifest) -> TrainingState:
         names = formats.files_of_state(manifest)
         files = {name: await self.backend.store.read_file(manifest, name) for name in names}
         return await asyncio.to_thread(formats.decode_state, manifest, files)
+
+    async def _read_tensors(self, manifest: SuspendedManifest, name: str) -> Gradient:
+        content = await self.backend.store.read_file(manifest, name)
+        return await asyncio.to_thread(formats.decode_tensors, manifest, {name: content}, name)
 
     async def _restore_samplers(
         self, model_id: ModelId, manifest: SuspendedManifest, samplers: Sequence[StoredSampler]
@@ -232,10 +234,7 @@ class Suspension:
         read: dict[str, WeightsSnapshot] = {}
         for stored in reversed(samplers):
             if stored.file not in read:
-                content = await self.backend.store.read_file(manifest, stored.file)
-                tensors = await asyncio.to_thread(
-                    formats.decode_tensors, manifest, {stored.file: content}, stored.file
-                )
+                tensors = await self._read_tensors(manifest, stored.file)
                 read[stored.file] = WeightsSnapshot(stored.lora, tensors)
             published = Published(stored.file, stored.sessions, stored.is_inflight)
             await self.samplers.restore(model_id, published, read[stored.file])
