@@ -111,7 +111,7 @@ def test_the_api_server_accepts_what_was_planned(
     cluster.kubectl("apply", "--server-side", where, "-f", "-", stdin=planned.output)
 
     spec = cluster.get("basemodel", "tiny", namespace)["spec"]
-    assert spec["sampler"]["engines"] == {"adaptersClaimName": "adapters"}
+    assert spec["sampler"]["engines"]["adaptersClaimName"] == "adapters"
     assert spec["sampler"]["image"] == "sglang:0.5.23"
     assert spec["head"]["resources"] == json.loads(planned.output)["spec"]["head"]["resources"]
 
