@@ -31,7 +31,7 @@ options=(--frozen --all-packages --python "$python" --no-python-downloads "$@")
 if [ -z "$wheel" ]; then
   "$uv" sync --quiet "${options[@]}"
 else
-  for package in torch $(sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\)"$/\1/p' uv.lock); do
+  for package in torch $(sed -n 's/^name = "\(nvidia-.*\|cuda-.*\)"$/\1/p' uv.lock); do
     options+=(--no-install-package "$package")
   done
   "$uv" sync --quiet --inexact "${options[@]}"

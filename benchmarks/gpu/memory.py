@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
@@ -11,8 +12,10 @@ from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, give_up_b
 from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement
 from tinkercloud_crds.planning import memory
+from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import gpu
+from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_protocol.training import AdamParams
 from tinkercloud_worker.engine.trainer import Trainer
 
@@ -39,17 +42,20 @@ def _megatron(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
 
 def torch_trainer(bench: Bench) -> Iterator[Measurement]:
     """P1 to P5: of the torch trainer."""
-    yield from _compare(bench, "torch", _torch, ("P1", "P2", "P3", "P4"))
-    yield _fill(bench, "torch", _torch, "P5")
+    kernels = FUSED if find_spec("liger_kernel") else SEPARATE
+    yield from _compare(bench, "torch", _torch, ("P1", "P2", "P3", "P4"), kernels)
+    yield _fill(bench, "torch", _torch, "P5", kernels)
 
 
 def megatron(bench: Bench) -> Iterator[Measurement]:
     """P6 to P10: of the megatron trainer."""
-    yield from _compare(bench, "megatron", _megatron, ("P6", "P7", "P8", "P9"))
-    yield _fill(bench, "megatron", _megatron, "P10")
+    yield from _compare(bench, "megatron", _megatron, ("P6", "P7", "P8", "P9"), SEPARATE)
+    yield _fill(bench, "megatron", _megatron, "P10", SEPARATE)
 
 
-def _compare(bench: Bench, trainer: str, make: Made, names: Sequence[str]) -> Iterator[Measurement]:
+def _compare(
+    bench: Bench, trainer: str, make: Made, names: Sequence[str], kernels: Kernels
+) -> Iterator[Measurement]:
     """Compare estimates with what steps of several shapes take at most."""
     if bench.device.type != "cuda":
         raise Skipped(f"memory: {bench.device.type} does not count what its tensors take")
@@ -57,9 +63,10 @@ def _compare(bench: Bench, trainer: str, make: Made, names: Sequence[str]) -> It
         give_up_base(bench)
         estimate = memory.training(
             read(shape.config().to_dict()),
-            memory.Layout(),
+            Layout(),
             tokens=batch.tokens,
             lora_rank=bench.work.rank,
+            kernels=kernels,
         )
         held, peak = _measure(bench, partial(make, bench, shape, batch.tokens), shape, batch)
         planned = estimate.total - estimate.fragments
@@ -94,13 +101,13 @@ def _measure(
         return held, held + beyond
 
 
-def _fill(bench: Bench, trainer: str, make: Made, name: str) -> Measurement:
+def _fill(bench: Bench, trainer: str, make: Made, name: str, kernels: Kernels) -> Measurement:
     """Train the largest micro-batch that is planned for a GPU of so much memory within that."""
     shape, kind = bench.work.middle, gpu(f"{bench.work.filled}GiB")
     model = read(shape.config().to_dict())
     available = kind.memory - kind.contexts(processes=1)
     tokens = memory.largest_micro_batch(
-        model, memory.Layout(), available=available, lora_rank=bench.work.rank
+        model, Layout(), available=available, lora_rank=bench.work.rank, kernels=kernels
     )
     batch = Batch(1, tokens // 256 * 256)
     give_up_base(bench)

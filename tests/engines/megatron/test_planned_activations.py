@@ -12,8 +12,9 @@ import torch
 from megatron.core import parallel_state
 from transformers import AutoConfig
 
+from tinkercloud_crds.planning.activations import SEPARATE, layer_values
 from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.memory import Layout, layer_values
+from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
@@ -112,5 +113,5 @@ def test_what_the_megatron_trainer_keeps_of_a_layer_is_estimated_within_a_tenth(
         parallel_state.destroy_model_parallel()
 
     model = read(config | {"num_hidden_layers": 2})
-    estimate = layer_values(model, model.repeated, Layout(), RANK)
+    estimate = layer_values(model, model.repeated, Layout(), RANK, SEPARATE)
     assert estimate == pytest.approx(growth[1] - growth[0], rel=0.1)

@@ -12,8 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tinkercloud_crds.planning.architecture import UnknownArchitecture
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import Fleet, gpu, parse
-from tinkercloud_crds.planning.layouts import layouts
-from tinkercloud_crds.planning.memory import Layout
+from tinkercloud_crds.planning.layouts import Layout, layouts
 from tinkercloud_crds.planning.planner import Demand, divide
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer.device import Parallelism

@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.memory import Layout, training
+from tinkercloud_crds.planning.layouts import Layout
+from tinkercloud_crds.planning.memory import training
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer

@@ -10,7 +10,8 @@ import pytest
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.memory import Layout, training
+from tinkercloud_crds.planning.layouts import Layout
+from tinkercloud_crds.planning.memory import training
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data

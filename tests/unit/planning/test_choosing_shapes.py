@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
@@ -277,6 +278,23 @@ def test_lora_of_an_undivided_model_never_needs_more_memory_than_a_full_fine_tun
     full = training(model, layout, tokens=4096, lora_rank=None)
 
     assert lora.total <= full.total
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("mistralai/Mistral-7B-v0.1", FUSED), ("mistralai/Mistral-7B-v0.3", SEPARATE)],
+)
+def test_activations_are_planned_for_the_kernels_of_the_trainer_that_is_named(
+    name: str, kernels: Kernels
+) -> None:
+    planned = plan(MODELS[name], parse("2xH100"), sequence_length=4096, lora_rank=32)
+
+    trainer = planned.division.trainer
+    alone = training(
+        MODELS[name], trainer.layout, tokens=trainer.tokens, lora_rank=32, kernels=kernels
+    )
+    assert planned.trainer.backend == ("torch" if kernels == FUSED else "megatron")
+    assert trainer.memory.activations == alone.activations
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])

@@ -4,7 +4,10 @@ Nothing here measures a GPU: its kernels keep other activations than these do.
 """
 
 import json
-from collections.abc import Callable, Iterable
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +16,23 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_crds.planning.activations import FUSED, SEPARATE, layer_values
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import gpu
+from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_crds.planning.memory import (
-    Layout,
     adapter_parameters,
     kv_bytes_per_token,
-    layer_values,
     sampling,
     training,
 )
 from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_testing.activations import RANK, built, bytes_of, kept
 from tinkercloud_testing.models import (
     in_dtype,
     smollm2,
@@ -39,16 +43,31 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_worker.adam import new_adapter
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "public_models.json").read_text()
 )
-RANK = 8
+SUPPORT = Path(__file__).parents[2] / "support"
 TOKENS = 256
+SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
+QUARTERED = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+# Layers of Qwen3-0.6B, and of a quarter of their widths some that only the torch trainer takes:
+# Llama-3.1-8B, were its attention biased, and Mistral-7B-v0.1 with its windows.
+FUSED_SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3": PUBLIC_MODELS["Qwen/Qwen3-0.6B"]["config"] | SMALL,
+    "Llama": PUBLIC_MODELS["meta-llama/Llama-3.1-8B"]["config"]
+    | SMALL
+    | QUARTERED
+    | {"attention_bias": True},
+    "Mistral": PUBLIC_MODELS["mistralai/Mistral-7B-v0.1"]["config"] | SMALL | QUARTERED,
+}
 
 
 def a_smollm2() -> PreTrainedModel:
@@ -57,12 +76,6 @@ def a_smollm2() -> PreTrainedModel:
 
 every_model = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, a_smollm2])
 tiny_models = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the memory behind tensors; what several share counts once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
@@ -99,13 +112,6 @@ def shortened(name: str, layers: int) -> dict[str, Any]:
     return {**PUBLIC_MODELS[name]["config"], "num_hidden_layers": layers, "vocab_size": 512}
 
 
-def built(config: dict[str, Any]) -> PreTrainedModel:
-    settings = AutoConfig.for_model(**config)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    model.requires_grad_(requires_grad=False).train()
-    return model
-
-
 def adapted(model: PreTrainedModel) -> PeftModel:
     config = PeftConfig(r=RANK, target_modules="all-linear")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -113,20 +119,23 @@ def adapted(model: PreTrainedModel) -> PeftModel:
 
 def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
     """Return what a forward pass of the trainer keeps for the backward pass."""
-    base = BaseModel(built(config).eval(), packed=False)
-    adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
-    route = Route(slice(0, TOKENS), ActiveWeights(adapter.tensors, lora_scale=1.0))
-    saved: list[Tensor] = []
+    return kept(BaseModel(built(config).eval(), packed=False), TOKENS, recompute=recompute)
 
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
 
-    sequence = Packed(torch.arange(TOKENS) % 200, (TOKENS,))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        base.hidden_of(sequence, [route], recompute=recompute)
-    weights = {w.untyped_storage().data_ptr() for w in base.named_weights().values()}
-    return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
+@pytest.fixture(scope="module")
+def kept_with_liger() -> dict[str, float]:
+    """Return by name the bytes that a layer keeps for each token with Liger's kernels."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkercloud_testing.activations"],
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
+        input=json.dumps(FUSED_SHAPES),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    kept_of_layers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return kept_of_layers
 
 
 @pytest.mark.parametrize(
@@ -192,7 +201,7 @@ def test_what_a_layer_keeps_is_estimated_within_a_tenth(name: str) -> None:
         one, one.model.model, model.hidden_size
     )
 
-    estimate = TOKENS * layer_values(model, model.repeated, Layout(), RANK)
+    estimate = TOKENS * layer_values(model, model.repeated, Layout(), RANK, SEPARATE)
     assert estimate == pytest.approx(measured, rel=0.1)
 
 
@@ -203,8 +212,21 @@ def test_what_the_torch_trainer_keeps_of_a_layer_is_estimated_within_a_tenth(nam
     )
 
     model = read(shortened(name, 2))
-    estimate = TOKENS * layer_values(model, model.repeated, Layout(), RANK)
+    estimate = TOKENS * layer_values(model, model.repeated, Layout(), RANK, SEPARATE)
     assert estimate == pytest.approx(three - two, rel=0.1)
+
+
+@pytest.mark.parametrize("name", FUSED_SHAPES)
+def test_what_a_layer_keeps_with_fused_kernels_is_estimated_within_a_twentieth(
+    kept_with_liger: dict[str, float], name: str
+) -> None:
+    model = read(FUSED_SHAPES[name])
+
+    estimate = layer_values(model, model.repeated, Layout(), RANK, FUSED)
+
+    # It is counted by itself, being kept anyway.
+    of_its_input = 2 * model.hidden_size
+    assert estimate + of_its_input == pytest.approx(kept_with_liger[name], rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint.*")

@@ -26,14 +26,21 @@ R = TypeVar("R")
 def fuse(model: PreTrainedModel) -> None:
     """Have a half-precision model on a GPU use Liger's kernels, as far as those know its kind.
 
-    In float32 a model stays transformers' own to the last operation. The kernels take the place of
-    transformers' functions for all models of the kind in this process.
+    In float32 a model stays transformers' own to the last operation.
     """
     if model.device.type != "cuda" or model.dtype == torch.float32 or not _can_compile():
         return
     if find_spec("liger_kernel") is None:
         log.info("no fused kernels: liger-kernel is not installed")
         return
+    use_liger(model)
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Have a model compute norms, rotary positions and activations by Liger's kernels.
+
+    They take the place of transformers' functions for all models of the kind in this process.
+    """
     # Liger names each backend of other makers' that is not there, at every start.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     # Triton must not be loaded where there is no GPU.

@@ -41,11 +41,15 @@ class Layer:
     others: int
     """Parameters that every rank holds whole and no adapter touches: norms, biases, routers."""
     attention_width: int
-    """Numbers per token that the backward pass of attention needs: queries, keys, values, output,
-    and twice what is normalized inside it, since norms are computed in float32."""
+    """Numbers per token that the backward pass of attention needs: queries, keys, values and
+    output."""
+    normalized_width: int
+    """Numbers per token that are normalized inside the attention."""
     mlp_width: int
     """Numbers per token that the backward pass of the MLP needs, of all experts it is sent to:
     gate before and after its activation, up, their product, and that times an expert's share."""
+    activated_width: int
+    """Of these, gates after their activation in a dense MLP; 0 in a mixture."""
     copies: int
     """How often a token is sent to experts; 0 in a dense layer."""
 

@@ -60,6 +60,7 @@ class Attention:
     matrices: tuple[Matrix, ...]
     others: int
     width: int
+    normalized: int
     heads: int
     computed: KeyValues
     cached: KeyValues
@@ -72,6 +73,7 @@ class Mlp:
     matrices: tuple[Matrix, ...]
     others: int
     width: int
+    activated: int
     copies: int
 
 
@@ -107,7 +109,8 @@ def grouped_attention(
             Matrix(q, hidden, "row"),
         ),
         others=sum(sizes[name] for name in biased) + (2 * width if has_norms else 0),
-        width=(4 if has_norms else 2) * (q + kv),
+        width=2 * (q + kv),
+        normalized=q + kv if has_norms else 0,
         heads=heads,
         computed=KeyValues(kv_heads, 2 * width),
         cached=KeyValues(kv_heads, 2 * width),
@@ -134,7 +137,8 @@ def latent_attention(fields: Fields) -> Attention:
             Matrix(heads * value, hidden, "row"),
         ),
         others=q_rank + kv_rank,
-        width=2 * q + 2 * heads * value + 3 * (q_rank + kv_rank),
+        width=2 * q + 2 * heads * value + q_rank + kv_rank,
+        normalized=q_rank + kv_rank,
         heads=heads,
         computed=KeyValues(heads, plain + rotary + value),
         cached=KeyValues(1, kv_rank + rotary),
@@ -148,7 +152,7 @@ def gated_mlp(hidden: int, width: int) -> Mlp:
         Matrix(hidden, width, "column"),
         Matrix(width, hidden, "row"),
     )
-    return Mlp(matrices, others=0, width=4 * width, copies=0)
+    return Mlp(matrices, others=0, width=4 * width, activated=width, copies=0)
 
 
 def mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int = 0) -> Mlp:
@@ -176,5 +180,6 @@ def mixture(hidden: int, width: int, *, experts: int, chosen: int, shared: int =
         others=hidden * experts,
         # The megatron trainer keeps experts' products before and after their share.
         width=width * (5 * chosen + 4 * shared),
+        activated=0,
         copies=chosen,
     )

@@ -48,7 +48,9 @@ def _layer(attention: Attention, mlp: Mlp, hidden: int) -> Layer:
         matrices=attention.matrices + mlp.matrices,
         others=attention.others + mlp.others + _NORMS * hidden,
         attention_width=attention.width,
+        normalized_width=attention.normalized,
         mlp_width=mlp.width,
+        activated_width=mlp.activated,
         copies=mlp.copies,
     )
 

@@ -1,12 +1,34 @@
 """Which ways of splitting a model exist, whatever memory they need."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tinkercloud_crds.planning.architecture import Architecture, Matrix
-from tinkercloud_crds.planning.memory import Layout
 
 _MAX_PIPELINE = 16
 _MAX_CONTEXT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How training is split: the GPUs are tensor x pipeline x context x data."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Divides context x data: those ranks share the experts out."""
+    data: int = 1
+
+    @property
+    def ways(self) -> int:
+        """GPUs of one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.ways * self.data
 
 
 def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Layout]:
@@ -49,6 +71,11 @@ def engine_sizes(architecture: Architecture, per_pod: int) -> list[int]:
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, smallest first."""
     return [divisor for divisor in range(1, number + 1) if not number % divisor]
+
+
+def largest_share(size: int, ranks: int) -> int:
+    """Return the largest part when something is divided as evenly as it can be."""
+    return -(-size // ranks)
 
 
 def pod_size(gpus: int, per_node: int) -> int:

@@ -3,18 +3,25 @@
 What is assumed of the engines, and which of the figures have been measured, is told in
 docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
 two moments in float32: adapters on every rank, but for what experts have each for itself, which is
-where the expert is, other models as the base is, and rounded once more in a pass; only the inputs
-of layers are kept for the backward pass and the rest is computed again, one layer at a time; with
-tensor parallelism sequences are split between layers too; ranks that divide sequences gather a
-layer's keys and values; logits exist a few rows at a time, and are gone when the first layer is
+where the expert is, other models as the base is, and rounded once more in a pass; activations are
+those of `activations`; logits exist a few rows at a time, and are gone when the first layer is
 computed again.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from tinkercloud_crds.planning.activations import (
+    SEPARATE,
+    Kernels,
+    final_per_token,
+    kept_per_token,
+    layer_values,
+    working_per_token,
+)
 from tinkercloud_crds.planning.architecture import Architecture, Layer, Matrix
 from tinkercloud_crds.planning.fleet import Gpu
+from tinkercloud_crds.planning.layouts import Layout, largest_share
 from tinkercloud_crds.shapes import ADAPTER_SLOTS
 
 _WEIGHT_BYTES = 2
@@ -22,43 +29,16 @@ _TRAINED_BYTES = 16
 """Value, gradient and two moments of a trained parameter, in float32."""
 _STATE_BYTES = 12
 """The same without the gradient."""
-_LOW_RANK_BYTES = 4
 _LOGIT_BYTES = 4
 _LOGITS_BYTES = 640 << 20
 """What training holds at a time for logits of some rows: 256 MiB of them in float32, what they were
 rounded from, their gradient, and what that is rounded to."""
-_MLP_GRADIENTS = 3 / 4
-"""Of an MLP's numbers, those that have a gradient at the same time: product, gate and up."""
 _FRAGMENTED = 0.3
 """Of activations, what the allocator holds between them and can't give out."""
-_IMBALANCE = 1.5
-"""Tokens that the busiest expert-parallel rank gets, relative to the average."""
 _PREFILL_TOKENS = 8192
 """Prompt tokens that an engine reads at a time."""
 _DECODING_ROWS = 256
 """Sequences whose logits an engine computes at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How training is split: the GPUs are tensor x pipeline x context x data."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    """Divides context x data: those ranks share the experts out."""
-    data: int = 1
-
-    @property
-    def ways(self) -> int:
-        """GPUs of one copy of the model."""
-        return self.tensor * self.pipeline * self.context
-
-    @property
-    def gpus(self) -> int:
-        """All of them."""
-        return self.ways * self.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +112,7 @@ def training(
     *,
     tokens: int,
     lora_rank: int | None,
+    kernels: Kernels = SEPARATE,
     reserve: int = 0,
     neighbour: int = 0,
 ) -> GpuMemory:
@@ -142,12 +123,13 @@ def training(
         layout: how it is split.
         tokens: of one micro-batch.
         lora_rank: of the adapter; None for a full fine-tune.
+        kernels: that the trainer has.
         reserve: bytes that are not given out.
         neighbour: bytes that an engine keeps on the same GPU.
     """
     stages = (
         stage.with_tokens(tokens, reserve=reserve, neighbour=neighbour)
-        for stage in _stages(architecture, layout, lora_rank)
+        for stage in _stages(architecture, layout, lora_rank, kernels)
     )
     return max(stages, key=lambda memory: memory.total)
 
@@ -169,7 +151,12 @@ def state_bytes(architecture: Architecture, lora_rank: int | None) -> int:
 
 
 def largest_micro_batch(
-    architecture: Architecture, layout: Layout, *, available: int, lora_rank: int | None
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    available: int,
+    lora_rank: int | None,
+    kernels: Kernels = SEPARATE,
 ) -> int:
     """Return how many tokens a micro-batch can have; 0 or less if the model alone is too much.
 
@@ -178,8 +165,10 @@ def largest_micro_batch(
         layout: how it is split.
         available: bytes of each GPU that may be used.
         lora_rank: of the adapter; None for a full fine-tune.
+        kernels: that the trainer has.
     """
-    return min(stage.most_tokens(available) for stage in _stages(architecture, layout, lora_rank))
+    stages = _stages(architecture, layout, lora_rank, kernels)
+    return min(stage.most_tokens(available) for stage in stages)
 
 
 def sampling(
@@ -202,9 +191,10 @@ def sampling(
         neighbour: bytes that a trainer keeps on the same GPU.
     """
     layout = Layout(tensor=tensor)
-    [stage] = _stages(architecture, layout, 0)
+    [stage] = _stages(architecture, layout, 0, SEPARATE)
     adapters = adapter_slots(architecture, tensor, lora_rank)
-    reading = max(layer_values(architecture, kind, layout, 0) for kind in _kinds(architecture))
+    kinds = (*architecture.leading[:1], architecture.repeated)
+    reading = max(layer_values(architecture, kind, layout, 0, SEPARATE) for kind in kinds)
     activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
     taken = stage.weights + adapters + activations + logits + neighbour + reserve
@@ -238,7 +228,7 @@ def adapter_slots(architecture: Architecture, tensor: int, lora_rank: int) -> in
     width = len(architecture.leading) * of_experts
     for layer, count in architecture.between(0, architecture.layers):
         width += count * sum(_slot_width(matrix, layout) for matrix in layer.matrices)
-    vocabulary = architecture.vocab_size + _share(architecture.vocab_size, tensor)
+    vocabulary = architecture.vocab_size + largest_share(architecture.vocab_size, tensor)
     width += 2 * (vocabulary + 2 * architecture.hidden_size)
     return ADAPTER_SLOTS * lora_rank * width * _WEIGHT_BYTES
 
@@ -251,7 +241,7 @@ def _slot_width(matrix: Matrix, layout: Layout) -> int:
 def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
     """Return the bytes that one token's keys and values take on each GPU of an engine."""
     cached = architecture.cached
-    heads = _share(cached.heads, tensor)
+    heads = largest_share(cached.heads, tensor)
     return architecture.layers * heads * cached.width * _WEIGHT_BYTES
 
 
@@ -270,7 +260,9 @@ def _adapted(architecture: Architecture) -> Iterator[Matrix]:
         yield from (matrix for matrix in layer.matrices if matrix.adapted)
 
 
-def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -> Iterator[_Stage]:
+def _stages(
+    architecture: Architecture, layout: Layout, lora_rank: int | None, kernels: Kernels
+) -> Iterator[_Stage]:
     per_stage = architecture.layers // layout.pipeline
     undivided = _undivided_width(architecture)
     for number in range(layout.pipeline):
@@ -287,15 +279,16 @@ def _stages(architecture: Architecture, layout: Layout, lora_rank: int | None) -
             width += count * sum(_own_width(m, layout) for m in layer.matrices if m.adapted)
         # One forward, one backward: stage 0 has begun as many micro-batches as there are stages
         # before the first of them comes back.
-        kept = _kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
+        kept = kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
         kinds = [layer for layer, _ in runs]
+        working = working_per_token(architecture, layout, kinds, lora_rank or 0, kernels)
         yield _Stage(
             weights=parameters * _WEIGHT_BYTES,
             trained=_TRAINED_BYTES * (parameters if lora_rank is None else lora_rank * width),
             rounded=0 if lora_rank is not None else _rounded(parameters, kinds, layout),
-            per_token=kept + _working_per_token(architecture, layout, kinds, lora_rank or 0),
+            per_token=kept + working,
             logits=_LOGITS_BYTES if is_last else 0,
-            per_token_at_logits=kept + _final_per_token(architecture, layout),
+            per_token_at_logits=kept + final_per_token(architecture, layout),
         )
 
 
@@ -306,75 +299,6 @@ def _rounded(parameters: int, layers: list[Layer], layout: Layout) -> int:
         for layer in layers
     )
     return _WEIGHT_BYTES * (parameters + experts)
-
-
-def _kept_per_token(architecture: Architecture, layout: Layout, layers: int) -> float:
-    """Return the bytes per token of the inputs of so many layers."""
-    inputs = layers * architecture.hidden_size * _WEIGHT_BYTES
-    return inputs / layout.tensor / layout.context
-
-
-def _final_per_token(architecture: Architecture, layout: Layout) -> float:
-    """Return the bytes per token of hidden state, its gradient, and the final norm in float32."""
-    return 4 * architecture.hidden_size * _WEIGHT_BYTES / layout.context
-
-
-def _working_per_token(
-    architecture: Architecture, layout: Layout, layers: list[Layer], lora_rank: int
-) -> float:
-    """Return the bytes per token of the largest of a stage's layers, when its backward begins."""
-    working = max(
-        layer_values(architecture, layer, layout, lora_rank)
-        + layer_gradients(architecture, layer, layout)
-        for layer in layers
-    )
-    # Keys and values of whole sequences, and their gradients, are at every rank of those.
-    computed = architecture.computed
-    both = _share(computed.heads, layout.tensor) * computed.width * _WEIGHT_BYTES
-    gathered = 2 * both if layout.context > 1 else 0
-    return working / layout.context + gathered
-
-
-def layer_values(architecture: Architecture, layer: Layer, layout: Layout, lora_rank: int) -> float:
-    """Return the bytes per token that a layer's backward pass needs of its forward pass.
-
-    Args:
-        architecture: the model.
-        layer: one of its layers.
-        layout: how it is split; the sequence is taken as whole.
-        lora_rank: of the adapter; 0 for none.
-    """
-    hidden = architecture.hidden_size
-    # Each of two norms keeps its input in float32 and its output; what enters a matrix is gathered.
-    gathered, split = 2 * hidden, 4 * hidden
-    sent = layer.mlp_width / layout.tensor + hidden * layer.copies
-    busiest = _IMBALANCE if layout.expert > 1 else 1.0
-    width = gathered + (split + layer.attention_width) / layout.tensor + busiest * sent
-    low = sum(layer.copies if m.experts else 1 for m in layer.matrices if m.adapted)
-    return _WEIGHT_BYTES * width + _LOW_RANK_BYTES * lora_rank * low
-
-
-def layer_gradients(architecture: Architecture, layer: Layer, layout: Layout) -> float:
-    """Return the bytes per token of gradients that a layer's backward pass holds at its peak.
-
-    That is in the MLP, as long as all values are there; or in the attention, if the MLP's values,
-    which are gone then, were fewer than that has gradients.
-
-    Args:
-        architecture: the model.
-        layer: one of its layers.
-        layout: how it is split; the sequence is taken as whole.
-    """
-    hidden = architecture.hidden_size
-    busiest = _IMBALANCE if layout.expert > 1 else 1.0
-    mlp = busiest * layer.mlp_width / layout.tensor
-    in_mlp = _MLP_GRADIENTS * mlp + busiest * layer.copies * hidden
-    in_attention = layer.attention_width / layout.tensor - mlp
-    return _WEIGHT_BYTES * (hidden + max(in_mlp, in_attention))
-
-
-def _kinds(architecture: Architecture) -> list[Layer]:
-    return [*architecture.leading[:1], architecture.repeated]
 
 
 def _head(architecture: Architecture) -> Matrix:
@@ -410,17 +334,12 @@ def _own_width(matrix: Matrix, layout: Layout) -> int:
 def _cut(matrix: Matrix, layout: Layout) -> tuple[int, int]:
     match matrix.split:
         case "column":
-            return matrix.inputs, _share(matrix.outputs, layout.tensor)
+            return matrix.inputs, largest_share(matrix.outputs, layout.tensor)
         case "row":
-            return _share(matrix.inputs, layout.tensor), matrix.outputs
+            return largest_share(matrix.inputs, layout.tensor), matrix.outputs
         case "whole":
             return matrix.inputs, matrix.outputs
 
 
 def _copies(matrix: Matrix, layout: Layout) -> int:
-    return _share(matrix.experts, layout.expert) if matrix.experts else 1
-
-
-def _share(size: int, ranks: int) -> int:
-    """Return the largest part when something is divided as evenly as it can be."""
-    return -(-size // ranks)
+    return largest_share(matrix.experts, layout.expert) if matrix.experts else 1

@@ -6,8 +6,8 @@ from typing import Any
 
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.fleet import GIB, Fleet
-from tinkercloud_crds.planning.layouts import divisors, engine_sizes, pod_size
-from tinkercloud_crds.planning.memory import Layout, state_bytes, training, weight_bytes
+from tinkercloud_crds.planning.layouts import Layout, divisors, engine_sizes, pod_size
+from tinkercloud_crds.planning.memory import state_bytes, weight_bytes
 from tinkercloud_crds.planning.planner import (
     FEW_SEQUENCES,
     MICRO_BATCH_CAP,
@@ -301,14 +301,7 @@ def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reas
     reserve, kept = trainer.memory.reserve, trainer.memory.neighbour
     tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve - kept)
     if tokens is None:
-        least = training(
-            demand.architecture,
-            layout,
-            tokens=demand.sequence_length,
-            lora_rank=demand.lora_rank,
-            reserve=reserve,
-            neighbour=kept,
-        )
+        least = demand.training(layout, demand.sequence_length, reserve=reserve, neighbour=kept)
         need, has = gib(least.total), gib(fleet.gpu.memory)
         return Reason(axis, str(value), f"with {smaller}, a GPU would need {need} and has {has}")
     if tokens < trainer.tokens:

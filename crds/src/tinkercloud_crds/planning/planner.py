@@ -9,12 +9,12 @@ experts are shared out between ranks that are there anyway). docs/planning.md ex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.fleet import Fleet
-from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
+from tinkercloud_crds.planning.layouts import Layout, engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import (
     GpuMemory,
-    Layout,
     adapter_slots,
     kv_bytes_per_token,
     largest_micro_batch,
@@ -46,6 +46,23 @@ class Demand:
     def sampled_rank(self) -> int:
         """Largest rank that engines make room for: the least that there is, if models are whole."""
         return self.lora_rank or 1
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of the trainer that trains it, in the image for NVIDIA GPUs."""
+        return FUSED if self.architecture.only_torch else SEPARATE
+
+    def training(self, layout: Layout, tokens: int, *, reserve: int, neighbour: int) -> GpuMemory:
+        """Return what `memory.training` estimates for it."""
+        return training(
+            self.architecture,
+            layout,
+            tokens=tokens,
+            lora_rank=self.lora_rank,
+            kernels=self.kernels,
+            reserve=reserve,
+            neighbour=neighbour,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +184,7 @@ def _trainers(
         is not None
     ]
     for layout, tokens in sorted(fitting, key=_preference):
-        memory = training(
-            model,
-            layout,
-            tokens=tokens,
-            lora_rank=demand.lora_rank,
-            reserve=reserve,
-            neighbour=kept,
-        )
+        memory = demand.training(layout, tokens, reserve=reserve, neighbour=kept)
         yield Trainer(layout, pod, tokens, memory)
 
 
@@ -199,7 +209,11 @@ def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | 
         available: bytes of each GPU that may be used.
     """
     largest = largest_micro_batch(
-        demand.architecture, layout, available=available, lora_rank=demand.lora_rank
+        demand.architecture,
+        layout,
+        available=available,
+        lora_rank=demand.lora_rank,
+        kernels=demand.kernels,
     )
     useful = min(max(MICRO_BATCH_CAP, demand.architecture.max_context_length), MAX_TOKENS)
     tokens = min(largest, useful) // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tinkercloud_crds.planning.fleet import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
-from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling, training
+from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling
 from tinkercloud_crds.planning.planner import Demand, Engine, divide
 from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS
 
@@ -93,10 +93,9 @@ def _needs(demand: Demand, fleet: Fleet) -> str:
 
 def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list[GpuMemory]:
     model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
-    tokens, rank = demand.sequence_length, demand.lora_rank
     kept = beside.kept(model) if beside else 0
     return [
-        training(model, layout, tokens=tokens, lora_rank=rank, reserve=reserve, neighbour=kept)
+        demand.training(layout, demand.sequence_length, reserve=reserve, neighbour=kept)
         for layout in layouts(model, fleet.count, pod_size(fleet.count, fleet.per_node))
     ]
 

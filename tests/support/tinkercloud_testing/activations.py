@@ -1,0 +1,85 @@
+"""What a pass of the torch trainer keeps for its backward pass; and, run as a program, with Liger.
+
+Liger's kernels take the place of transformers' functions for the whole process, hence the program:
+it reads configurations by name from standard input, as JSON, and prints by name the bytes that a
+layer keeps for each token. The kernels themselves are not run, for want of a GPU: what is kept is
+what Liger's functions of autograd put by around them, whatever is in it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker.adam import new_adapter
+from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.kernels import use_liger
+from tinkercloud_worker.packing import Packed
+
+RANK = 8
+"""Of the adapter that passes run with."""
+_TOKENS = (64, 128)
+_LAYERS = (2, 3)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the memory behind tensors; what several share counts once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def built(config: Mapping[str, Any]) -> PreTrainedModel:
+    """Return a random model in bfloat16."""
+    settings = AutoConfig.for_model(**config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    model.requires_grad_(requires_grad=False).train()
+    return model
+
+
+def kept(base: BaseModel, tokens: int, *, recompute: bool) -> int:
+    """Return the bytes that a pass of one sequence keeps, without weights."""
+    adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
+    route = Route(slice(0, tokens), ActiveWeights(adapter.tensors, lora_scale=1.0))
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    sequence = Packed(torch.arange(tokens) % 200, (tokens,))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        base.hidden_of(sequence, [route], recompute=recompute)
+    weights = {w.untyped_storage().data_ptr() for w in base.named_weights().values()}
+    return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
+
+
+def _kept_with_liger(config: Mapping[str, Any]) -> float:
+    """Return the bytes that a layer keeps for each token."""
+    models = [built({**config, "num_hidden_layers": layers}).eval() for layers in _LAYERS]
+    # Before any has the kernels: a base computes, and is checked, as it is made.
+    bases = [BaseModel(model, packed=False) for model in models]
+    for model in models:
+        use_liger(model)
+    fewer, more = ([kept(base, tokens, recompute=False) for base in bases] for tokens in _TOKENS)
+    return ((more[1] - more[0]) - (fewer[1] - fewer[0])) / (_TOKENS[1] - _TOKENS[0])
+
+
+def main() -> None:
+    """Print what layers keep."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter  # noqa: PLC0415 - it must know before it is imported
+
+    interpreter.GridExecutor.__call__ = lambda *_arguments, **_options: None
+    configs: dict[str, dict[str, Any]] = json.load(sys.stdin)
+    print(json.dumps({name: _kept_with_liger(config) for name, config in configs.items()}))
+
+
+if __name__ == "__main__":
+    main()
