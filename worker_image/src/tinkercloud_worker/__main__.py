@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.build_sampler import build_sampler
+from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.app import HeadApp
@@ -37,6 +37,7 @@ def build_backend(config: HeadConfig) -> Backend:
 
     The head has a copy of the base model only if it trains or samples by itself.
     """
+    check_model(config)
     base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     trainer = build_trainer(config, base)

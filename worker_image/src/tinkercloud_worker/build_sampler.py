@@ -18,6 +18,7 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.inference import sglang_models
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
@@ -36,6 +37,16 @@ from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 
 OnCrash = Callable[[BaseException], None]
+
+
+def check_model(config: HeadConfig) -> None:
+    """Check, before anything is loaded, that servers compute the model that is trained.
+
+    Raises:
+        UnsupportedModelError: they don't; the message says what to change.
+    """
+    if config.sampler.backend != "torch" and config.sampler.inference.kind == "sglang":
+        sglang_models.check(config.model.path, config.limits.max_context_length)
 
 
 def build_sampler(
