@@ -45,12 +45,9 @@ def check(path: str, max_context_length: int | None) -> None:
             f"model_type: {family!r}: SGLang leaves out what adapters add to Gemma's output layer;"
             f" {_ELSEWHERE}"
         )
-    window = getattr(config, "sliding_window", None)
-    if (
-        family not in _WITHOUT_WINDOWS
-        or not window
-        or "sliding_attention" not in mask_kinds(config)
-    ):
+    window: int = getattr(config, "sliding_window", None) or 0
+    has_windows = window > 0 and "sliding_attention" in mask_kinds(config)
+    if not has_windows or family not in _WITHOUT_WINDOWS:
         return
     longest = min(max_context_length or 1 << 62, architecture.max_context_length(config))
     if window < longest:
