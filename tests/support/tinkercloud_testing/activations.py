@@ -19,9 +19,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker.adam import new_adapter
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.kernels import use_liger
 from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.routes import ActiveWeights, Route
 
 RANK = 8
 """Of the adapter that passes run with."""

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from tinkercloud_worker.base_model import ActiveWeights
 from tinkercloud_worker.lora import Target
+from tinkercloud_worker.routes import ActiveWeights
 from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats
 
 TARGETS = [

@@ -11,11 +11,9 @@ vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import structlog
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +22,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker import kernels
 from tinkercloud_worker.architecture import (
-    UnsupportedModelError,
     blank_model,
     check_folder,
     find_targets,
@@ -34,7 +31,6 @@ from tinkercloud_worker.architecture import (
     trunk_and_head,
 )
 from tinkercloud_worker.experts import (
-    ExpertTerms,
     FusedExperts,
     find_experts,
     guard_gradients,
@@ -43,49 +39,11 @@ from tinkercloud_worker.experts import (
 )
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.low_rank import LowRankTerms, Parts, Term, add_terms
+from tinkercloud_worker.low_rank import LowRankTerms, Parts, add_terms
 from tinkercloud_worker.packing import Packed, mask_kinds, use_packed_attention
 from tinkercloud_worker.quantized import load_pretrained
-
-log = structlog.get_logger(__name__)
-
-_SELF_CHECK_TOKENS = 8
-_SELF_CHECK_TOLERANCES = {True: (1e-3, 1e-3), False: (0.03, 0.2)}
-"""Of logits, and of hidden states beside others; in float32 and in less.
-
-Logits are taken from the same hidden states, so that only the output layer's rounding is between
-them. Another length may take other kernels in every layer, whose rounding a deep model multiplies;
-a model that is not causal is as far away as any two.
-"""
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class ActiveWeights:
-    """Trained tensors a pass runs with, by Hugging Face name.
-
-    With `lora_scale` they are an adapter's A and B; without it, the whole model's weights.
-    """
-
-    tensors: Mapping[str, Tensor]
-    lora_scale: float | Tensor | None
-    """A tensor has the scale of each row and rank, where several adapters are side by side."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """Consecutive positions of a pass, and the weights they run with (None: the base as it is).
-
-    The routes of a pass have all of its positions between them, in order.
-    """
-
-    rows: slice
-    """Of the positions [B, T], flattened."""
-    weights: ActiveWeights | None
-
-
-def route_all(weights: ActiveWeights | None) -> list[Route]:
-    """Return the routing of a pass whose positions all run with the same weights."""
-    return [Route(slice(None), weights)]
+from tinkercloud_worker.routes import Route, expert_terms, term_of
+from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
 
 
 class BaseModel:
@@ -134,8 +92,8 @@ class BaseModel:
         self._mask_kinds = mask_kinds(model.config)
         self.takes_packs = use_packed_attention(model)
         """Whether `hidden_of` may be given more than one sequence."""
-        self._check()
-        self.takes_packs = self.takes_packs and self._keeps_sequences_apart()
+        check_logits(self, model)
+        self.takes_packs = self.takes_packs and keeps_sequences_apart(self)
 
     @classmethod
     def load(
@@ -362,7 +320,7 @@ class BaseModel:
 
         # The names are transformers'.
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            parts = [(route.rows, _expert_terms(experts, route.weights)) for route in self._routes]
+            parts = [(route.rows, expert_terms(experts, route.weights)) for route in self._routes]
             adapted = any(terms for _, terms in parts)
             compute = with_terms(module, plain, parts) if adapted else plain
             return compute(hidden_states, top_k_index, top_k_weights)
@@ -378,7 +336,7 @@ class BaseModel:
         return add_terms(inputs[0], output, parts) if any(t for _, t in parts) else output
 
     def _parts(self, target: Target) -> Parts:
-        return [(route.rows, _term(target, route.weights)) for route in self._routes]
+        return [(route.rows, term_of(target, route.weights)) for route in self._routes]
 
     def _make_repeatable(self, prefix: str, layer: nn.Module) -> None:
         """Let a layer be computed again in the backward pass, with the weights it had before."""
@@ -405,66 +363,6 @@ class BaseModel:
 
         # Assigned to the instance, so that the layer stays what it is, names and all.
         layer.forward = repeatable
-
-    def _check(self) -> None:
-        """Compare our logits with the model's own, and the first of many positions with them alone.
-
-        Raises:
-            UnsupportedModelError: they differ: the model scales or caps its logits, or is not
-                causal, in a way this class does not know.
-        """
-        ids_R = self._scattered_ids()
-        with torch.no_grad():
-            theirs_RV = self._model(input_ids=ids_R[None]).logits[0]
-            alone_RD = self._hidden_of_ids(ids_R)
-            begun_RD = self._hidden_of_ids(torch.cat([ids_R, ids_R]))[: len(ids_R)]
-            logits_error = _distance(self.logits(alone_RD, ()), theirs_RV)
-        causal_error = _distance(begun_RD, alone_RD)
-        tolerances = _SELF_CHECK_TOLERANCES[self.dtype == torch.float32]
-        if not (logits_error <= tolerances[0] and causal_error <= tolerances[1]):
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} is computed in a way this engine does not reproduce"
-                f" (relative difference of logits {logits_error:.1e}, of positions that others"
-                f" follow {causal_error:.1e}); it can't be served"
-            )
-        log.debug("base model checked", logits_error=logits_error, causal_error=causal_error)
-
-    def _keeps_sequences_apart(self) -> bool:
-        """Compare sequences of a pack with the same sequences alone."""
-        ids_R = self._scattered_ids()
-        size = len(ids_R)
-        with torch.no_grad():
-            packed_RD = self.hidden_of(Packed(ids_R.repeat(2), (size, size)), ())
-            error = _distance(packed_RD[size:], self._hidden_of_ids(ids_R))
-        return error <= _SELF_CHECK_TOLERANCES[self.dtype == torch.float32][1]
-
-    def _scattered_ids(self) -> Tensor:
-        # From all over the vocabulary: the first ones are often never trained, and what a model
-        # makes of those in bfloat16 is noise.
-        stride = self.vocab_size // (_SELF_CHECK_TOKENS + 1)
-        return torch.arange(1, _SELF_CHECK_TOKENS + 1, device=self.device) * stride
-
-    def _hidden_of_ids(self, ids_R: Tensor) -> Tensor:
-        return self.hidden_of(Packed(ids_R, (len(ids_R),)), ())
-
-
-def _term(target: Target, weights: ActiveWeights | None) -> Term | None:
-    if weights is None or weights.lora_scale is None or target.a_name not in weights.tensors:
-        return None
-    tensors = weights.tensors
-    return Term(tensors[target.a_name], tensors[target.b_name], weights.lora_scale)
-
-
-def _expert_terms(experts: FusedExperts, weights: ActiveWeights | None) -> ExpertTerms | None:
-    gate, up, down = (_term(target, weights) for target in experts.targets)
-    # One switch is about all three: all of them are adapted, or none.
-    return ExpertTerms(gate, up, down) if gate and up and down else None
-
-
-def _distance(ours_TN: Tensor, theirs_TN: Tensor) -> float:
-    """Return by how much of its length the vector of a token differs, in the median."""
-    difference_T = (ours_TN.float() - theirs_TN.float()).norm(dim=1)
-    return float((difference_T / theirs_TN.float().norm(dim=1).clamp(min=1e-6)).median())
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -16,9 +16,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tinkercloud_worker.base_model import ActiveWeights
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import may_be_beside_others
+from tinkercloud_worker.routes import ActiveWeights
 
 _MOST_TOGETHER = 8
 _MOST_BANKS = 4

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.payloads import SampledSequence, TopLogprobs
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_sampler.cache import (
     KeyValues,
     PackCache,

@@ -20,7 +20,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats, padded
 from tinkercloud_worker.torch_sampler.cache import Room, SlotCache
 from tinkercloud_worker.torch_sampler.masks import Masks

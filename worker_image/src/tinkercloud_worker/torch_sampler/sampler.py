@@ -20,9 +20,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.payloads import SampledSequence
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, route_all
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache, Room
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running, routes_of
 from tinkercloud_worker.torch_sampler.graphs import Recorder

@@ -17,8 +17,8 @@ from torch import Tensor
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
-from tinkercloud_worker.base_model import ActiveWeights
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.routes import ActiveWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,13 +18,14 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
-from tinkercloud_worker.base_model import ActiveWeights, BaseModel, Route
+from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.low_rank import may_be_beside_others
 from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
     Unembedding,

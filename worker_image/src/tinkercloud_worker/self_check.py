@@ -1,0 +1,98 @@
+"""Whether a base model computes what transformers does, asked of each that is loaded.
+
+Shape legend: R positions, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.routes import Route
+
+log = structlog.get_logger(__name__)
+
+_TOKENS = 8
+_TOLERANCES = {True: (1e-3, 1e-3), False: (0.03, 0.2)}
+"""Of logits, and of hidden states beside others; in float32 and in less.
+
+Logits are taken from the same hidden states, so that only the output layer's rounding is between
+them. Another length may take other kernels in every layer, whose rounding a deep model multiplies;
+a model that is not causal is as far away as any two.
+"""
+
+
+class Base(Protocol):
+    """What is asked of a `BaseModel`."""
+
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens there are."""
+
+    def hidden_of(self, sequences: Packed, routes: Sequence[Route]) -> Tensor:
+        """Return the final hidden states [R, D]."""
+
+    def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
+        """Return the logits [R, V] of hidden states."""
+
+
+def check_logits(base: Base, model: PreTrainedModel) -> None:
+    """Compare logits with the model's own, and the first of many positions with them alone.
+
+    Raises:
+        UnsupportedModelError: they differ: the model scales or caps its logits, or is not causal,
+            in a way that `BaseModel` does not know.
+    """
+    ids_R = _scattered_ids(base)
+    with torch.no_grad():
+        theirs_RV = model(input_ids=ids_R[None]).logits[0]
+        alone_RD = _hidden(base, ids_R)
+        begun_RD = _hidden(base, torch.cat([ids_R, ids_R]))[: len(ids_R)]
+        logits_error = _distance(base.logits(alone_RD, ()), theirs_RV)
+    causal_error = _distance(begun_RD, alone_RD)
+    tolerances = _TOLERANCES[base.dtype == torch.float32]
+    if not (logits_error <= tolerances[0] and causal_error <= tolerances[1]):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is computed in a way this engine does not reproduce (relative"
+            f" difference of logits {logits_error:.1e}, of positions that others follow"
+            f" {causal_error:.1e}); it can't be served"
+        )
+    log.debug("base model checked", logits_error=logits_error, causal_error=causal_error)
+
+
+def keeps_sequences_apart(base: Base) -> bool:
+    """Compare sequences of a pack with the same sequences alone."""
+    ids_R = _scattered_ids(base)
+    size = len(ids_R)
+    with torch.no_grad():
+        packed_RD = base.hidden_of(Packed(ids_R.repeat(2), (size, size)), ())
+        error = _distance(packed_RD[size:], _hidden(base, ids_R))
+    return error <= _TOLERANCES[base.dtype == torch.float32][1]
+
+
+def _scattered_ids(base: Base) -> Tensor:
+    # From all over the vocabulary: the first ones are often never trained, and what a model makes
+    # of those in bfloat16 is noise.
+    stride = base.vocab_size // (_TOKENS + 1)
+    return torch.arange(1, _TOKENS + 1, device=base.device) * stride
+
+
+def _hidden(base: Base, ids_R: Tensor) -> Tensor:
+    return base.hidden_of(Packed(ids_R, (len(ids_R),)), ())
+
+
+def _distance(ours_RN: Tensor, theirs_RN: Tensor) -> float:
+    """Return by how much of its length the vector of a token differs, in the median."""
+    difference_R = (ours_RN.float() - theirs_RN.float()).norm(dim=1)
+    return float((difference_R / theirs_RN.float().norm(dim=1).clamp(min=1e-6)).median())
