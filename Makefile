@@ -48,7 +48,8 @@ test: .venv/.installed ## run all tests that need no cluster and one rank
 	@$(PYTEST) tests/chaos tests/conformance
 
 test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
-	@$(BIN)/pytest tests/engines
+	@$(PYTEST) tests/engines/megatron tests/engines/sglang
+	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
 
