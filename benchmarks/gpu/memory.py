@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 
@@ -18,6 +17,7 @@ from tinkercloud_crds.planning.fleet import gpu
 from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_protocol.training import AdamParams
 from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.kernels import are_fused
 
 _GIB = 1 << 30
 
@@ -42,7 +42,7 @@ def _megatron(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
 
 def torch_trainer(bench: Bench) -> Iterator[Measurement]:
     """P1 to P5: of the torch trainer."""
-    kernels = FUSED if find_spec("liger_kernel") else SEPARATE
+    kernels = FUSED if are_fused(bench.device, torch.bfloat16) else SEPARATE
     yield from _compare(bench, "torch", _torch, ("P1", "P2", "P3", "P4"), kernels)
     yield _fill(bench, "torch", _torch, "P5", kernels)
 

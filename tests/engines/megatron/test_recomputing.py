@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tinkercloud_crds.planning.activations import SEPARATE
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_crds.planning.memory import training
@@ -181,5 +182,7 @@ def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
     assert sum(weight.shape[0] == VOCAB_SIZE for weight in rounded) > 1
     weights = [*base.module.parameters(), *rounded]
     sizes = {weight.data_ptr(): weight.nbytes for weight in weights}
-    planned = training(read(tiny_qwen3().config.to_dict()), Layout(), tokens=0, lora_rank=None)
+    planned = training(
+        read(tiny_qwen3().config.to_dict()), Layout(), tokens=0, lora_rank=None, kernels=SEPARATE
+    )
     assert sum(sizes.values()) == planned.weights + planned.activations

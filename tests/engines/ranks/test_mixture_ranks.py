@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_crds.planning.activations import SEPARATE
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_crds.planning.memory import training
@@ -149,7 +150,7 @@ def test_a_rank_holds_what_is_planned(
     architecture = read(MODELS[name]().config.to_dict())
     rank = None if lora is None else lora.rank
     planned, whole = (
-        training(architecture, split, tokens=1, lora_rank=rank).trained
+        training(architecture, split, tokens=1, lora_rank=rank, kernels=SEPARATE).trained
         for split in (layout, Layout())
     )
     assert least * planned <= 4 * max(held) <= planned < whole

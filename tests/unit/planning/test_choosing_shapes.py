@@ -274,27 +274,41 @@ def test_lora_of_an_undivided_model_never_needs_more_memory_than_a_full_fine_tun
 ) -> None:
     (layout,) = layouts(model, 1, 1)
 
-    lora = training(model, layout, tokens=4096, lora_rank=rank)
-    full = training(model, layout, tokens=4096, lora_rank=None)
+    lora, full = (
+        training(model, layout, tokens=4096, lora_rank=trained, kernels=SEPARATE)
+        for trained in (rank, None)
+    )
 
     assert lora.total <= full.total
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"),
-    [("mistralai/Mistral-7B-v0.1", FUSED), ("mistralai/Mistral-7B-v0.3", SEPARATE)],
+    ("name", "backend", "kernels"),
+    [
+        ("mistralai/Mistral-7B-v0.1", "torch", FUSED),
+        ("mistralai/Mistral-7B-v0.3", "megatron", SEPARATE),
+    ],
 )
-def test_activations_are_planned_for_the_kernels_of_the_trainer_that_is_named(
-    name: str, kernels: Kernels
+def test_micro_batches_are_what_fits_with_the_kernels_of_the_trainer_that_is_named(
+    name: str, backend: str, kernels: Kernels
 ) -> None:
-    planned = plan(MODELS[name], parse("2xH100"), sequence_length=4096, lora_rank=32)
+    planned = plan(MODELS[name], parse("2xA100-40"), sequence_length=4096, lora_rank=32)
 
-    trainer = planned.division.trainer
-    alone = training(
-        MODELS[name], trainer.layout, tokens=trainer.tokens, lora_rank=32, kernels=kernels
+    trainer, kind = planned.division.trainer, planned.fleet.gpu
+    fits, too_many = (
+        training(
+            MODELS[name],
+            trainer.layout,
+            tokens=tokens,
+            lora_rank=32,
+            kernels=kernels,
+            reserve=kind.contexts(1),
+        )
+        for tokens in (trainer.tokens, trainer.tokens + 256)
     )
-    assert planned.trainer.backend == ("torch" if kernels == FUSED else "megatron")
-    assert trainer.memory.activations == alone.activations
+    assert planned.trainer.backend == backend
+    assert trainer.memory == fits
+    assert fits.total <= kind.memory < too_many.total
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])

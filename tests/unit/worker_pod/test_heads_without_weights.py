@@ -17,15 +17,7 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
 )
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_testing.models import (
-    EOS_TOKEN_ID,
-    save,
-    tiny_gemma2,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_mistral,
-    tiny_qwen3,
-)
+from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.__main__ import build_backend
 from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture
 from tinkercloud_worker.base_model import BaseModel
@@ -35,8 +27,6 @@ SERVERS = SamplerConfig(
     backend="external",
     inference=InferenceConfig(kind="vllm", urls=("http://127.0.0.1:9",)),
 )
-
-SGLANG = SamplerConfig(backend="sglang", inference=InferenceConfig(urls=("http://127.0.0.1:9",)))
 
 
 def described(model: PreTrainedModel, folder: Path) -> Path:
@@ -105,40 +95,6 @@ async def test_a_head_takes_no_longer_sequences_than_its_model_and_says_so(tmp_p
     for backend in backends:
         backend.thread.stop()
         await backend.sampler.close()
-
-
-@pytest.mark.parametrize(
-    ("make", "longest", "said"),
-    [
-        (lambda: tiny_mistral(window=32), 33, "sliding_window: .*maxContextLength to 32 or less"),
-        (tiny_gemma2, 32, "model_type: 'gemma2': SGLang leaves out"),
-    ],
-)
-def test_a_head_has_no_sglang_engines_compute_another_model_than_its_trainer(
-    make: Callable[[], PreTrainedModel], longest: int, said: str, tmp_path: Path
-) -> None:
-    model = described(make(), tmp_path / "model")
-
-    with pytest.raises(UnsupportedModelError, match=said):
-        build_backend(a_config(model, tmp_path, SGLANG, max_context_length=longest))
-
-
-@pytest.mark.parametrize(
-    ("make", "sampler"),
-    [
-        pytest.param(lambda: tiny_mistral(window=32), SGLANG, id="no sequence beyond the window"),
-        pytest.param(lambda: tiny_mistral(window=16), SERVERS, id="vLLM"),
-    ],
-)
-async def test_windows_are_in_no_way_where_they_make_no_difference(
-    make: Callable[[], PreTrainedModel], sampler: SamplerConfig, tmp_path: Path
-) -> None:
-    model = described(make(), tmp_path / "model")
-
-    backend = build_backend(a_config(model, tmp_path, sampler, max_context_length=32))
-
-    backend.thread.stop()
-    await backend.sampler.close()
 
 
 def test_a_head_that_samples_by_itself_needs_them(tmp_path: Path) -> None:

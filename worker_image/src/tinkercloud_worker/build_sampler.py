@@ -46,7 +46,7 @@ def check_model(config: HeadConfig) -> None:
         UnsupportedModelError: they don't; the message says what to change.
     """
     if config.sampler.backend != "torch" and config.sampler.inference.kind == "sglang":
-        sglang_models.check(config.model.path, config.limits.max_context_length)
+        sglang_models.check_windows(config.model.path, config.limits.max_context_length)
 
 
 def build_sampler(
@@ -132,8 +132,15 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
     neutral = None
     if inference.kind == "vllm":
         neutral = neutral_adapter(read_architecture(config.model.path).targets)
+    omits = inference.kind == "sglang" and sglang_models.omits_adapted_output(config.model.path)
     return InferenceSampler(
-        engines, controls, folder, config.sampler, config.model.name, neutral=neutral
+        engines,
+        controls,
+        folder,
+        config.sampler,
+        config.model.name,
+        neutral=neutral,
+        omits_adapted_output=omits,
     )
 
 

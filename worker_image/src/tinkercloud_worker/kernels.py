@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_worker.experts import find_experts
+
 log = structlog.get_logger(__name__)
 
 P = ParamSpec("P")
@@ -24,22 +26,29 @@ R = TypeVar("R")
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Have a half-precision model on a GPU use Liger's kernels, as far as those know its kind.
+    """Have a half-precision model on a GPU use Liger's kernels, as far as those know its kind."""
+    if are_fused(model.device, model.dtype):
+        use_liger(model)
+
+
+def are_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether models of a dtype use Liger's kernels on a device.
 
     In float32 a model stays transformers' own to the last operation.
     """
-    if model.device.type != "cuda" or model.dtype == torch.float32 or not _can_compile():
-        return
+    if device.type != "cuda" or dtype == torch.float32 or not _can_compile():
+        return False
     if find_spec("liger_kernel") is None:
         log.info("no fused kernels: liger-kernel is not installed")
-        return
-    use_liger(model)
+        return False
+    return True
 
 
 def use_liger(model: PreTrainedModel) -> None:
     """Have a model compute norms, rotary positions and activations by Liger's kernels.
 
     They take the place of transformers' functions for all models of the kind in this process.
+    Mixtures keep transformers' activations.
     """
     # Liger names each backend of other makers' that is not there, at every start.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
@@ -50,7 +59,8 @@ def use_liger(model: PreTrainedModel) -> None:
         model,
         rope=True,
         rms_norm=True,
-        swiglu=True,
+        # Its experts are another class, in which no later model's would be known for what they are.
+        swiglu=not find_experts(model),
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )

@@ -1,6 +1,6 @@
 """Whether a base model computes what transformers does, asked of each that is loaded.
 
-Shape legend: R positions, D hidden size, V vocabulary.
+Shape legend: R positions, D hidden size, V vocabulary, N either of those.
 """
 
 from collections.abc import Sequence

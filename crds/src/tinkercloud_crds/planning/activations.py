@@ -23,21 +23,23 @@ _IMBALANCE = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How norms and activations are computed, by what their backward passes hold.
+    """What a layer's backward pass holds for the way in which norms and activations are computed.
 
-    All are numbers of `_BYTES` for each number that goes in, or comes out.
+    Counted in numbers of 16 bits.
     """
 
     inputs: int
-    """Inputs of a layer's two norms, but for the layer's own input."""
+    """For each number of a hidden state: inputs of a layer's two norms, as those keep them. A
+    layer's own input as it came is not among them: `kept_per_token` has it."""
     normalized: int
-    """What is normalized inside the attention."""
+    """For each number that is normalized inside the attention."""
     activated: int
-    """Gates of a dense MLP after their activation."""
+    """For each gate of a dense MLP: itself after its activation."""
     overwritten: int
-    """Gradients of gate and up of a dense MLP that take the place of those."""
+    """For each gate of a dense MLP: gradients of it and its up that are written over values."""
     outputs: int
-    """Hidden states and gradients of them that are there in a layer's backward pass."""
+    """For each number of a hidden state: the gradient of the layer's output, and what the trainer
+    holds of the last layer's."""
 
 
 SEPARATE = Kernels(inputs=4, normalized=2, activated=1, overwritten=0, outputs=1)
@@ -55,7 +57,10 @@ def kept_per_token(architecture: Architecture, layout: Layout, layers: int) -> f
 
 
 def final_per_token(architecture: Architecture, layout: Layout) -> float:
-    """Return the bytes per token of hidden state, its gradient, and the final norm in float32."""
+    """Return the bytes per token of hidden state, its gradient, and the final norm in float32.
+
+    Fused, that norm takes half as much.
+    """
     return 4 * architecture.hidden_size * _BYTES / layout.context
 
 
@@ -77,7 +82,7 @@ def working_per_token(
     """
     working = max(
         layer_values(architecture, layer, layout, lora_rank, kernels)
-        + layer_gradients(architecture, layer, layout, kernels)
+        + _layer_gradients(architecture, layer, layout, kernels)
         for layer in layers
     )
     # Keys and values of whole sequences, and their gradients, are at every rank of those.
@@ -109,7 +114,7 @@ def layer_values(
     return _BYTES * width + _LOW_RANK_BYTES * lora_rank * low
 
 
-def layer_gradients(
+def _layer_gradients(
     architecture: Architecture, layer: Layer, layout: Layout, kernels: Kernels
 ) -> float:
     """Return the bytes per token of gradients that a layer's backward pass holds at its peak.

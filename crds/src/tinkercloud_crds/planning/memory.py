@@ -112,7 +112,7 @@ def training(
     *,
     tokens: int,
     lora_rank: int | None,
-    kernels: Kernels = SEPARATE,
+    kernels: Kernels,
     reserve: int = 0,
     neighbour: int = 0,
 ) -> GpuMemory:
@@ -146,7 +146,7 @@ def state_bytes(architecture: Architecture, lora_rank: int | None) -> int:
         architecture: the model.
         lora_rank: of the adapter; None for a full fine-tune.
     """
-    on_one = training(architecture, Layout(), tokens=0, lora_rank=lora_rank)
+    on_one = training(architecture, Layout(), tokens=0, lora_rank=lora_rank, kernels=SEPARATE)
     return on_one.trained // _TRAINED_BYTES * _STATE_BYTES
 
 
@@ -156,7 +156,7 @@ def largest_micro_batch(
     *,
     available: int,
     lora_rank: int | None,
-    kernels: Kernels = SEPARATE,
+    kernels: Kernels,
 ) -> int:
     """Return how many tokens a micro-batch can have; 0 or less if the model alone is too much.
 

@@ -75,6 +75,7 @@ class InferenceSampler:
         base_model: str,
         *,
         neutral: WeightsSnapshot | None,
+        omits_adapted_output: bool,
     ) -> None:
         """Make a sampler; no server is asked yet.
 
@@ -86,6 +87,8 @@ class InferenceSampler:
             base_model: name of the base model.
             neutral: an adapter that changes nothing, to sample the base model through where servers
                 can't be trusted with requests that name no adapter; None where they can.
+            omits_adapted_output: whether servers leave out, without a word, what adapters add to
+                the output layer.
         """
         self._engines = {engine.url: engine for engine in engines}
         self._controls = controls
@@ -93,6 +96,7 @@ class InferenceSampler:
         self._config = config
         self._base_model = base_model
         self._neutral = neutral
+        self._omits_adapted_output = omits_adapted_output
         self._base: asyncio.Task[_Version] | None = None
         self._versions: dict[str, _Version] = {}
         self._users: Counter[str] = Counter()
@@ -116,6 +120,12 @@ class InferenceSampler:
                 "this model's sampler is a server that someone else operates, whose weights stay as"
                 " they are: it samples from adapters; create the model with a LoRA rank, or save"
                 " its weights under a name and sample from them elsewhere"
+            )
+        if self._omits_adapted_output and weights.lora is not None and weights.lora.train_unembed:
+            raise InvalidRequest(
+                "lora_config.train_unembed: true, but SGLang, this model's sampler, leaves out what"
+                " adapters add to the output layer of its family (Gemma); create the model with"
+                " train_unembed=False, or save its weights under a name and sample elsewhere"
             )
         name = await asyncio.to_thread(self._folder.write, weights, self._base_model)
         published = _Version(weights.lora, name)

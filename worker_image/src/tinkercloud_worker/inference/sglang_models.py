@@ -1,34 +1,31 @@
 """Models that SGLang computes otherwise than their configuration says, without a word.
 
 Of them a trainer's logprobs and an engine's are those of two models. All is by the source of SGLang
-0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is refused here.
+0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is refused for it.
 """
+
+from typing import Any
 
 from transformers import AutoConfig
 
 from tinkercloud_worker import architecture
 from tinkercloud_worker.architecture import UnsupportedModelError, check_folder
-from tinkercloud_worker.packing import mask_kinds
 
-_WITHOUT_WINDOWS = frozenset(
-    {
-        "mistral",
-        "mixtral",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "starcoder2",
-    }
+_WINDOWS_IN_ALL_LAYERS = frozenset(
+    {"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
 )
-"""Families whose windows it does not read."""
-_ELSEWHERE = "sample with backend torch (no sampler.engines) or a vLLM server"
+"""Families whose windows SGLang does not read, and whose layers all have one, or none."""
+_WINDOWS_IN_SOME_LAYERS = frozenset({"ministral", "qwen2", "qwen2_moe", "qwen3"})
+"""The same, but for layers, which `layer_types` tells apart. A Mistral that has those is read as a
+Ministral by transformers."""
+_WITHOUT_ADAPTED_OUTPUT = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4"}
+)
+"""Families whose output layer it takes from the input embedding, past all adapters."""
 
 
-def check(path: str, max_context_length: int | None) -> None:
-    """Check that engines compute a model as trainers do.
+def check_windows(path: str, max_context_length: int | None) -> None:
+    """Check that engines attend to the positions that a trainer attends to.
 
     Args:
         path: of the model's folder, which may lack the weights.
@@ -37,22 +34,34 @@ def check(path: str, max_context_length: int | None) -> None:
     Raises:
         UnsupportedModelError: they don't.
     """
-    check_folder(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    family = config.model_type
-    if family.startswith("gemma"):
-        raise UnsupportedModelError(
-            f"model_type: {family!r}: SGLang leaves out what adapters add to Gemma's output layer;"
-            f" {_ELSEWHERE}"
-        )
-    window: int = getattr(config, "sliding_window", None) or 0
-    has_windows = window > 0 and "sliding_attention" in mask_kinds(config)
-    if not has_windows or family not in _WITHOUT_WINDOWS:
-        return
+    config = _read(path)
+    window = _window(config)
     longest = min(max_context_length or 1 << 62, architecture.max_context_length(config))
-    if window < longest:
+    if window is not None and window < longest:
         raise UnsupportedModelError(
-            f"sliding_window: SGLang attends to whole sequences of {family}, which is the same for"
-            f" up to {window} tokens, but sequences may have {longest}; set maxContextLength to"
-            f" {window} or less, or {_ELSEWHERE}"
+            f"sliding_window: SGLang attends to whole sequences of {config.model_type}, which is"
+            f" the same for up to {window} tokens, but sequences may have {longest}; set"
+            f" maxContextLength to {window} or less, or sample with backend torch (no"
+            " sampler.engines) or a vLLM server"
         )
+
+
+def omits_adapted_output(path: str) -> bool:
+    """Return whether engines leave out what adapters add to the output layer of a model.
+
+    Args:
+        path: of the model's folder, which may lack the weights.
+    """
+    return _read(path).model_type in _WITHOUT_ADAPTED_OUTPUT
+
+
+def _read(path: str) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
+    check_folder(path)
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _window(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return how many positions a trainer attends to where SGLang attends to all."""
+    family, window = config.model_type, getattr(config, "sliding_window", None)
+    in_some = family in _WINDOWS_IN_SOME_LAYERS and "sliding_attention" in config.layer_types
+    return window if in_some or family in _WINDOWS_IN_ALL_LAYERS else None

@@ -1,0 +1,154 @@
+"""What SGLang computes otherwise than a configuration says is refused, and nothing else is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tinkercloud_crds.planning.families import read
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    InferenceConfig,
+    Limits,
+    SamplerConfig,
+    TrainerConfig,
+)
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker.__main__ import build_backend
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.build_sampler import check_model, inference_sampler
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.inference.client import ServerError
+
+PUBLIC_MODELS: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "planning" / "public_models.json").read_text()
+)
+POSITIONS = 4096
+NARROW = {"max_position_embeddings": POSITIONS, "sliding_window": 1000}
+KINDS = ["full_attention", "sliding_attention"]
+
+
+def a_folder(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def a_head(
+    folder: Path, *, longest: int | None = None, backend: Any = "sglang", kind: Any = "sglang"
+) -> HeadConfig:
+    inference = InferenceConfig(kind=kind, urls=("http://127.0.0.1:9",), recovery_seconds=0.1)
+    return HeadConfig(
+        head="h",
+        generation="g",
+        model=BaseModelSource(name="acme/model", path=str(folder)),
+        token_file="",
+        checkpoint_root="",
+        scratch_dir=str(folder / "scratch"),
+        trainer=TrainerConfig(backend="none"),
+        sampler=SamplerConfig(backend=backend, inference=inference),
+        limits=Limits(max_context_length=longest) if longest else Limits(),
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral"},
+        {"model_type": "mistral", "layer_types": KINDS, "num_hidden_layers": 2},
+        {"model_type": "mixtral"},
+        {"model_type": "phi3"},
+        {"model_type": "qwen3_moe", "use_sliding_window": True},
+        {"model_type": "starcoder2"},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "layer_types": KINDS,
+            "num_hidden_layers": 2,
+        },
+    ],
+    ids=str,
+)
+def test_sequences_beyond_a_window_that_sglang_does_not_read_are_refused(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = a_folder(tmp_path / "model", NARROW | config)
+
+    for head in (a_head(folder), a_head(folder, longest=1001), a_head(folder, backend="external")):
+        with pytest.raises(UnsupportedModelError, match=r"sliding_window: .* to 1000 or less"):
+            check_model(head)
+    check_model(a_head(folder, longest=1000))
+    check_model(a_head(folder, backend="external", kind="vllm"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": POSITIONS},
+        {"model_type": "mistral", "layer_types": KINDS[:1], "num_hidden_layers": 1},
+        {"model_type": "mixtral", "sliding_window": None},
+        {"model_type": "qwen2", "use_sliding_window": False},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99},
+        {"model_type": "qwen3_moe", "use_sliding_window": False},
+        # Its windows SGLang reads.
+        {"model_type": "gpt_oss"},
+    ],
+    ids=str,
+)
+def test_models_without_such_windows_are_taken(config: dict[str, Any], tmp_path: Path) -> None:
+    check_model(a_head(a_folder(tmp_path / "model", NARROW | config)))
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_what_plans_say_of_a_model_is_taken(name: str, tmp_path: Path) -> None:
+    config = PUBLIC_MODELS[name]["config"]
+    folder = a_folder(tmp_path / "model", config)
+
+    check_model(a_head(folder, longest=read(config).max_context_length))
+
+
+def test_a_head_says_so_before_it_loads_anything(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path / "model", NARROW | {"model_type": "mistral"})
+
+    with pytest.raises(UnsupportedModelError, match="sliding_window"):
+        build_backend(a_head(folder))
+
+
+@pytest.mark.parametrize("backend", ["sglang", "external"])
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_leaves_it_out(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    folder = a_folder(tmp_path / "model", {"model_type": family})
+    sampler = inference_sampler(a_head(folder, backend=backend))
+
+    with pytest.raises(InvalidRequest, match="train_unembed=False"):
+        await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
+    await sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "lora"),
+    [
+        ("gemma2", "sglang", LoraConfig(rank=1, train_unembed=False)),
+        ("gemma4_text", "sglang", LoraConfig(rank=1)),
+        ("llama", "sglang", LoraConfig(rank=1)),
+    ],
+)
+async def test_other_adapters_reach_the_servers(
+    family: str, kind: str, lora: LoraConfig, tmp_path: Path
+) -> None:
+    folder = a_folder(tmp_path / "model", {"model_type": family})
+    sampler = inference_sampler(a_head(folder, backend="external", kind=kind))
+    weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
+
+    with pytest.raises(ServerError, match="no inference server answers"):
+        await sampler.publish("v", WeightsSnapshot(lora, weights))
+    await sampler.close()
