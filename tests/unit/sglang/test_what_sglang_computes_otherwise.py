@@ -135,18 +135,18 @@ async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_lea
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "lora"),
+    ("family", "lora"),
     [
-        ("gemma2", "sglang", LoraConfig(rank=1, train_unembed=False)),
-        ("gemma4_text", "sglang", LoraConfig(rank=1)),
-        ("llama", "sglang", LoraConfig(rank=1)),
+        ("gemma2", LoraConfig(rank=1, train_unembed=False)),
+        ("gemma4_text", LoraConfig(rank=1)),
+        ("llama", LoraConfig(rank=1)),
     ],
 )
 async def test_other_adapters_reach_the_servers(
-    family: str, kind: str, lora: LoraConfig, tmp_path: Path
+    family: str, lora: LoraConfig, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family})
-    sampler = inference_sampler(a_head(folder, backend="external", kind=kind))
+    sampler = inference_sampler(a_head(folder, backend="external"))
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 
     with pytest.raises(ServerError, match="no inference server answers"):
