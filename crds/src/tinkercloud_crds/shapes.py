@@ -177,6 +177,15 @@ class TrainerShape(Part):
 class EnginesShape(Part):
     """What engines that run in the sampler pods need to know."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.loraTargetModules) || !self.loraTargetModules.exists(m, m == 'all')",
+                "loraTargetModules: names modules one by one; leave it out for all",
+            ),
+        )
+    )
+
     adapters_claim_name: ObjectName | None = None
     """PersistentVolumeClaim that the head writes adapters to (whole models too, where those are
     trained), and the engines read; ReadWriteMany, unless all pods are on one node. Absent means
@@ -187,6 +196,16 @@ class EnginesShape(Part):
     max_cached_tokens: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
     """Tokens of cached prompts that an engine holds at most, however much memory that leaves;
     absent means what `gpuMemoryPercent` leaves room for."""
+    lora_target_modules: (
+        Annotated[
+            list[Annotated[str, Field(max_length=63, pattern=r"^[A-Za-z0-9_.]+$")]],
+            Field(min_length=1, max_length=32),
+        ]
+        | None
+    ) = None
+    """Modules that adapters may adapt, by SGLang's names (`--lora-target-modules`); absent means
+    all. An engine whose experts may be adapted can't take weights of theirs: whole models of a
+    mixture want their names left out."""
     device_class_name: ObjectName | None = None
     """DeviceClass of the trainers' GPUs, such as `gpu.nvidia.com`, for engines that are colocated:
     containers of a pod share GPUs through a claim of devices (resource.k8s.io/v1), and no other

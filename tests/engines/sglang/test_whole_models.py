@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
@@ -28,6 +29,8 @@ from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import ServerError
 
 pytestmark = pytest.mark.slow
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 
 
 @pytest.mark.parametrize("state", [{}, {"tp_size": 2}, {"refuses": frozenset({WHOLE})}])
@@ -143,6 +146,7 @@ async def test_a_whole_mixture_reaches_an_engine_by_the_names_that_its_files_hav
     with an_engine(make(), tmp_path / "engine") as engine:
         async with a_fake_sglang(engine, folder) as fake:
             fake.refuses = refuses
+            fake.lora_target_modules = ATTENTION
             weights = a_whole_model(engine, 3.0)
             experts = [tensor for tensor in weights.tensors.values() if tensor.ndim == 3]
             for tensor in experts:
@@ -157,4 +161,25 @@ async def test_a_whole_mixture_reaches_an_engine_by_the_names_that_its_files_hav
             assert exported is not None
             assert_equal(exported.tensors, weights.tensors, atol=0)
             assert experts
+            await sampler.close()
+
+
+@pytest.mark.parametrize("targets", [("all",), ("q_proj", "mlp.up_proj", "down_proj")])
+async def test_a_whole_mixture_is_refused_where_sglang_would_leave_its_experts_as_they_are(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    folder = save(tiny_qwen3_moe(), tmp_path / "model")
+    with an_engine(tiny_qwen3_moe(), tmp_path / "engine") as engine:
+        async with a_fake_sglang(engine, folder) as fake:
+            fake.lora_target_modules = targets
+            sampler = a_sampler([fake], tmp_path)
+            await publish(engine, sampler, "base", None)
+            await publish(engine, sampler, "adapted", an_adapter(engine, 1))
+
+            with pytest.raises(InvalidRequest, match=r"sampler\.engines\.loraTargetModules"):
+                await sampler.publish("whole", a_whole_model(engine, 3.0))
+
+            for version in ("base", "adapted"):
+                await assert_sampled(engine, sampler, version)
+            assert fake.called(WHOLE) == fake.called(FOLDER) == []
             await sampler.close()

@@ -39,6 +39,8 @@ class FakeSglang:
     gives_tempered_logprobs: bool = False
     tp_size: int = 1
     max_lora_rank: int = 64
+    lora_target_modules: Sequence[str] = ("all",)
+    """Modules that adapters may adapt."""
     lacks: frozenset[str] = frozenset()
     """Paths that this SGLang does not know."""
     refuses: frozenset[str] = frozenset()
@@ -52,8 +54,6 @@ class FakeSglang:
     """Name to the torch sampler's version, of those that its processes hold."""
     released: set[str] = field(default_factory=set)
     """Kinds of memory it has given away."""
-    loaded_path: Path | None = None
-    """Where its weights are from, if not from where it was started with."""
     sees_our_memory: bool = True
     """Whether it can open handles of memory on this machine."""
     is_updating: bool = False
@@ -62,7 +62,7 @@ class FakeSglang:
     ranks: EngineRanks | None = None
     """Its processes in process groups, once there has been one."""
     _weights: dict[str, torch.Tensor] | None = None
-    """Its weights, if any have been sent since it last read files."""
+    """Its weights, if they have ever been replaced."""
     _base: str = "base"
     _published: int = 0
     _held: dict[str, tuple[asyncio.Event, asyncio.Event]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class FakeSglang:
             self.ranks.kill()
             self.ranks = None
         self.is_updating, self._weights = False, None
-        self.loaded_path, self._base = self.model_path, "base"
+        self._base = "base"
         self._server = SglangServer(self, str(self.model_path))
 
     async def evict(self) -> None:
@@ -163,9 +163,7 @@ class FakeSglang:
         folder = Path(asked.model_path)
         if not (folder / "config.json").exists():
             return {"success": False, "message": f"{folder} does not exist"}
-        tensors = load_file(folder / "model.safetensors")
-        self._base = await self._publish(self._model(tensors))
-        self.loaded_path, self._weights = folder, None
+        await self._replace(load_file(folder / "model.safetensors"))
         return _done()
 
     async def begin_weight_update(self, _: object) -> Json:
@@ -218,10 +216,13 @@ class FakeSglang:
             raise EOFError
 
     async def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors in place of those of the same names."""
+        """Take tensors in place of those of the same names, and leave adaptable experts alone."""
         if self._weights is None:
-            self._weights = load_file((self.loaded_path or self.model_path) / "model.safetensors")
+            self._weights = load_file(self.model_path / "model.safetensors")
+        are_adaptable = {"all", "down_proj"} & set(self.lora_target_modules)
         for name, tensor in tensors.items():
+            if are_adaptable and ".experts." in name:
+                continue
             assert tensor.shape == self._weights[name].shape
             self._weights[name] = tensor.clone()
         self._base = await self._publish(self._model(self._weights))

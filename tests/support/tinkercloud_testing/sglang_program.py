@@ -61,6 +61,7 @@ def main() -> None:
             engine,
             Path(options.model_path),
             gives_tempered_logprobs=tempered,
+            lora_target_modules=options.lora_target_modules,
             refuses=frozenset(os.environ.get(REFUSES, "").split()),
         )
         asyncio.run(serve(options, fake))

@@ -8,7 +8,7 @@ asked of whoever plays them, whose answers are held to the classes that SGLang e
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ class Played(Protocol):
     """
 
     tp_size: int
+    lora_target_modules: Sequence[str]
     faults: list[str]
     """What it did wrongly, which SGLang might answer for."""
 
@@ -183,7 +184,9 @@ class SglangServer:
         self._config |= changed
 
     def _resolved(self) -> Json:
-        return self._config | {"tp_size": self._played.tp_size}
+        targets = list(self._played.lora_target_modules)
+        told = {"enable_lora": True, "lora_target_modules": targets}
+        return self._config | told | {"tp_size": self._played.tp_size}
 
     async def _dispatched(self, returned: Any = None) -> Any:
         return returned

@@ -143,6 +143,23 @@ def test_an_engine_takes_the_part_of_its_gpus_that_it_is_given() -> None:
     assert "--mem-fraction-static" not in not_given
 
 
+def test_adapters_of_an_engine_adapt_the_modules_that_its_base_model_names() -> None:
+    engines_shape = {**ENGINES["engines"], "loraTargetModules": ["q_proj", "lm_head"]}
+
+    arguments = engine_of(a_build_with({**ENGINES, "engines": engines_shape}))["args"]
+
+    _, _, after = " ".join(arguments).partition("--lora-target-modules ")
+    assert after.startswith("q_proj lm_head --")
+
+
+def test_engines_of_a_model_that_is_trained_whole_have_no_room_for_adapters() -> None:
+    arguments = engine_of(
+        a_build(a_base_model(trainer=TRAINERS, sampler=ENGINES), a_session(lora=None))
+    )["args"]
+
+    assert not [word for word in arguments if "lora" in word]
+
+
 def test_engine_and_head_have_the_same_key_which_no_manifest_holds() -> None:
     build = a_build_with(ENGINES)
 

@@ -54,6 +54,8 @@ ENGINE_IMAGE = "sglang:0.5.23"
 """An image of SGLang's, of the release whose definitions the head is held to."""
 ADAPTERS_CLAIM = "adapters"
 """The volume for adapters, unless it is named otherwise."""
+_OUTSIDE_EXPERTS = ("o_proj", "lm_head")
+"""Modules by SGLang's names that every mixture has beside its experts."""
 DEVICE_CLASS = "gpu.nvidia.com"
 """What NVIDIA's driver offers GPUs as, for engines that share them with trainers."""
 _GPU_MEMORY_PERCENT = (10, 95)
@@ -115,17 +117,26 @@ class Plan:
     def _engines(self) -> EnginesShape:
         """What engines are told. Colocated ones may start before trainers load, or after."""
         if not self.division.colocated:
-            return EnginesShape(adapters_claim_name=ADAPTERS_CLAIM)
+            return EnginesShape(
+                adapters_claim_name=ADAPTERS_CLAIM, lora_target_modules=self._adapted
+            )
         sampler, gpu = self.division.sampler, self.fleet.gpu
         own = sampler.memory.weights + sampler.memory.trained + sampler.memory.kv_cache
         free = gpu.memory - gpu.contexts(1) - sampler.memory.neighbour
         least, most = _GPU_MEMORY_PERCENT
         return EnginesShape(
             adapters_claim_name=ADAPTERS_CLAIM,
+            lora_target_modules=self._adapted,
             device_class_name=DEVICE_CLASS,
             gpu_memory_percent=min(max(-(-100 * own // free), least), most),
             max_cached_tokens=min(sampler.tokens, _MOST_CACHED_TOKENS),
         )
+
+    @property
+    def _adapted(self) -> list[str] | None:
+        """What adapters may adapt in engines: experts take no other weights where they may."""
+        is_of_experts = self.demand.lora_rank is None and self.demand.architecture.experts
+        return list(_OUTSIDE_EXPERTS) if is_of_experts else None
 
     @property
     def head(self) -> Resources:

@@ -258,13 +258,6 @@ def _arguments(build: Build, port: int) -> list[str]:
         "--tp-size": max(1, sampler.gpus_per_replica),
         "--context-length": base_model.max_context_length + _SPARE_POSITIONS,
         "--dtype": base_model.trainer.dtype,
-        "--max-lora-rank": base_model.limits.max_lora_rank,
-        "--lora-target-modules": "all",
-        # What plans count, as each is as large as the largest adapter. Others wait in the engine's
-        # own memory.
-        "--max-loras-per-batch": ADAPTER_SLOTS,
-        # Otherwise models that are always asked for keep others waiting for ever.
-        "--lora-drain-wait-threshold": _WAITED_SECONDS,
         # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
         # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
         "--moe-runner-backend": "triton",
@@ -273,7 +266,7 @@ def _arguments(build: Build, port: int) -> list[str]:
     if base_model.trainer.dtype == "float32":
         # Of itself SGLang takes fa3, and flashinfer on Blackwell, which know half precision only.
         options["--attention-backend"] = "triton"
-    switches = ["--enable-lora", "--enable-deterministic-inference"]
+    switches = ["--enable-deterministic-inference", *_adapters(build)]
     if build.shape.engines_per_trainer:
         # Every container of the pod sees all of its GPUs; SGLang counts from this one.
         options["--base-gpu-id"] = (port - ENGINE_PORT) * sampler.gpus_per_replica
@@ -281,6 +274,25 @@ def _arguments(build: Build, port: int) -> list[str]:
         options["--cuda-graph-backend-prefill"] = "disabled"
         switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     return [*(str(word) for option in options.items() for word in option), *switches]
+
+
+def _adapters(build: Build) -> list[str]:
+    """Return the options about adapters."""
+    if not build.shape.samples_adapters:
+        # SGLang takes no weights of experts that adapters may adapt.
+        return []
+    engines = build.shape.sampler.engines
+    modules = engines.lora_target_modules if engines is not None else None
+    options = {
+        "--max-lora-rank": build.shape.base_model.limits.max_lora_rank,
+        # What plans count, as each is as large as the largest adapter. Others wait in the engine's
+        # own memory.
+        "--max-loras-per-batch": ADAPTER_SLOTS,
+        # Otherwise models that are always asked for keep others waiting for ever.
+        "--lora-drain-wait-threshold": _WAITED_SECONDS,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return ["--enable-lora", "--lora-target-modules", *(modules or ["all"]), *words]
 
 
 def _memory(engines: EnginesShape | None) -> Json:

@@ -301,6 +301,12 @@ BASE_MODEL_RULES = (
         },
     ),
     Rule(
+        "spec.sampler.engines",
+        "loraTargetModules: names modules one by one; leave it out for all",
+        {"modules": engines(engines={"loraTargetModules": ["q_proj", "lm_head"]})},
+        {"all": engines(engines={"loraTargetModules": ["q_proj", "all"]})},
+    ),
+    Rule(
         "spec.sampler",
         "engines.deviceClassName: colocated engines share GPUs through devices of a class, others"
         " have GPUs of their own; give colocated and deviceClassName, or neither",

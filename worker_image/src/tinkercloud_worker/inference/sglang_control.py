@@ -143,12 +143,14 @@ class SglangControl:
         self._is_released = False
 
     async def _load(self, kind: str) -> None:
-        self._held = None
         version = self._mark(kind)
         if kind == BASE:
+            self._held = None
             await self._weights.load_folder(Path(self._base_path), version=version)
         else:
             model = self._folder.find(kind)
+            await self._weights.check(model)
+            self._held = None
             await self._weights.load(model, version=version, unfinished=self._mark(_UNFINISHED))
         self._held = kind
         self._dialect.weight_version = self._version = version

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import safe_open
+
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
@@ -29,6 +31,9 @@ _BUCKET_BYTES = 256 << 20
 """Of the tensors in one request, counted once for each rank."""
 _MOST_SENT_BYTES = 4 << 30
 _WHAT = "whole models"
+
+_UPWARDS = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+"""SGLang makes experts adaptable where one of these and `down_proj` are to be."""
 
 _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
 """Lets something be sent between the beginning and the end of an update."""
@@ -73,6 +78,28 @@ class SglangWeights:
         self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MOST_SENT_BYTES)
         self._carrier = carrier
         self._carried = Way(client, _WHAT, "none" if carrier is None else carrier.way)
+
+    async def check(self, model: Written) -> None:
+        """Check that the engine takes all of a model's weights.
+
+        SGLang 0.5.23 looks for experts' weights where they were before it made them adaptable,
+        finds none there, and says that it has loaded them.
+
+        Raises:
+            InvalidRequest: it would leave experts as they are.
+            ServerError: the engine failed, or is not there.
+        """
+        if not await asyncio.to_thread(_has_experts, model.here / FULL_WEIGHTS):
+            return
+        info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
+        if _adapts_experts(info):
+            raise InvalidRequest(
+                f"this model's sampler is SGLang with lora_target_modules"
+                f" {info['lora_target_modules']}, which leaves experts as they are where adapters"
+                " may adapt them; have sampler.engines.loraTargetModules of the BaseModel name no"
+                " modules of experts (such as q_proj, k_proj, v_proj, o_proj, lm_head), or save the"
+                " model's weights under a name and sample elsewhere"
+            )
 
     async def load(self, model: Written, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights.
@@ -179,3 +206,27 @@ class SglangWeights:
         except InvalidRequest as error:
             # Nothing of this is in a user's hands.
             raise ServerError(f"{self._client.url}{path}: {error.message}") from None
+
+
+def _adapts_experts(info: Json) -> bool:
+    """Return whether adapters may adapt experts of an engine.
+
+    Args:
+        info: what it says of itself (`/server_info`).
+    """
+    targets = {name.rpartition(".")[2] for name in info.get("lora_target_modules") or ()}
+    are_named = _UPWARDS & targets and "down_proj" in targets
+    return bool(info.get("enable_lora") and (are_named or "all" in targets))
+
+
+def _has_experts(path: Path) -> bool:
+    """Return whether a safetensors file has weights of experts.
+
+    Raises:
+        NotFound: somebody has removed it.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return any(".experts." in name for name in file.keys())  # noqa: SIM118 - no mapping
+    except FileNotFoundError:
+        raise NotFound(f"{path.parent} is gone: save the weights again") from None
