@@ -21,7 +21,6 @@ from benchmarks.gpu.engines import (
     a_request,
 )
 from benchmarks.gpu.sglang_proof import (
-    ATTENTION_ONLY,
     BASE,
     DRAWN,
     MIXTURE,
@@ -30,12 +29,14 @@ from benchmarks.gpu.sglang_proof import (
     VERSIONS,
     Proof,
     a_proof,
+    latent,
     prompt,
 )
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.payloads import FloatArray
 from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
+from tinkercloud_testing.sessions import a_session
 from tinkercloud_worker.engine.sampler import (
     PromptQuestions,
     StopRules,
@@ -54,7 +55,8 @@ _WAITED_SECONDS = 60.0
 
 def served(bench: Bench) -> Iterator[Measurement]:
     """S1 to S9, S13 to S15: a server as in a pod, in float32."""
-    with a_proof(bench, SMALL if bench.device.type == "cpu" else SHAPE, torch.float32) as proof:
+    shape = SMALL if bench.device.type == "cpu" else SHAPE
+    with a_proof(bench, shape.build, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
         # The last ones, since several heads then have changed the server's weights.
@@ -67,20 +69,19 @@ def served(bench: Bench) -> Iterator[Measurement]:
 
 
 def mixture(bench: Bench) -> Iterator[Measurement]:
-    """S16 to S18: a server of a mixture of experts, in float32."""
-    # Its kernels for experts' adapters are for GPUs.
-    options = ATTENTION_ONLY if bench.device.type == "cpu" else ()
-    with a_proof(bench, MIXTURE, torch.float32, *options) as proof:
-        adapted = "of its attention" if options else "of its experts too"
-        gap = np.concatenate([proof.gap(version) for version in VERSIONS])
-        apart = proof.gap("one", against="two").mean()
-        yield Measurement(
-            "S16", f"SGLang's logprobs - our trainer's: a mixture, adapters {adapted}, float32",
-            float(gap.max()), "", "<= 1e-3", "<= 1e-5", f"from another adapter's {apart:.2f}",
-        )  # fmt: skip
+    """S16 to S18: servers of a mixture of experts, in float32."""
+    with a_proof(bench, MIXTURE.build, torch.float32) as proof:
+        yield _adapted(proof, "S16", "a mixture, adapters of its experts too")
+    whole = a_session(lora=None)
+    with a_proof(bench, MIXTURE.build, torch.float32, session=whole) as proof:
         yield _whole(proof, "S17", "of a mixture in requests", proof.sampler)
-        proof.publish("one", sampler=proof.reader)
         yield _whole(proof, "S18", "of a mixture from its folder", proof.reader)
+
+
+def latent_attention(bench: Bench) -> Iterator[Measurement]:
+    """S19: a server of a DeepSeek-V3, in float32."""
+    with a_proof(bench, latent, torch.float32) as proof:
+        yield _adapted(proof, "S19", "latent attention and experts, adapters of both")
 
 
 def colocated(bench: Bench) -> Iterator[Measurement]:
@@ -91,17 +92,21 @@ def colocated(bench: Bench) -> Iterator[Measurement]:
     """
     if bench.device.type == "cpu":
         raise Skipped("there is no GPU whose memory could be given away")
-    with a_proof(bench, SHAPE, torch.bfloat16, *COLOCATED) as proof:
+    with a_proof(bench, SHAPE.build, torch.bfloat16, *COLOCATED) as proof:
         for check in SHARED:
             yield check(proof)
 
 
 def _alone(proof: Proof) -> Measurement:
+    return _adapted(proof, "S1", "a base, an adapter, another")
+
+
+def _adapted(proof: Proof, figure: str, what: str) -> Measurement:
     gap = np.concatenate([proof.gap(version) for version in VERSIONS])
     apart = proof.gap("one", against="two").mean()
     note = f"mean {gap.mean():.1e}; from another adapter's {apart:.2f}"
     return Measurement(
-        "S1", "SGLang's logprobs - our trainer's: a base, an adapter, another, float32",
+        figure, f"SGLang's logprobs - our trainer's: {what}, float32",
         float(gap.max()), "", "<= 1e-3", "<= 1e-5", note,
     )  # fmt: skip
 
@@ -129,7 +134,7 @@ def _from_files(proof: Proof) -> Measurement:
 def _scored(proof: Proof) -> Measurement:
     tokens = prompt(5)
     targets = np.full((len(tokens) - 1, 2), -1)
-    targets[3], targets[40] = (7, 9), (11, -1)
+    targets[3], targets[12] = (7, 9), (11, -1)
     questions = PromptQuestions(logprobs_from=1, top_k=3, targets=targets)
     request = replace(a_request(tokens, 1), questions=questions)
     proof.reference.publish("one", proof.trainer.snapshot("one"))
@@ -231,8 +236,9 @@ def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Me
     proof.publish("whole", BASE, sampler=sampler)
     gap = proof.gap("whole", sampler=sampler).max()
     apart = proof.gap("whole", against=BASE, sampler=sampler).mean()
-    back = max(proof.gap(version, sampler=sampler).max() for version in (BASE, "one"))
-    note = f"from the base model's {apart:.2f}; base and adapter afterwards {back:.1e}"
+    others = [version for version in (BASE, "one") if version in proof.versions]
+    back = max(proof.gap(version, sampler=sampler).max() for version in others)
+    note = f"from the base model's {apart:.2f}; {' and '.join(others)} afterwards {back:.1e}"
     return Measurement(
         figure, f"SGLang's logprobs - our trainer's: a whole model {how}, float32",
         float(gap), "", "<= 1e-3", "<= 1e-5", note,

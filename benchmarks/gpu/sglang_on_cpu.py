@@ -1,8 +1,9 @@
 """SGLang's server without a GPU: `python -m benchmarks.gpu.sglang_on_cpu OPTIONS`.
 
-Its wheels hold kernels of GPUs only, and some of its modules import them wherever they run. Here it
-computes with torch alone, and pins no memory; what its seeds are hashed with is written again. Each
-of its processes begins with this module.
+Its wheels hold kernels of GPUs only, and some of its modules import them wherever they run. Here
+Triton's interpreter reads those that are written in Triton (TRITON_INTERPRET): attention, adapters,
+experts. Of the others, sorting tokens by expert and hashing seeds are written again, torch computes
+the rest, and no memory is pinned. Each of its processes begins with this module.
 """
 
 import functools
@@ -60,6 +61,51 @@ def murmur_hash(
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
+def sort_by_expert(
+    topk_ids: torch.Tensor, buckets: int, block_size: int, *written: torch.Tensor
+) -> None:
+    """Lay what goes to each expert in blocks of its own, as `moe_align_block_size` does.
+
+    Args:
+        topk_ids: experts of each token, [T, K].
+        buckets: how many experts there are, and one more, -1, for those of other ranks.
+        block_size: of what goes to one expert together.
+        written: to where the places in `topk_ids` are written, by expert, T * K where a block has
+            none; the expert of each block; and how many places there are, [1].
+    """
+    sorted_ids, expert_ids, padded_tokens, *_ = written
+    experts = topk_ids.flatten()
+    sorted_ids.fill_(len(experts))
+    expert_ids.fill_(-1)
+    start = 0
+    for expert in range(-1, buckets - 1):
+        [places] = torch.nonzero(experts == expert, as_tuple=True)
+        end = start + -(-len(places) // block_size) * block_size
+        sorted_ids[start : start + len(places)] = places
+        expert_ids[start // block_size : end // block_size] = expert
+        start = end
+    padded_tokens[0] = start
+
+
+def sort_by_adapter(topk_ids: torch.Tensor, *told: torch.Tensor, **_: object) -> None:
+    """Do the same for each adapter, as SGLang itself does for few tokens.
+
+    Args:
+        topk_ids: experts of each token, [T, K].
+        told: what else `moe_lora_align_block_size` is: seven arguments, three tensors that are
+            written, and which adapters there are.
+    """
+    known, written, enabled = told[:7], told[7:10], told[10]
+    found = _adapters._naive_moe_lora_align_block_size(topk_ids, *known, enabled, topk_ids.device)
+    for tensor, values in zip(written, found, strict=True):
+        tensor.copy_(values)
+
+
+def registered(name: str, function: Callable[..., object], key: str = "", **options: bool) -> None:
+    """Register one of SGLang's operations, those for CUDA for the CPU."""
+    _register(name, function, "CPU" if key == "CUDA" else key, **options)
+
+
 def _rotated(words: torch.Tensor, bits: int) -> torch.Tensor:
     words = words & _WORD
     return (words << bits | words >> (32 - bits)) & _WORD
@@ -77,11 +123,20 @@ torch.library.define(
     "(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor",
 )
 torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu", murmur_hash)
-# Seeds are read where inference is deterministic, for which torch's own kernels have to do.
-_choices = importlib.import_module("sglang.srt.arg_groups.choices")
-_choices.add_deterministic_attention_backend_choices(["torch_native"])
+# In the place of what no interpreter reads, and of what only a GPU would say.
 _invariant = importlib.import_module("sglang.srt.batch_invariant_ops")
-setattr(_invariant, "enable_batch_invariant_mode", lambda: None)  # noqa: B010 - as above
+vars(_invariant)["enable_batch_invariant_mode"] = lambda: None
+_tuning = importlib.import_module("sglang.kernels.ops.lora.dense.lora_tuning_config")
+vars(_tuning)["get_device_name"] = lambda: "cpu"
+_common = importlib.import_module("sglang.srt.utils.common")
+_register = _common.sglang_lib.impl
+_common.sglang_lib.impl = registered
+_experts = importlib.import_module(
+    "sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size"
+)
+vars(_experts)["sgl_moe_align_block_size"] = sort_by_expert
+_adapters = importlib.import_module("sglang.srt.lora.lora_moe_runners")
+vars(_adapters)["moe_lora_align_block_size"] = sort_by_adapter
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -25,6 +25,7 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -33,7 +34,13 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
 )
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+from tinkercloud_testing.models import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    tiny_deepseek_v3,
+)
+from tinkercloud_testing.sessions import a_session
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import (
@@ -48,19 +55,38 @@ from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
-SMALL = Shape("smaller", "llama", 256, 4, 4, 2, 64, 512, VOCAB_SIZE, tied=False)
-"""On a CPU."""
-MIXTURE = replace(SMALL, name="small mixture", family="qwen3_moe", experts=8, chosen=2)
-ATTENTION_ONLY = ("--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
-"""A server's option: what adapters there may adapt."""
-RANK = 32
+SMALL = Shape("smaller", "llama", 64, 2, 4, 2, 16, 128, VOCAB_SIZE, tied=False)
+"""On a CPU, where interpreting kernels takes its time."""
+MIXTURE = replace(SMALL, name="small mixture", family="qwen3_moe", experts=4, chosen=2)
+RANK = 16
 SEEDS = {"one": 1, "two": 2}
 """Adapters, and what their weights are drawn with."""
 BASE = "base"
 """The trainer's model that is the base model's equal: an adapter without effect."""
 VERSIONS = (BASE, *SEEDS)
-DRAWN = 48
-_PROMPT = 100
+A_SESSION = a_session()
+"""Of an adapter."""
+DRAWN = 6
+_PROMPT = 20
+_LATENT = {
+    "hidden_size": 64,
+    "q_lora_rank": 32,
+    # SGLang's kernels know two sizes of what is kept of a token: 512 + 64, and these.
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "rms_norm_eps": 1e-6,
+    # On a CPU SGLang multiplies by it twice.
+    "routed_scaling_factor": 1.0,
+    # Published configurations say so, and transformers leaves it out.
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+Build = Callable[[torch.device, torch.dtype], PreTrainedModel]
 
 
 @dataclass
@@ -81,6 +107,8 @@ class Proof:
     reference: RunningSampler
     trainer: TorchTrainer
     runner: asyncio.Runner
+    versions: tuple[str, ...]
+    """What is published: without adapters, the base model alone."""
 
     def publish(self, *models: str, sampler: InferenceSampler | None = None) -> None:
         """Publish the trainer's weights of models under their own names."""
@@ -132,15 +160,31 @@ def prompt(seed: int, length: int = _PROMPT) -> list[int]:
     return [token for token in a_prompt(SHAPE, length, seed) if token != EOS_TOKEN_ID]
 
 
+def latent(device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a small DeepSeek-V3 with random weights."""
+    model = tiny_deepseek_v3(**_LATENT)
+    model.train(mode=False).requires_grad_(requires_grad=False)
+    # transformers' own is not typed.
+    torch.nn.Module.to(model, device=device, dtype=dtype)
+    return model
+
+
 @contextmanager
-def a_proof(bench: Bench, shape: Shape, dtype: torch.dtype, *options: str) -> Iterator[Proof]:
+def a_proof(
+    bench: Bench,
+    build: Build,
+    dtype: torch.dtype,
+    *options: str,
+    session: TrainingSessionSpec = A_SESSION,
+) -> Iterator[Proof]:
     """Run a server of the base model, with adapters published to it.
 
     Args:
         bench: to measure on.
-        shape: of the base model.
+        build: makes the base model.
         dtype: of its weights.
         options: of the server, added to a pod's.
+        session: that the pod is of.
 
     Raises:
         Skipped: there is no SGLang.
@@ -149,7 +193,7 @@ def a_proof(bench: Bench, shape: Shape, dtype: torch.dtype, *options: str) -> It
         raise Skipped("sglang is not installed (pip install sglang)")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        base = BaseModel(_saved(bench, shape, dtype, folder / "model"), packed=False)
+        base = BaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)
         server = stack.enter_context(
             a_server(
                 folder / "model",
@@ -158,6 +202,7 @@ def a_proof(bench: Bench, shape: Shape, dtype: torch.dtype, *options: str) -> It
                 dtype=str(dtype).removeprefix("torch."),
                 max_lora_rank=RANK,
                 options=options,
+                session=session,
             )
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))
@@ -179,9 +224,9 @@ def a_proof(bench: Bench, shape: Shape, dtype: torch.dtype, *options: str) -> It
         samplers = (sampler, reader, joined, shared)
         for closing in (*samplers, dialect.client):
             stack.callback(_run, runner, closing.close)
-        trainer = _trainer(base, train_mlp="--lora-target-modules" not in options)
-        proof = Proof(*samplers, dialect, folder, reference, trainer, runner)
-        proof.publish(*VERSIONS)
+        versions = (BASE,) if session.lora is None else VERSIONS
+        proof = Proof(*samplers, dialect, folder, reference, _trainer(base), runner, versions)
+        proof.publish(*versions)
         yield proof
 
 
@@ -189,32 +234,34 @@ def _run(runner: asyncio.Runner, work: Callable[[], Coroutine[Any, Any, None]]) 
     runner.run(work())
 
 
-def _saved(bench: Bench, shape: Shape, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
-    """Return a model, and write it with a tokenizer as the server reads it."""
-    model = shape.build(bench.device, dtype)
+def _saved(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Write a model with a tokenizer as the server reads it, and return it."""
     model.config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model
 
 
-def _trainer(base: BaseModel, *, train_mlp: bool) -> TorchTrainer:
+def _trainer(base: BaseModel) -> TorchTrainer:
     """Return a trainer of the base, two adapters, one of too high a rank, and a whole model."""
     trainer = TorchTrainer(base, max_batch_tokens=1024)
-    trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1, train_mlp=train_mlp))
+    trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1))
     for name, seed in SEEDS.items():
-        trainer.add_model(name, LoraConfig(rank=RANK, seed=seed, train_mlp=train_mlp))
+        trainer.add_model(name, LoraConfig(rank=RANK, seed=seed))
         fill(trainer, name, seed)
     trainer.add_model("large", LoraConfig(rank=2 * RANK, seed=1))
     trainer.add_model("whole", None)
     tensors = trainer.export_state("whole").weights.tensors
-    changed = {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 1.5}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 3:
-            # Each expert another way, so that none can stand for another.
-            changed[name] = tensor * torch.linspace(0.5, 2, len(tensor)).view(-1, 1, 1).to(tensor)
+    # The rows of each tensor, and each expert, another way, so that none can stand for another.
+    changed = {name: tensor * _apart(tensor) for name, tensor in tensors.items()}
     trainer.import_state("whole", TrainingState(WeightsSnapshot(None, changed), None, 0))
     return trainer
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a factor for each of a tensor's first dimension."""
+    others = [1] * (tensor.ndim - 1)
+    return torch.linspace(0.5, 2, len(tensor)).view(-1, *others).to(tensor)
 
 
 def _sampler(

@@ -1,7 +1,7 @@
 """An SGLang server on this machine, started as an engine's pod starts it.
 
 Command, options and variables are those that the operator writes into the pod; only paths and the
-address are this machine's. Without a GPU, SGLang computes with torch alone.
+address are this machine's. Without a GPU, its Triton kernels are interpreted.
 """
 
 import os
@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.gpu.bench import Skipped
 from tinkercloud_crds import labels
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.engines import engines
 from tinkercloud_operator.children.pods import TOKEN_FOLDER, Json
 from tinkercloud_testing.sessions import ENGINES, TRAINERS, a_base_model, a_build
@@ -31,12 +32,13 @@ OPTIONS = "TINKERCLOUD_BENCHMARK_SGLANG_OPTIONS"
 """Variable with options of SGLang's to add, such as `--attention-backend triton`."""
 _ROOT = Path(__file__).parents[2]
 _ON_CPU = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native"),
+    *("--device", "cpu"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--max-total-tokens", "20000"),
 )
 _CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
+    "TRITON_INTERPRET": "1",
     # Its other index of prompts is built for one version of torch.
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
     # What it would compile is small, and compiling takes longer.
@@ -65,7 +67,8 @@ def a_server(
     device: torch.device,
     dtype: str,
     max_lora_rank: int,
-    options: Sequence[str] = (),
+    options: Sequence[str],
+    session: TrainingSessionSpec,
 ) -> Iterator[Server]:
     """Run a server; end it afterwards.
 
@@ -76,11 +79,12 @@ def a_server(
         dtype: of its weights.
         max_lora_rank: the largest that it takes.
         options: added to those of a pod.
+        session: that the pod is of.
 
     Raises:
         Skipped: it does not start.
     """
-    pod = _container(dtype, max_lora_rank)
+    pod = _container(dtype, max_lora_rank, session)
     port = _free_port()
     key_file = folder / Path(labels.TOKEN_KEY).name
     key_file.write_text("a-key-of-this-benchmark")
@@ -119,13 +123,13 @@ def _inherited() -> dict[str, str]:
     }
 
 
-def _container(dtype: str, max_lora_rank: int) -> Json:
+def _container(dtype: str, max_lora_rank: int, session: TrainingSessionSpec) -> Json:
     base_model = a_base_model(
         trainer={**TRAINERS, "dtype": dtype},
         sampler={**ENGINES, "gpusPerReplica": 1},
         limits={"maxLoraRank": max_lora_rank},
     )
-    [container] = engines(a_build(base_model))
+    [container] = engines(a_build(base_model, session))
     return container
 
 
