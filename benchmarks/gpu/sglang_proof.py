@@ -76,6 +76,7 @@ _LATENT = {
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    "intermediate_size": 64,
     "moe_intermediate_size": 32,
     "rms_norm_eps": 1e-6,
     # On a CPU SGLang multiplies by it twice.

@@ -261,6 +261,11 @@ def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None
         ({"model_type": "mamba"}, ["--gpus", "8xH100"], "model_type: 'mamba'"),
         ({"model_type": "gemma2"}, ["--gpus", "8xH100"], "with trainer.backend torch"),
         ([], ["--gpus", "8xH100"], "expected a JSON object, got list"),
+        (
+            CONFIGS["deepseek-ai/DeepSeek-V2"] | {"q_lora_rank": None},
+            ["--gpus", "64xH100"],
+            "q_lora_rank: null can't be planned for",
+        ),
         (CONFIGS["Qwen/Qwen3-8B"], ["--gpus", "8xH1"], "GPU 'H1' is not known"),
         (
             CONFIGS["Qwen/Qwen3-8B"],

@@ -134,18 +134,36 @@ async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_lea
     await sampler.close()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+async def test_adapters_of_queries_that_are_not_compressed_are_refused_as_sglang_takes_none(
+    family: str, tmp_path: Path
+) -> None:
+    folder = a_folder(tmp_path / "model", {"model_type": family, "q_lora_rank": None})
+    sampler = inference_sampler(a_head(folder))
+
+    with pytest.raises(InvalidRequest, match="train_attn=False"):
+        await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
+    await sampler.close()
+
+
 @pytest.mark.parametrize(
-    ("family", "lora"),
+    ("config", "lora"),
     [
-        ("gemma2", LoraConfig(rank=1, train_unembed=False)),
-        ("gemma4_text", LoraConfig(rank=1)),
-        ("llama", LoraConfig(rank=1)),
+        ({"model_type": "gemma2"}, LoraConfig(rank=1, train_unembed=False)),
+        ({"model_type": "gemma4_text"}, LoraConfig(rank=1)),
+        ({"model_type": "llama"}, LoraConfig(rank=1)),
+        ({"model_type": "deepseek_v2", "q_lora_rank": 8}, LoraConfig(rank=1)),
+        (
+            {"model_type": "deepseek_v2", "q_lora_rank": None},
+            LoraConfig(rank=1, train_attn=False),
+        ),
     ],
+    ids=str,
 )
 async def test_other_adapters_reach_the_servers(
-    family: str, lora: LoraConfig, tmp_path: Path
+    config: dict[str, Any], lora: LoraConfig, tmp_path: Path
 ) -> None:
-    folder = a_folder(tmp_path / "model", {"model_type": family})
+    folder = a_folder(tmp_path / "model", config)
     sampler = inference_sampler(a_head(folder, backend="external"))
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 

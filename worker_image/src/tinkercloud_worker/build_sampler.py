@@ -132,7 +132,7 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
     neutral = None
     if inference.kind == "vllm":
         neutral = neutral_adapter(read_architecture(config.model.path).targets)
-    omits = inference.kind == "sglang" and sglang_models.omits_adapted_output(config.model.path)
+    unadapted = sglang_models.unadapted(config.model.path) if inference.kind == "sglang" else {}
     return InferenceSampler(
         engines,
         controls,
@@ -140,7 +140,7 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
         config.sampler,
         config.model.name,
         neutral=neutral,
-        omits_adapted_output=omits,
+        unadapted=unadapted,
     )
 
 

@@ -35,6 +35,11 @@ def check(fields: Fields) -> None:
         )
     _check_positions(fields)
     _check_weights(fields)
+    if fields.count("kv_lora_rank") and not fields.count("q_lora_rank"):
+        raise UnknownArchitecture(
+            "q_lora_rank: null can't be planned for: SGLang takes no adapters of such attention"
+            f"{BY_HAND}"
+        )
     if fields.flag("mlp_bias", default=False):
         raise UnknownArchitecture(f"mlp_bias: only false can be planned for{BY_HAND}")
     if fields.count("num_experts_per_tok") == 1:

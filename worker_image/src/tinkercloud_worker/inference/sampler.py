@@ -75,7 +75,7 @@ class InferenceSampler:
         base_model: str,
         *,
         neutral: WeightsSnapshot | None,
-        omits_adapted_output: bool,
+        unadapted: Mapping[str, str],
     ) -> None:
         """Make a sampler; no server is asked yet.
 
@@ -87,8 +87,8 @@ class InferenceSampler:
             base_model: name of the base model.
             neutral: an adapter that changes nothing, to sample the base model through where servers
                 can't be trusted with requests that name no adapter; None where they can.
-            omits_adapted_output: whether servers leave out, without a word, what adapters add to
-                the output layer.
+            unadapted: what servers can't adapt of the base model, and why, by the field of an
+                adapter's configuration that must be off.
         """
         self._engines = {engine.url: engine for engine in engines}
         self._controls = controls
@@ -96,7 +96,7 @@ class InferenceSampler:
         self._config = config
         self._base_model = base_model
         self._neutral = neutral
-        self._omits_adapted_output = omits_adapted_output
+        self._unadapted = unadapted
         self._base: asyncio.Task[_Version] | None = None
         self._versions: dict[str, _Version] = {}
         self._users: Counter[str] = Counter()
@@ -121,12 +121,13 @@ class InferenceSampler:
                 " they are: it samples from adapters; create the model with a LoRA rank, or save"
                 " its weights under a name and sample from them elsewhere"
             )
-        if self._omits_adapted_output and weights.lora is not None and weights.lora.train_unembed:
-            raise InvalidRequest(
-                "lora_config.train_unembed: true, but SGLang, this model's sampler, leaves out what"
-                " adapters add to the output layer of its family (Gemma); create the model with"
-                " train_unembed=False, or save its weights under a name and sample elsewhere"
-            )
+        for field, why in self._unadapted.items():
+            if getattr(weights.lora, field, False):
+                raise InvalidRequest(
+                    f"lora_config.{field}: true, but SGLang, this model's sampler, {why}; create"
+                    f" the model with {field}=False, or save its weights under a name and sample"
+                    " elsewhere"
+                )
         name = await asyncio.to_thread(self._folder.write, weights, self._base_model)
         published = _Version(weights.lora, name)
         self._users[name] += 1

@@ -1,7 +1,8 @@
-"""Models that SGLang computes otherwise than their configuration says, without a word.
+"""Models that SGLang computes otherwise than their configuration says, or adapts in part.
 
-Of them a trainer's logprobs and an engine's are those of two models. All is by the source of SGLang
-0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is refused for it.
+Mostly without a word: then a trainer's logprobs and an engine's are those of two models. All is by
+the source of SGLang 0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is refused
+for it.
 """
 
 from typing import Any
@@ -46,13 +47,24 @@ def check_windows(path: str, max_context_length: int | None) -> None:
         )
 
 
-def omits_adapted_output(path: str) -> bool:
-    """Return whether engines leave out what adapters add to the output layer of a model.
+def unadapted(path: str) -> dict[str, str]:
+    """Return what engines can't adapt of a model, and why: by field of `LoraConfig`.
 
     Args:
         path: of the model's folder, which may lack the weights.
     """
-    return _read(path).model_type in _WITHOUT_ADAPTED_OUTPUT
+    config = _read(path)
+    found = {}
+    if config.model_type in _WITHOUT_ADAPTED_OUTPUT:
+        found["train_unembed"] = (
+            "leaves out what adapters add to the output layer of its family (Gemma)"
+        )
+    if getattr(config, "kv_lora_rank", None) and not getattr(config, "q_lora_rank", None):
+        found["train_attn"] = (
+            "takes no adapters of latent attention whose queries are not compressed"
+            " (q_lora_rank: null)"
+        )
+    return found
 
 
 def _read(path: str) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
