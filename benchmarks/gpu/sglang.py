@@ -71,7 +71,7 @@ def served(bench: Bench) -> Iterator[Measurement]:
 def mixture(bench: Bench) -> Iterator[Measurement]:
     """S16 to S18: servers of a mixture of experts, in float32."""
     with a_proof(bench, MIXTURE.build, torch.float32) as proof:
-        yield _adapted(proof, "S16", "a mixture, adapters of its experts too")
+        yield _alone_and_together(proof, "S16", "a mixture, adapters of its experts too")
     whole = a_session(lora=None)
     with a_proof(bench, MIXTURE.build, torch.float32, session=whole) as proof:
         yield _whole(proof, "S17", "of a mixture in requests", proof.sampler)
@@ -81,7 +81,7 @@ def mixture(bench: Bench) -> Iterator[Measurement]:
 def latent_attention(bench: Bench) -> Iterator[Measurement]:
     """S19: a server of a DeepSeek-V3, in float32."""
     with a_proof(bench, latent, torch.float32) as proof:
-        yield _adapted(proof, "S19", "latent attention and experts, adapters of both")
+        yield _alone_and_together(proof, "S19", "latent attention, adapters of it and of experts")
 
 
 def colocated(bench: Bench) -> Iterator[Measurement]:
@@ -98,11 +98,16 @@ def colocated(bench: Bench) -> Iterator[Measurement]:
 
 
 def _alone(proof: Proof) -> Measurement:
-    return _adapted(proof, "S1", "a base, an adapter, another")
+    gaps = [proof.gap(version) for version in VERSIONS]
+    return _adapted(proof, "S1", "a base, an adapter, another", np.concatenate(gaps))
 
 
-def _adapted(proof: Proof, figure: str, what: str) -> Measurement:
-    gap = np.concatenate([proof.gap(version) for version in VERSIONS])
+def _alone_and_together(proof: Proof, figure: str, what: str) -> Measurement:
+    gaps = [*(proof.gap(version) for version in VERSIONS), proof.gap(*VERSIONS)]
+    return _adapted(proof, figure, what, np.concatenate(gaps))
+
+
+def _adapted(proof: Proof, figure: str, what: str, gap: np.ndarray) -> Measurement:
     apart = proof.gap("one", against="two").mean()
     note = f"mean {gap.mean():.1e}; from another adapter's {apart:.2f}"
     return Measurement(

@@ -228,6 +228,17 @@ def test_engines_make_room_for_the_adapters_that_a_base_model_takes_and_no_other
     assert whole_models["spec"]["limits"] == {"maxLoraRank": 1}
 
 
+def test_experts_that_are_trained_whole_are_none_that_adapters_may_adapt_in_engines(
+    tmp_path: Path,
+) -> None:
+    mixture = folder_with(CONFIGS["Qwen/Qwen3-30B-A3B"], tmp_path / "model")
+
+    adapters, whole = (planned(mixture, "--gpus", "64xH200", *more) for more in ([], ["--full"]))
+
+    assert whole["spec"]["sampler"]["engines"]["loraTargetModules"] == ["o_proj", "lm_head"]
+    assert "loraTargetModules" not in adapters["spec"]["sampler"]["engines"]
+
+
 def test_a_whole_models_state_fits_ray_s_store_in_the_pods_of_its_plan(qwen3_8b: str) -> None:
     spec = planned(qwen3_8b, "--gpus", "8xH100", "--full")["spec"]
     state = 12 * 8_190_735_360
