@@ -75,7 +75,7 @@ PARTS = (
     Part(("P6", "P7", "P8", "P9", "P10"), "memory", "megatron"),
     Part((*(f"S{number}" for number in range(1, 10)), "S13", "S14", "S15"), "sglang", "served"),
     Part(("S16", "S17", "S18"), "sglang", "mixture"),
-    Part(("S19",), "sglang", "latent_attention"),
+    Part(("S19", "S20"), "sglang", "latent_attention"),
     Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
 """Numerics first; then from small models to large ones, what takes most memory last, and

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from string import ascii_lowercase
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from benchmarks.gpu.sglang_proof import (
     BASE,
     DRAWN,
     MIXTURE,
+    OUTSIDE_EXPERTS,
     SHAPE,
     SMALL,
     VERSIONS,
@@ -36,11 +38,11 @@ from benchmarks.measuring import Measurement
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.payloads import FloatArray
 from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
-from tinkercloud_testing.sessions import a_session
 from tinkercloud_worker.engine.sampler import (
     PromptQuestions,
     StopRules,
 )
+from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import NotThere
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang_group import NAME, SglangGroup
@@ -50,6 +52,8 @@ COLOCATED = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 LETTERS = frozenset(ascii_lowercase)
 """Stop strings, one of which is drawn sooner or later."""
 _OFF = 1e-3
+_SMALL_PART = 1 << 14
+"""Bytes of the tensors in a request, where there should be many."""
 _WAITED_SECONDS = 60.0
 
 
@@ -72,16 +76,18 @@ def mixture(bench: Bench) -> Iterator[Measurement]:
     """S16 to S18: servers of a mixture of experts, in float32."""
     with a_proof(bench, MIXTURE.build, torch.float32) as proof:
         yield _alone_and_together(proof, "S16", "a mixture, adapters of its experts too")
-    whole = a_session(lora=None)
-    with a_proof(bench, MIXTURE.build, torch.float32, session=whole) as proof:
+    with a_proof(bench, MIXTURE.build, torch.float32, modules=OUTSIDE_EXPERTS) as proof:
         yield _whole(proof, "S17", "of a mixture in requests", proof.sampler)
         yield _whole(proof, "S18", "of a mixture from its folder", proof.reader)
 
 
 def latent_attention(bench: Bench) -> Iterator[Measurement]:
-    """S19: a server of a DeepSeek-V3, in float32."""
+    """S19, S20: servers of a DeepSeek-V3, in float32."""
     with a_proof(bench, latent, torch.float32) as proof:
         yield _alone_and_together(proof, "S19", "latent attention, adapters of it and of experts")
+    small_parts = patch.object(sglang_weights, "_BUCKET_BYTES", _SMALL_PART)
+    with a_proof(bench, latent, torch.float32, modules=OUTSIDE_EXPERTS) as proof, small_parts:
+        yield _whole(proof, "S20", "with latent attention in many requests", proof.sampler)
 
 
 def colocated(bench: Bench) -> Iterator[Measurement]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -25,7 +25,6 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
-from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -40,7 +39,6 @@ from tinkercloud_testing.models import (
     byte_tokenizer,
     tiny_deepseek_v3,
 )
-from tinkercloud_testing.sessions import a_session
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import (
@@ -64,8 +62,8 @@ SEEDS = {"one": 1, "two": 2}
 BASE = "base"
 """The trainer's model that is the base model's equal: an adapter without effect."""
 VERSIONS = (BASE, *SEEDS)
-A_SESSION = a_session()
-"""Of an adapter."""
+OUTSIDE_EXPERTS = ("o_proj", "lm_head")
+"""What adapters may adapt where experts are to be replaced."""
 DRAWN = 6
 _PROMPT = 20
 _LATENT = {
@@ -109,7 +107,7 @@ class Proof:
     trainer: TorchTrainer
     runner: asyncio.Runner
     versions: tuple[str, ...]
-    """What is published: without adapters, the base model alone."""
+    """What is published at first."""
 
     def publish(self, *models: str, sampler: InferenceSampler | None = None) -> None:
         """Publish the trainer's weights of models under their own names."""
@@ -176,7 +174,7 @@ def a_proof(
     build: Build,
     dtype: torch.dtype,
     *options: str,
-    session: TrainingSessionSpec = A_SESSION,
+    modules: Sequence[str] = (),
 ) -> Iterator[Proof]:
     """Run a server of the base model, with adapters published to it.
 
@@ -185,7 +183,7 @@ def a_proof(
         build: makes the base model.
         dtype: of its weights.
         options: of the server, added to a pod's.
-        session: that the pod is of.
+        modules: that adapters may adapt; all unless some are named, and none is published then.
 
     Raises:
         Skipped: there is no SGLang.
@@ -203,7 +201,7 @@ def a_proof(
                 dtype=str(dtype).removeprefix("torch."),
                 max_lora_rank=RANK,
                 options=options,
-                session=session,
+                modules=modules,
             )
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))
@@ -225,7 +223,7 @@ def a_proof(
         samplers = (sampler, reader, joined, shared)
         for closing in (*samplers, dialect.client):
             stack.callback(_run, runner, closing.close)
-        versions = (BASE,) if session.lora is None else VERSIONS
+        versions = (BASE,) if modules else VERSIONS
         proof = Proof(*samplers, dialect, folder, reference, _trainer(base), runner, versions)
         proof.publish(*versions)
         yield proof

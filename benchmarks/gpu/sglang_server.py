@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.gpu.bench import Skipped
 from tinkercloud_crds import labels
-from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.engines import engines
 from tinkercloud_operator.children.pods import TOKEN_FOLDER, Json
 from tinkercloud_testing.sessions import ENGINES, TRAINERS, a_base_model, a_build
@@ -68,7 +67,7 @@ def a_server(
     dtype: str,
     max_lora_rank: int,
     options: Sequence[str],
-    session: TrainingSessionSpec,
+    modules: Sequence[str],
 ) -> Iterator[Server]:
     """Run a server; end it afterwards.
 
@@ -79,12 +78,12 @@ def a_server(
         dtype: of its weights.
         max_lora_rank: the largest that it takes.
         options: added to those of a pod.
-        session: that the pod is of.
+        modules: that adapters may adapt; none named: all.
 
     Raises:
         Skipped: it does not start.
     """
-    pod = _container(dtype, max_lora_rank, session)
+    pod = _container(dtype, max_lora_rank, modules)
     port = _free_port()
     key_file = folder / Path(labels.TOKEN_KEY).name
     key_file.write_text("a-key-of-this-benchmark")
@@ -123,13 +122,14 @@ def _inherited() -> dict[str, str]:
     }
 
 
-def _container(dtype: str, max_lora_rank: int, session: TrainingSessionSpec) -> Json:
+def _container(dtype: str, max_lora_rank: int, modules: Sequence[str]) -> Json:
+    told = {**ENGINES["engines"], **({"loraTargetModules": [*modules]} if modules else {})}
     base_model = a_base_model(
         trainer={**TRAINERS, "dtype": dtype},
-        sampler={**ENGINES, "gpusPerReplica": 1},
+        sampler={**ENGINES, "engines": told, "gpusPerReplica": 1},
         limits={"maxLoraRank": max_lora_rank},
     )
-    [container] = engines(a_build(base_model, session))
+    [container] = engines(a_build(base_model))
     return container
 
 

@@ -198,7 +198,7 @@ class EnginesShape(Part):
     absent means what `gpuMemoryPercent` leaves room for."""
     lora_target_modules: (
         Annotated[
-            list[Annotated[str, Field(max_length=63, pattern=r"^[A-Za-z0-9_.]+$")]],
+            list[Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9_]+$")]],
             Field(min_length=1, max_length=32),
         ]
         | None

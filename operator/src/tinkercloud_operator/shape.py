@@ -59,8 +59,6 @@ class Shape:
     """None for a sampler."""
     sampler: SamplerShape
     placement: Placement
-    samples_adapters: bool = True
-    """Whether what is sampled may be adapters: not where a whole model is trained."""
     plan: str | None = None
     """How the model is split and why, if that was chosen here."""
 
@@ -307,7 +305,6 @@ def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
         placement=base_model.placement.model_copy(
             update={field: value for field, value in places.items() if value is not None}
         ),
-        samples_adapters=trainer is None or spec.lora is not None,
     )
 
 

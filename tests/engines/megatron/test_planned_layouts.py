@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FLEETS = ("1xL4", "1xH100", "8xA100-40", "8xH100", "8xB200", "32xH200", "128xH100")
 LLAMA, MISTRAL, QWEN = "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.3", "Qwen/Qwen3-0.6B"
 MIXTRAL, QWEN_MOE = "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"
-DEEPSEEK = "deepseek-ai/DeepSeek-V2"
+DEEPSEEK = "deepseek-ai/DeepSeek-V2-Lite"
 KINDS = ["full_attention"] * 27 + ["sliding_attention"]
 
 

@@ -6,7 +6,7 @@ the adapters and weights that came; `sglang_ranks` are in process groups.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +39,8 @@ class FakeSglang:
     gives_tempered_logprobs: bool = False
     tp_size: int = 1
     max_lora_rank: int = 64
-    lora_target_modules: Sequence[str] = ("all",)
-    """Modules that adapters may adapt."""
+    lora_target_modules: Sequence[str] | None = ("all",)
+    """Modules that adapters may adapt; None without `--enable-lora`."""
     lacks: frozenset[str] = frozenset()
     """Paths that this SGLang does not know."""
     refuses: frozenset[str] = frozenset()
@@ -216,16 +216,24 @@ class FakeSglang:
             raise EOFError
 
     async def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors in place of those of the same names, and leave adaptable experts alone."""
+        """Take tensors in place of those of the same names, but for what SGLang drops."""
         if self._weights is None:
             self._weights = load_file(self.model_path / "model.safetensors")
-        are_adaptable = {"all", "down_proj"} & set(self.lora_target_modules)
         for name, tensor in tensors.items():
-            if are_adaptable and ".experts." in name:
+            if self._drops(name, self._weights.keys() - tensors.keys()):
                 continue
             assert tensor.shape == self._weights[name].shape
             self._weights[name] = tensor.clone()
         self._base = await self._publish(self._model(self._weights))
+
+    def _drops(self, name: str, others: Set[str]) -> bool:
+        """Return whether a weight is dropped, of those that have not come with all others."""
+        targets = set(self.lora_target_modules or ())
+        are_adaptable = "all" in targets or {"up_proj", "down_proj"} <= targets
+        if ".experts." in name:
+            return are_adaptable
+        queries, keys = "q_a_proj", "kv_a_proj_with_mqa"
+        return not others.isdisjoint({name.replace(queries, keys), name.replace(keys, queries)})
 
     async def end_weight_update(self, _: object) -> Json:
         """Take no more weights."""

@@ -30,7 +30,7 @@ class Played(Protocol):
     """
 
     tp_size: int
-    lora_target_modules: Sequence[str]
+    lora_target_modules: Sequence[str] | None
     faults: list[str]
     """What it did wrongly, which SGLang might answer for."""
 
@@ -184,8 +184,8 @@ class SglangServer:
         self._config |= changed
 
     def _resolved(self) -> Json:
-        targets = list(self._played.lora_target_modules)
-        told = {"enable_lora": True, "lora_target_modules": targets}
+        targets = self._played.lora_target_modules
+        told = {"enable_lora": targets is not None, "lora_target_modules": targets}
         return self._config | told | {"tp_size": self._played.tp_size}
 
     async def _dispatched(self, returned: Any = None) -> Any:

@@ -152,14 +152,6 @@ def test_adapters_of_an_engine_adapt_the_modules_that_its_base_model_names() -> 
     assert after.startswith("q_proj lm_head --")
 
 
-def test_engines_of_a_model_that_is_trained_whole_have_no_room_for_adapters() -> None:
-    arguments = engine_of(
-        a_build(a_base_model(trainer=TRAINERS, sampler=ENGINES), a_session(lora=None))
-    )["args"]
-
-    assert not [word for word in arguments if "lora" in word]
-
-
 def test_engine_and_head_have_the_same_key_which_no_manifest_holds() -> None:
     build = a_build_with(ENGINES)
 

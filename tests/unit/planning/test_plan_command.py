@@ -228,7 +228,16 @@ def test_engines_make_room_for_the_adapters_that_a_base_model_takes_and_no_other
     assert whole_models["spec"]["limits"] == {"maxLoraRank": 1}
 
 
-def test_experts_that_are_trained_whole_are_none_that_adapters_may_adapt_in_engines(
+def test_a_plan_says_which_adapters_its_engines_take_no_part_of(tmp_path: Path) -> None:
+    lite = folder_with(CONFIGS["deepseek-ai/DeepSeek-V2-Lite"], tmp_path / "lite")
+    other = folder_with(CONFIGS["deepseek-ai/DeepSeek-V2"], tmp_path / "other")
+
+    assert "train_attn=False" in run(lite, "--gpus", "8xH200").output
+    assert "train_attn" not in run(lite, "--gpus", "8xH200", "--full").output
+    assert "train_attn" not in run(other, "--gpus", "64xH200").output
+
+
+def test_plans_for_whole_mixtures_let_adapters_adapt_no_experts(
     tmp_path: Path,
 ) -> None:
     mixture = folder_with(CONFIGS["Qwen/Qwen3-30B-A3B"], tmp_path / "model")
@@ -272,11 +281,6 @@ def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None
         ({"model_type": "mamba"}, ["--gpus", "8xH100"], "model_type: 'mamba'"),
         ({"model_type": "gemma2"}, ["--gpus", "8xH100"], "with trainer.backend torch"),
         ([], ["--gpus", "8xH100"], "expected a JSON object, got list"),
-        (
-            CONFIGS["deepseek-ai/DeepSeek-V2"] | {"q_lora_rank": None},
-            ["--gpus", "64xH100"],
-            "q_lora_rank: null can't be planned for",
-        ),
         (CONFIGS["Qwen/Qwen3-8B"], ["--gpus", "8xH1"], "GPU 'H1' is not known"),
         (
             CONFIGS["Qwen/Qwen3-8B"],

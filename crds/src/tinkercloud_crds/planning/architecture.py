@@ -93,6 +93,8 @@ class Architecture:
     only_torch: str | None = None
     """What it has that the megatron trainer refuses and the torch trainer computes; None if either
     trains it."""
+    engines_adapt_attention: bool = True
+    """Whether SGLang takes adapters of all of its attention."""
 
     @property
     def layers(self) -> int:

@@ -35,11 +35,6 @@ def check(fields: Fields) -> None:
         )
     _check_positions(fields)
     _check_weights(fields)
-    if fields.count("kv_lora_rank") and not fields.count("q_lora_rank"):
-        raise UnknownArchitecture(
-            "q_lora_rank: null can't be planned for: SGLang takes no adapters of such attention"
-            f"{BY_HAND}"
-        )
     if fields.flag("mlp_bias", default=False):
         raise UnknownArchitecture(f"mlp_bias: only false can be planned for{BY_HAND}")
     if fields.count("num_experts_per_tok") == 1:
@@ -120,3 +115,8 @@ def refused_by_megatron(fields: Fields) -> str | None:
     if fields.flag("attention_bias", default=False):
         return "biases in attention (attention_bias: true)"
     return None
+
+
+def engines_adapt_attention(fields: Fields) -> bool:
+    """Return whether SGLang takes adapters of all attention: not where it compresses no queries."""
+    return not fields.count("kv_lora_rank") or bool(fields.count("q_lora_rank"))

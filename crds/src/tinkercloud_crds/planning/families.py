@@ -93,6 +93,7 @@ def _assembled(
         repeated=_layer(attention, mlp, hidden),
         repeats=layers - len(leading),
         only_torch=computed.refused_by_megatron(fields),
+        engines_adapt_attention=computed.engines_adapt_attention(fields),
     )
 
 

@@ -271,6 +271,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
         _why_engines(demand, fleet, division),
+        *_why_without_attention(demand),
         Reason("head", f"{_head_memory_gib(demand)} GiB of memory", _WHY_HEAD),
         *_what_sharing_needs(division),
     ]
@@ -284,6 +285,13 @@ def _why_layout(demand: Demand, fleet: Fleet, trainer: Trainer) -> list[Reason]:
         *(_why_axis(demand, fleet, trainer, axis) for axis in axes),
         Reason("data", str(layout.data), copies),
     ]
+
+
+def _why_without_attention(demand: Demand) -> list[Reason]:
+    if demand.lora_rank is None or demand.architecture.engines_adapt_attention:
+        return []
+    why = "SGLang takes none of queries that are not compressed (q_lora_rank: null)"
+    return [Reason("adapters", "with train_attn=False", why)]
 
 
 def _why_torch(demand: Demand) -> list[Reason]:

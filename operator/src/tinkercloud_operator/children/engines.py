@@ -278,9 +278,6 @@ def _arguments(build: Build, port: int) -> list[str]:
 
 def _adapters(build: Build) -> list[str]:
     """Return the options about adapters."""
-    if not build.shape.samples_adapters:
-        # SGLang takes no weights of experts that adapters may adapt.
-        return []
     engines = build.shape.sampler.engines
     modules = engines.lora_target_modules if engines is not None else None
     options = {

@@ -122,7 +122,7 @@ class InferenceSampler:
                 " its weights under a name and sample from them elsewhere"
             )
         for field, why in self._unadapted.items():
-            if getattr(weights.lora, field, False):
+            if weights.lora is not None and getattr(weights.lora, field):
                 raise InvalidRequest(
                     f"lora_config.{field}: true, but SGLang, this model's sampler, {why}; create"
                     f" the model with {field}=False, or save its weights under a name and sample"

@@ -1,7 +1,8 @@
 """SGLang's native API: `/generate` with token ids, adapters by name, memory and weights on demand.
 
-Engines must be started with `--enable-lora --lora-target-modules all --max-lora-rank R`, with
-SGLANG_RETURN_ORIGINAL_LOGPROB=1 (otherwise logprobs are those of the temperature drawn at) and with
+Engines must be started with `--enable-lora --lora-target-modules all --max-lora-rank R` (to take
+whole mixtures: with modules that are not of experts), with SGLANG_RETURN_ORIGINAL_LOGPROB=1
+(otherwise logprobs are those of the temperature drawn at) and with
 `--enable-deterministic-inference`, without which seeds mean nothing.
 """
 

@@ -149,7 +149,7 @@ class SglangControl:
             await self._weights.load_folder(Path(self._base_path), version=version)
         else:
             model = self._folder.find(kind)
-            await self._weights.check(model)
+            await self._weights.check_experts(model)
             self._held = None
             await self._weights.load(model, version=version, unfinished=self._mark(_UNFINISHED))
         self._held = kind

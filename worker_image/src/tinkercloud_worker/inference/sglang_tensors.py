@@ -7,7 +7,7 @@ on the same machine, as handles of memory that both see.
 
 import base64
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
+_QUERIES, _KEYS_AND_VALUES = ".q_a_proj.", ".kv_a_proj_with_mqa."
 
 
 def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> bytes:
@@ -75,17 +76,33 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
 
     Args:
         path: of the file.
-        most_bytes: of a part, unless one tensor alone is larger.
+        most_bytes: of a part, unless what must be in one is larger.
     """
     part: dict[str, Tensor] = {}
     size = 0
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            tensor = file.get_tensor(name)
-            if part and size + tensor.nbytes > most_bytes:
+        for names in _kept_together(file.keys()):
+            tensors = {name: file.get_tensor(name) for name in names}
+            more = sum(tensor.nbytes for tensor in tensors.values())
+            if part and size + more > most_bytes:
                 yield part
                 part, size = {}, 0
-            part[name] = tensor
-            size += tensor.nbytes
+            part |= tensors
+            size += more
     if part:
         yield part
+
+
+def _kept_together(names: Iterable[str]) -> Iterator[list[str]]:
+    """Return names in their order, those that SGLang takes in one part only as one.
+
+    It makes one weight of a layer's two that compress queries and what keys and values come from,
+    and forgets one that comes without the other.
+    """
+    left = set(names)
+    for name in sorted(left):
+        one, other = _QUERIES, _KEYS_AND_VALUES
+        together = {name, name.replace(one, other), name.replace(other, one)} & left
+        left -= together
+        if together:
+            yield sorted(together)

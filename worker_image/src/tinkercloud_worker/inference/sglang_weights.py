@@ -32,7 +32,7 @@ _BUCKET_BYTES = 256 << 20
 _MOST_SENT_BYTES = 4 << 30
 _WHAT = "whole models"
 
-_UPWARDS = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+_GATE_OR_UP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
 """SGLang makes experts adaptable where one of these and `down_proj` are to be."""
 
 _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
@@ -79,26 +79,26 @@ class SglangWeights:
         self._carrier = carrier
         self._carried = Way(client, _WHAT, "none" if carrier is None else carrier.way)
 
-    async def check(self, model: Written) -> None:
-        """Check that the engine takes all of a model's weights.
+    async def check_experts(self, model: Written) -> None:
+        """Check that the engine takes a model's experts, if it has any.
 
         SGLang 0.5.23 looks for experts' weights where they were before it made them adaptable,
         finds none there, and says that it has loaded them.
 
         Raises:
             InvalidRequest: it would leave experts as they are.
-            ServerError: the engine failed, or is not there.
+            ServerError: the engine failed, is not there, or does not say what may be adapted.
+            NotFound: somebody has removed the model's folder.
         """
         if not await asyncio.to_thread(_has_experts, model.here / FULL_WEIGHTS):
             return
         info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
         if _adapts_experts(info):
             raise InvalidRequest(
-                f"this model's sampler is SGLang with lora_target_modules"
-                f" {info['lora_target_modules']}, which leaves experts as they are where adapters"
-                " may adapt them; have sampler.engines.loraTargetModules of the BaseModel name no"
-                " modules of experts (such as q_proj, k_proj, v_proj, o_proj, lm_head), or save the"
-                " model's weights under a name and sample elsewhere"
+                "this model's sampler is SGLang, which leaves experts as they are where adapters"
+                " may adapt them; have --lora-target-modules (sampler.engines.loraTargetModules of"
+                " a BaseModel) name no modules of experts, but such as q_proj, k_proj, v_proj,"
+                " o_proj and lm_head, or save the model's weights under a name and sample elsewhere"
             )
 
     async def load(self, model: Written, *, version: str, unfinished: str) -> None:
@@ -214,9 +214,10 @@ def _adapts_experts(info: Json) -> bool:
     Args:
         info: what it says of itself (`/server_info`).
     """
-    targets = {name.rpartition(".")[2] for name in info.get("lora_target_modules") or ()}
-    are_named = _UPWARDS & targets and "down_proj" in targets
-    return bool(info.get("enable_lora") and (are_named or "all" in targets))
+    if not info.get("enable_lora"):
+        return False
+    targets = set(info.get("lora_target_modules") or ["all"])
+    return "all" in targets or ("down_proj" in targets and not _GATE_OR_UP.isdisjoint(targets))
 
 
 def _has_experts(path: Path) -> bool:
