@@ -76,6 +76,7 @@ PARTS = (
     Part((*(f"S{number}" for number in range(1, 10)), "S13", "S14", "S15"), "sglang", "served"),
     Part(("S16", "S17", "S18"), "sglang", "mixture"),
     Part(("S19", "S20"), "sglang", "latent_attention"),
+    Part(("S21", "S22", "S23", "S24", "S25"), "sglang", "two_ranks"),
     Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
 """Numerics first; then from small models to large ones, what takes most memory last, and

@@ -54,6 +54,7 @@ LETTERS = frozenset(ascii_lowercase)
 _OFF = 1e-3
 _SMALL_PART = 1 << 14
 """Bytes of the tensors in a request, where there should be many."""
+_RANKS = 2
 _WAITED_SECONDS = 60.0
 
 
@@ -68,8 +69,7 @@ def served(bench: Bench) -> Iterator[Measurement]:
         yield _whole(proof, "S9", "from its folder", proof.reader)
         yield _forsaken(proof)
         yield _carried(proof, "S13", "over a process group", proof.joined, "group")
-        where = "in memory of the GPU" if bench.device.type == "cuda" else "in shared memory"
-        yield _carried(proof, "S15", where, proof.shared, "shared_memory")
+        yield _carried(proof, "S15", _shared(bench), proof.shared, "shared_memory")
 
 
 def mixture(bench: Bench) -> Iterator[Measurement]:
@@ -90,6 +90,25 @@ def latent_attention(bench: Bench) -> Iterator[Measurement]:
         yield _whole(proof, "S20", "with latent attention in many requests", proof.sampler)
 
 
+def two_ranks(bench: Bench) -> Iterator[Measurement]:
+    """S21 to S25: servers that divide the model over two ranks, in float32.
+
+    Raises:
+        Skipped: they would have one GPU.
+    """
+    if bench.device.type == "cuda" and torch.cuda.device_count() < _RANKS:
+        raise Skipped("two ranks need two GPUs")
+    with a_proof(bench, SMALL.build, torch.float32, ranks=_RANKS) as proof:
+        yield _alone_and_together(proof, "S21", "two ranks, a base and adapters")
+        yield _whole(proof, "S22", "to two ranks in requests", proof.sampler)
+        yield _carried(proof, "S23", "to two ranks over a process group", proof.joined, "group")
+        yield _carried(
+            proof, "S24", f"to two ranks {_shared(bench)}", proof.shared, "shared_memory"
+        )
+    with a_proof(bench, MIXTURE.build, torch.float32, ranks=_RANKS) as proof:
+        yield _alone_and_together(proof, "S25", "two ranks of a mixture, adapters of its experts")
+
+
 def colocated(bench: Bench) -> Iterator[Measurement]:
     """S10 to S12: a server that shares its GPU, in bfloat16.
 
@@ -101,6 +120,10 @@ def colocated(bench: Bench) -> Iterator[Measurement]:
     with a_proof(bench, SHAPE.build, torch.bfloat16, *COLOCATED) as proof:
         for check in SHARED:
             yield check(proof)
+
+
+def _shared(bench: Bench) -> str:
+    return "in memory of the GPU" if bench.device.type == "cuda" else "in shared memory"
 
 
 def _alone(proof: Proof) -> Measurement:

@@ -175,6 +175,7 @@ def a_proof(
     dtype: torch.dtype,
     *options: str,
     modules: Sequence[str] = (),
+    ranks: int = 1,
 ) -> Iterator[Proof]:
     """Run a server of the base model, with adapters published to it.
 
@@ -184,6 +185,7 @@ def a_proof(
         dtype: of its weights.
         options: of the server, added to a pod's.
         modules: that adapters may adapt; all unless some are named, and none is published then.
+        ranks: of the server.
 
     Raises:
         Skipped: there is no SGLang.
@@ -202,6 +204,7 @@ def a_proof(
                 max_lora_rank=RANK,
                 options=options,
                 modules=modules,
+                ranks=ranks,
             )
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))

@@ -42,6 +42,8 @@ _CPU_VARIABLES = {
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
     # What it would compile is small, and compiling takes longer.
     "TORCHDYNAMO_DISABLE": "1",
+    # Ranks would ask the NCCL that torch brings for GPUs; without it they have gloo.
+    "SGLANG_NCCL_SO_PATH": "none",
 }
 _START_SECONDS = 400.0
 _STOP_SECONDS = 20.0
@@ -68,6 +70,7 @@ def a_server(
     max_lora_rank: int,
     options: Sequence[str],
     modules: Sequence[str],
+    ranks: int,
 ) -> Iterator[Server]:
     """Run a server; end it afterwards.
 
@@ -79,11 +82,12 @@ def a_server(
         max_lora_rank: the largest that it takes.
         options: added to those of a pod.
         modules: that adapters may adapt; none named: all.
+        ranks: that divide the model.
 
     Raises:
         Skipped: it does not start.
     """
-    pod = _container(dtype, max_lora_rank, modules)
+    pod = _container(dtype, max_lora_rank, modules, ranks)
     port = _free_port()
     key_file = folder / Path(labels.TOKEN_KEY).name
     key_file.write_text("a-key-of-this-benchmark")
@@ -95,6 +99,9 @@ def a_server(
         shell = [word.replace("sglang.launch_server", LAUNCHER) for word in shell]
         arguments = [*arguments, *_ON_CPU]
         environment |= _CPU_VARIABLES
+        if ranks > 1:
+            cores = "|".join(str(core) for core in range(ranks))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -122,11 +129,11 @@ def _inherited() -> dict[str, str]:
     }
 
 
-def _container(dtype: str, max_lora_rank: int, modules: Sequence[str]) -> Json:
+def _container(dtype: str, max_lora_rank: int, modules: Sequence[str], ranks: int) -> Json:
     told = {**ENGINES["engines"], **({"loraTargetModules": [*modules]} if modules else {})}
     base_model = a_base_model(
         trainer={**TRAINERS, "dtype": dtype},
-        sampler={**ENGINES, "engines": told, "gpusPerReplica": 1},
+        sampler={**ENGINES, "engines": told, "gpusPerReplica": ranks},
         limits={"maxLoraRank": max_lora_rank},
     )
     [container] = engines(a_build(base_model))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 ABSENT = {"vllm", "several GPUs"}
 MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
-SERVED = {f"S{number}" for number in range(1, 21)}
+SERVED = {f"S{number}" for number in range(1, 26)}
 """Of a server of others."""
 EVERY_FIGURE = {
     *("N1", "N2", "N3", "N4", "N5", "N6", "N7"),

@@ -94,7 +94,7 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _kept_together(names: Iterable[str]) -> Iterator[list[str]]:
-    """Return names in their order, those that SGLang takes in one part only as one.
+    """Return names by the alphabet, those that SGLang takes only in one part together.
 
     It makes one weight of a layer's two that compress queries and what keys and values come from,
     and forgets one that comes without the other.
