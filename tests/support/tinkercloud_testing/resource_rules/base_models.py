@@ -303,8 +303,16 @@ BASE_MODEL_RULES = (
     Rule(
         "spec.sampler.engines",
         "loraTargetModules: names modules one by one; leave it out for all",
-        {"modules": engines(engines={"loraTargetModules": ["q_proj", "lm_head"]})},
-        {"all": engines(engines={"loraTargetModules": ["q_proj", "all"]})},
+        {
+            "modules": engines(engines={"loraTargetModules": ["q_proj", "lm_head"]}),
+            "one": engines(engines={"loraTargetModules": ["o_proj"]}),
+            "left out": engines(engines={}),
+        },
+        {
+            "all": engines(engines={"loraTargetModules": ["all"]}),
+            "all before others": engines(engines={"loraTargetModules": ["all", "q_proj"]}),
+            "all after others": engines(engines={"loraTargetModules": ["q_proj", "all"]}),
+        },
     ),
     Rule(
         "spec.sampler",
