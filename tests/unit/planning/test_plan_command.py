@@ -228,7 +228,7 @@ def test_engines_make_room_for_the_adapters_that_a_base_model_takes_and_no_other
     assert whole_models["spec"]["limits"] == {"maxLoraRank": 1}
 
 
-def test_a_plan_says_which_adapters_its_engines_take_no_part_of(tmp_path: Path) -> None:
+def test_a_plan_says_what_its_engines_can_not_adapt(tmp_path: Path) -> None:
     lite = folder_with(CONFIGS["deepseek-ai/DeepSeek-V2-Lite"], tmp_path / "lite")
     other = folder_with(CONFIGS["deepseek-ai/DeepSeek-V2"], tmp_path / "other")
 

@@ -135,8 +135,8 @@ class Plan:
     @property
     def _adapted(self) -> list[str] | None:
         """What adapters may adapt in engines: experts take no other weights where they may."""
-        is_of_experts = self.demand.lora_rank is None and self.demand.architecture.experts
-        return list(_OUTSIDE_EXPERTS) if is_of_experts else None
+        trains_experts = self.demand.lora_rank is None and self.demand.architecture.experts
+        return list(_OUTSIDE_EXPERTS) if trains_experts else None
 
     @property
     def head(self) -> Resources:
