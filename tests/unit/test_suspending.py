@@ -8,10 +8,12 @@ import obstore
 import orjson
 import pytest
 
+from tinkercloud_protocol.checkpoints import GRADIENT
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.results import Kept, Results
 
 
@@ -35,6 +37,49 @@ async def test_a_stopping_head_refuses_requests_and_may_be_asked_again(
         assert await head.manifest() == first
         with pytest.raises(Unavailable, match="send the request again"):
             head.add(1)
+
+
+async def test_a_model_whose_gradient_was_lost_is_suspended_and_told_of_it_once(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(_: str) -> None:
+        raise GradientLost("rank 1 of 2 died")
+
+    for generation, previous in (("g1", None), ("g2", "g1")):
+        with a_head(root, tmp_path, generation) as head:
+            if previous is None:
+                await head.begin()
+                head.add(1)
+                await head.answer(1)
+                monkeypatch.setattr(head.trainer, "export_gradient", lose)
+            else:
+                await head.resume(previous)
+            await head.service.suspend()
+
+    with a_head(root, tmp_path, "g3") as after:
+        await after.resume("g2")
+        for seq_id, send in ((2, after.apply), (3, after.add), (4, after.apply)):
+            send(seq_id)
+
+        assert b"rank 1 of 2 died" in await after.answer(2)
+        assert b'"step":1.0' in await after.answer(4)
+
+
+async def test_half_a_gradient_that_is_yet_to_be_dropped_is_not_kept(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("not now")
+
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        head.add(1)
+        monkeypatch.setattr(head.trainer, "discard_gradient", fail)
+        head.send_broken(2)
+        await head.answer(2)
+        await head.service.suspend()
+
+        assert GRADIENT not in (await head.manifest()).files
 
 
 async def test_what_a_suspended_head_is_asked_for_is_given_out_by_the_next_one(

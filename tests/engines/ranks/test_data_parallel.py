@@ -18,10 +18,10 @@ from tinkercloud_worker.actors.group import (
     RanksLost,
     RanksUnavailable,
 )
-from tinkercloud_worker.actors.ranked_trainer import GradientLost, RankedTrainer
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.engine.trainer import GradientLost, Trainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -279,6 +279,52 @@ def test_another_models_gradient_is_missed_once_and_never_applied_in_part(
         assert step(mortal, name, [5, 3], seed=0) == expected
 
 
+def test_a_step_that_fails_at_all_ranks_is_missed_and_no_model_is_lost(
+    mortal: RankedTrainer,
+) -> None:
+    for name in ("one", "other"):
+        mortal.add_model(name, LORA)
+        step(mortal, name, [5, 3], seed=0)
+    before = mortal.snapshot("other").tensors
+    mortal._group.call("fail_in", "optim_step")
+
+    with pytest.raises(GradientLost, match="failed in optim_step: MemoryError: no room for it"):
+        step(mortal, "one", [4, 6], seed=1)
+
+    assert_equal(mortal.snapshot("other").tensors, before, atol=0)
+    assert step(mortal, "one", [4, 6], seed=1) == step(mortal, "other", [4, 6], seed=1)
+
+
+def test_what_is_kept_of_lost_ranks_is_saved_without_others(mortal: RankedTrainer) -> None:
+    for name in ("one", "other"):
+        mortal.add_model(name, LORA)
+        step(mortal, name, [5, 3], seed=0)
+    expected = mortal.export_state("one")
+    run(mortal, random_data([4, 6]), model_id="other")
+    kill_in(mortal, "export_state", 1)
+
+    found_lost, kept = mortal.export_state("one"), mortal.export_state("other")
+
+    for state in (found_lost, kept):
+        assert state.step == 1
+        assert_equal(state.weights.tensors, expected.weights.tensors, atol=0)
+        assert_equal(moments_of(state), moments_of(expected), atol=0)
+    assert_equal(mortal.snapshot("one").tensors, expected.weights.tensors, atol=0)
+    assert mortal.export_gradient("one") is None
+    with pytest.raises(GradientLost, match="failed in export_state"):
+        mortal.export_gradient("other")
+    assert not mortal._group.is_alive
+
+
+def test_a_model_without_a_gradient_misses_none_whose_rank_is_killed_when_it_is_asked_for(
+    mortal: RankedTrainer,
+) -> None:
+    mortal.add_model("m", LORA)
+    kill_in(mortal, "export_gradient", 0)
+
+    assert mortal.export_gradient("m") is None
+
+
 def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin(
     mortal: RankedTrainer,
 ) -> None:
@@ -292,8 +338,10 @@ def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin
     mortal.add_model("restored", LORA)
     mortal.import_state("restored", saved)
 
-    with pytest.raises(StateLost, match="model m was lost"):
-        mortal.snapshot("m")
+    with pytest.raises(StateLost, match=r"model m was lost .*failed in forward_backward"):
+        run(mortal, random_data([4, 5]))
+    mortal.discard_gradient("m")
+    assert mortal._group.is_alive
     assert_equal(mortal.snapshot("restored").tensors, saved.weights.tensors, atol=0)
 
 
@@ -313,8 +361,9 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
         run(trainer, random_data([4, 5]))
 
     with pytest.raises(RanksUnavailable, match="no room"):
-        trainer.snapshot("m")
+        run(trainer, random_data([4, 5]))
 
+    run(trainer, random_data([4, 5]))
     assert_equal(trainer.snapshot("m").tensors, before, atol=0)
     trainer.close()
 

@@ -332,6 +332,22 @@ def test_a_whole_model_over_a_base_in_bfloat16_is_computed_in_it_as_at_one_rank(
     assert_close(*(gradient_of(trainer) for trainer in (sharded, single)), rtol=0.02)
 
 
+def test_a_whole_model_that_is_removed_takes_its_memory_along(trainers: Trainers) -> None:
+    sharded, _ = trainers
+    sharded.add_model("m", None)
+    step(sharded, [5, 9], seed=0)
+    sharded.remove_model("m")
+    sharded._group.call("count_without_collecting")
+    before = sharded._group.call("tensors_alive")
+
+    sharded.add_model("m", None)
+    step(sharded, [5, 9], seed=0)
+    held = sharded._group.call("tensors_alive")
+    sharded.remove_model("m")
+
+    assert sharded._group.call("tensors_alive") == before < held
+
+
 def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(cluster: None) -> None:
     sharded = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MeasuredTrainer))
     sharded.add_model("m", None)

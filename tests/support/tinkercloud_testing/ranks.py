@@ -64,6 +64,10 @@ class Mortal:
         if dist.get_rank() in ranks:
             setattr(self, method, _die)
 
+    def fail_in(self, method: str) -> None:
+        """Raise whenever a method is called, as where memory is short."""
+        setattr(self, method, _fail)
+
 
 class MortalTrainer(Mortal, DataParallelTrainer):
     """A rank's torch trainer of the tiny Llama."""
@@ -141,6 +145,17 @@ class Measured(AdamTrainer):
         """Return the bytes of all tensors here that lie in the object store of the node."""
         gc.collect()
         return bytes_in_store(each for each in gc.get_objects() if type(each) is Tensor)
+
+    def count_without_collecting(self) -> None:
+        """Let `tensors_alive` count what only Python's collector would find unused."""
+        gc.collect()
+        gc.disable()
+
+    def tensors_alive(self) -> int:
+        """Return how many numbers this process has in tensors."""
+        alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        sizes = {each.data_ptr(): each.numel() for each in alive if not isinstance(each, DTensor)}
+        return sum(sizes.values())
 
     def trained_elements(self, model_id: str) -> int:
         """Return how many numbers are held here of a model: weights, gradient and moments."""
@@ -231,6 +246,10 @@ def bytes_in_store(tensors: Iterable[Tensor]) -> int:
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Return what tells tensors of other values, without a copy of any."""
     return [crc32(tensor.numpy().data) for tensor in tensors]
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room for it")
 
 
 def _die(*_: object) -> None:

@@ -41,6 +41,13 @@ class Recorder:
         self.asked.append(number)
         return number
 
+    def note_unless_failing(self, number: int, *failures: int) -> int:
+        """Remember a number, without the other ranks; raise before at some of them."""
+        if dist.get_rank() in failures:
+            raise ArithmeticError("no room for it")
+        self.asked.append(number)
+        return number
+
     def hang_unless_killed(self, rank: int) -> None:
         """Be killed at one rank, while the others never come back."""
         if dist.get_rank() == rank:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import orjson
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.futures import Result, finished
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import Timings
@@ -14,6 +14,7 @@ from tinkercloud_worker.head.queue import ModelQueue, Operation, Role, refusal
 from tinkercloud_worker.head.results import Results
 
 MODEL = ModelId("s", 0)
+MAX_QUEUED_BYTES = 1 << 20
 
 
 class Bench:
@@ -26,7 +27,7 @@ class Bench:
         self.queue = ModelQueue(
             MODEL,
             self.results,
-            max_queued_bytes=1 << 20,
+            max_queued_bytes=MAX_QUEUED_BYTES,
             gap_seconds=gap_seconds,
             drop_gradient=self.drop_gradient,
         )
@@ -38,7 +39,11 @@ class Bench:
         self.ran.append("drop")
 
     def submit(
-        self, seq_id: int, role: Role = "other", work: Callable[[], None] | None = None
+        self,
+        seq_id: int,
+        role: Role = "other",
+        work: Callable[[], None] | None = None,
+        size: int = 1,
     ) -> str:
         async def run() -> Result:
             await asyncio.sleep(0)
@@ -47,7 +52,7 @@ class Bench:
             self.ran.append(f"{role} {seq_id}")
             return finished({"seq_id": seq_id})
 
-        return self.queue.submit(seq_id, b"%d" % seq_id, 1, Operation(run, role))
+        return self.queue.submit(seq_id, b"%d" % seq_id, size, Operation(run, role))
 
     def submit_broken(self, seq_id: int) -> str:
         broken = refusal(InvalidRequest("broken batch"), "gradient")
@@ -160,6 +165,65 @@ async def test_a_missing_number_is_not_waited_for_for_ever() -> None:
     assert all("seq_id 1 did not arrive" in str(answer["error"]) for answer in dropped)
     assert await bench.answer(5) == {"seq_id": 5}
     bench.queue.close("the test is over")
+
+
+@pytest.mark.parametrize("behind", [("gradient", "step"), ("step",), ("other",)], ids=str)
+async def test_what_ran_before_a_missing_number_is_never_applied_without_it(
+    behind: tuple[Role, ...],
+) -> None:
+    bench = Bench(gap_seconds=0.05)
+    bench.submit(1, "gradient")
+    await bench.answer(1)
+    last = 2
+    for last, role in enumerate(behind, start=3):
+        bench.submit(last, role)
+    assert "seq_id 2 did not arrive" in str((await bench.answer(last))["error"])
+
+    bench.submit(last + 1, "step")
+    bench.submit(last + 2, "gradient")
+    bench.submit(last + 3, "step")
+
+    assert "the gradient was dropped" in str((await bench.answer(last + 1))["error"])
+    assert await bench.answer(last + 3) == {"seq_id": last + 3}
+    assert bench.ran == ["gradient 1", "drop", f"gradient {last + 2}", f"step {last + 3}"]
+    bench.queue.close("the test is over")
+
+
+async def test_a_paused_queue_says_that_half_a_gradient_is_yet_to_be_dropped() -> None:
+    bench = Bench(gap_seconds=0.05)
+    bench.submit(1, "gradient")
+    bench.submit(3, "gradient")
+    await bench.answer(3)
+    await bench.queue.pause()
+
+    assert bench.queue.state().holds_half
+    bench.queue.close("the test is over")
+
+
+async def test_of_a_call_that_is_too_large_a_part_fails_rather_than_being_sent_for_ever(
+    bench: Bench,
+) -> None:
+    bench.submit(2, "gradient", size=MAX_QUEUED_BYTES)
+    bench.submit(3, "gradient")
+    bench.submit(1, "gradient")
+
+    assert await bench.answer(2) == {"seq_id": 2}
+    assert "in several calls before optim_step" in str((await bench.answer(3))["error"])
+    bench.submit(4, "step")
+    assert "not applied: request s:train:0:3" in str((await bench.answer(4))["error"])
+    assert bench.ran == ["gradient 1", "gradient 2", "drop"]
+
+
+async def test_while_something_runs_what_is_too_much_is_to_be_sent_again(bench: Bench) -> None:
+    bench.submit(1)
+    bench.submit(2, size=MAX_QUEUED_BYTES - 1)
+
+    with pytest.raises(Overloaded, match="wait for some results"):
+        bench.submit(3)
+
+    await bench.answer(2)
+    bench.submit(3)
+    assert await bench.answer(3) == {"seq_id": 3}
 
 
 async def test_a_number_that_comes_in_time_ends_the_wait() -> None:

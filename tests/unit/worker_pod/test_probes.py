@@ -14,7 +14,13 @@ import pytest
 import uvicorn
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, Timings
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    Limits,
+    Timings,
+    TrainerConfig,
+)
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.waiting import wait_until
@@ -146,7 +152,12 @@ async def test_a_suspended_head_is_alive_and_not_ready(backend: Backend) -> None
     assert "suspended" in ready[1]
 
 
-async def test_a_long_step_is_not_taken_for_an_engine_that_hangs(backend: Backend) -> None:
+@pytest.mark.parametrize(("ranks", "more"), [(0, 0.0), (2, 2 * HOUR)])
+async def test_a_long_step_is_not_taken_for_an_engine_that_hangs_nor_is_a_start_of_ranks(
+    backend: Backend, ranks: int, more: float
+) -> None:
+    trainer = TrainerConfig(ranks=ranks, start_timeout_seconds=2 * HOUR)
+    backend = replace(backend, config=backend.config.model_copy(update={"trainer": trainer}))
     clock, reached, go_on = Clock(), threading.Event(), threading.Event()
     thread = EngineThread(lambda _: None, now=clock)
     thread.start(NoBackground())
@@ -154,7 +165,7 @@ async def test_a_long_step_is_not_taken_for_an_engine_that_hangs(backend: Backen
     def step_of_two_hours(pause: Between) -> None:
         clock.seconds += HOUR
         pause()
-        clock.seconds += HOUR
+        clock.seconds += HOUR + more
         reached.set()
         go_on.wait()
 

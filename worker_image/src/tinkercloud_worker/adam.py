@@ -20,6 +20,9 @@ from tinkercloud_worker.engine.parameters import Trainable
 from tinkercloud_worker.engine.ranks import Parts
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, as torch names them."""
+
 
 @dataclass(slots=True, eq=False)
 class TrainedModel:
@@ -39,6 +42,13 @@ class TrainedModel:
     def reset_optimizer(self) -> None:
         """Begin with no moments and no steps."""
         self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
+
+    def begin_moments(self) -> None:
+        """Have moments. AdamW would make them one by one, and be left with one by a full GPU."""
+        flat = self.trainable.flat
+        if not self.optimizer.state[flat]:
+            moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
+            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
 
 
 def new_adapter(
@@ -88,6 +98,7 @@ class AdamTrainer(ABC):
                 "the accumulated gradient holds a NaN or an infinity; it was dropped and the"
                 " weights are unchanged. Check learning_rate, advantages and logprobs"
             )
+        model.begin_moments()
         if params.grad_clip_norm and norm > params.grad_clip_norm:
             gradient.mul_(params.grad_clip_norm / norm)
         (group,) = model.optimizer.param_groups
@@ -126,7 +137,7 @@ class AdamTrainer(ABC):
         fresh = torch.empty_like(model.trainable.gradient)
         _fill(fresh, model, state.weights.tensors, "checkpoint")
         moments: dict[str, Tensor] = {}
-        for moment in ("exp_avg", "exp_avg_sq") if state.moments is not None else ():
+        for moment in MOMENTS if state.moments is not None else ():
             moments[moment] = torch.empty_like(fresh)
             _fill(moments[moment], model, _moment(state.moments, moment), "optimizer state")
         flat.detach().copy_(fresh)
@@ -165,7 +176,7 @@ def state_of(
     weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
     state = model.optimizer.state[model.trainable.flat]
     moments: dict[str, Tensor] = {}
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in MOMENTS:
         flat = state[moment] if state else torch.zeros_like(model.trainable.gradient)
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, _step(model))

@@ -14,7 +14,7 @@ behind.
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -35,12 +35,8 @@ from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 log = structlog.get_logger(__name__)
-
-
 _STARTS = 3
 """Ray gives a node of its own half a minute to come up, which a busy machine may need more than."""
-
-
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A rank that takes a minute to come up is given up, and then waited for in vain; Ray gives its
@@ -214,13 +210,16 @@ class RankGroup:
             self._check_alive()
             shared = ray.put(args)
             refs = [rank.call.remote(method, shared) for rank in self._ranks]
-            answers, failed = _sort_out(refs)
-            if failed:
-                rank, error = next(iter(failed.items()))
-                self._end(f"rank {rank} of {len(refs)} failed in {method}: {error}", set(failed))
+            answers, failures = _sort_out(refs)
+            if failures:
+                rank, error = next(iter(failures.items()))
+                alive = [r for r, each in failures.items() if not isinstance(each, RayActorError)]
+                reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(error)}"
+                # Those that have done it come first, so that it is done.
+                self._end(reason, [*answers, *alive])
         if not answers:
             raise RanksLost(self._loss or "")
-        return self._agreed(method, answers)[0]
+        return self._agreed(method, [*answers.values()])[0]
 
     def close(self) -> None:
         """End all ranks and give their place back. What runs fails; repeating this is harmless."""
@@ -303,7 +302,7 @@ class RankGroup:
         refused = [answer.refusal for answer in answers if answer.refusal is not None]
         if refused and len(refused) < len(answers):
             reason = f"some ranks refused {method} ({refused[0].message}) and others did not"
-            self._end(reason, set(range(len(answers))))
+            self._end(reason, [])
             raise RanksLost(reason)
         if refused:
             raise refused[0]
@@ -321,23 +320,23 @@ class RankGroup:
                 rank, cause = _cause(refs, refs.index(done[0]), error)
                 reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(cause)}"
                 # One that lives may have failed because another died, and still has its words.
-                self._end(reason, {rank} if isinstance(cause, RayActorError) else set())
+                dead = {rank} if isinstance(cause, RayActorError) else set()
+                self._end(reason, [r for r in range(len(refs)) if r not in dead])
                 raise RanksLost(reason) from error
         return list(ray.get(refs))
 
-    def _end(self, reason: str, failed: Set[int]) -> None:
-        """End the group, having heard the last words of a rank that has not failed."""
+    def _end(self, reason: str, witnesses: Sequence[int]) -> None:
+        """End the group, having heard the last words of the first of some ranks that has any."""
         self._loss = reason
-        for index, rank in enumerate(self._ranks):
-            if index in failed:
-                continue
+        for rank in witnesses:
             # It may wait for a dead rank: this runs beside that.
-            words: Any = rank.last_words.options(concurrency_group=LAST_WORDS).remote()
+            actor = self._ranks[rank]
+            words: Any = actor.last_words.options(concurrency_group=LAST_WORDS).remote()
             try:
                 self.last_words = ray.get(words, timeout=self._timings.last_words)
                 break
             except RayError:
-                log.warning("a rank of a lost group says nothing", rank=index, exc_info=True)
+                log.warning("a rank of a lost group says nothing", rank=rank, exc_info=True)
         self.close()
 
 
@@ -352,16 +351,17 @@ def neighbours_together(nodes: Mapping[int, str]) -> list[int]:
     return sorted(nodes, key=lambda place: (nodes[place], place))
 
 
-def _sort_out(refs: Sequence[Any]) -> tuple[list[Answer], dict[int, str]]:
-    """Wait for all ranks; return the answers of some and, by rank, the failures of others."""
-    answers, failed = [], {}
+def _sort_out(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayError]]:
+    """Wait for all ranks; return, by rank, the answers of some and the failures of others."""
+    answers: dict[int, Answer] = {}
+    failures: dict[int, RayError] = {}
     for rank, ref in enumerate(refs):
         try:
-            answers.append(ray.get(ref))
+            answers[rank] = ray.get(ref)
         except RayError as error:
             log.exception("a rank failed")
-            failed[rank] = _reason(error)
-    return answers, failed
+            failures[rank] = error
+    return answers, failures
 
 
 def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayError]:

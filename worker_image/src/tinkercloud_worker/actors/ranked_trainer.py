@@ -8,15 +8,16 @@ When a rank is lost, its group is, and the command that ran fails. What the othe
 every one holds, is kept: the models as of their last optim_step. The next command starts another
 group, which goes on with them. Gradients that were not applied yet had a part at the lost rank:
 each model is told so once, by the first request that would have built on one. A model of which no
-living rank holds all is lost, and calls about it raise StateLost from then on.
+living rank holds all is lost, and calls about it raise StateLost from then on. What is kept can be
+saved without another group: the node that is gone may be why it is.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from tinkercloud_protocol.errors import StateLost, WireError
+from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.shares import deal, join, part
@@ -24,16 +25,13 @@ from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import (
     Gradient,
+    GradientLost,
     LossOutput,
     TrainingState,
     WeightsSnapshot,
 )
 
 T = TypeVar("T")
-
-
-class GradientLost(WireError):
-    """A rank died and took its part of a gradient along; weights and moments are as they were."""
 
 
 class RankedTrainer:
@@ -56,6 +54,8 @@ class RankedTrainer:
         """Models that have a gradient."""
         self._bereft: dict[str, str] = {}
         """Models that have lost a gradient and have not been told, and how that came."""
+        self._lost: dict[str, str] = {}
+        """Models that are lost, and how that came."""
         self._group = start()
         self._memberships = _memberships(self._group)
         self.limits = self._memberships[0].limits
@@ -74,9 +74,11 @@ class RankedTrainer:
         """
         self._command(lambda group: group.call("add_model", model_id, lora))
         self._models.add(model_id)
+        self._lost.pop(model_id, None)
 
     def remove_model(self, model_id: str) -> None:
         """See `Trainer.remove_model`."""
+        self._lost.pop(model_id, None)
         if model_id in self._models:
             self._models.remove(model_id)
             self._forget_gradient(model_id)
@@ -109,7 +111,8 @@ class RankedTrainer:
     def discard_gradient(self, model_id: str) -> None:
         """See `Trainer.discard_gradient`. What is lost has no gradient."""
         self._forget_gradient(model_id)
-        self._settle_if_alive("discard_gradient", model_id)
+        if model_id in self._models:
+            self._settle_if_alive("discard_gradient", model_id)
 
     def release_memory(self) -> None:
         """See `Trainer.release_memory`. Of a rank that is lost, the next command tells."""
@@ -119,15 +122,13 @@ class RankedTrainer:
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
-        weights: WeightsSnapshot = self._about(
-            model_id, lambda group: group.call("snapshot", model_id)
-        )
+        weights: WeightsSnapshot = self._held("snapshot", model_id) or self._kept[model_id].weights
         # They may be sampled from for long, and Ray's store has no room for what stays.
         return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`. It has its place in Ray's store for as long as it is held."""
-        state = self._about(model_id, lambda group: group.call("export_state", model_id))
+        state = self._held("export_state", model_id) or self._kept[model_id]
         return cast("TrainingState", state)
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
@@ -141,9 +142,11 @@ class RankedTrainer:
         Raises:
             GradientLost: a lost rank took its part along, and the model has not been told.
         """
+        gradient = None
+        if model_id not in self._bereft:
+            gradient = self._held("export_gradient", model_id)
         if model_id in self._bereft:
             raise GradientLost(self._bereft[model_id])
-        gradient = self._about(model_id, lambda group: group.call("export_gradient", model_id))
         return cast("Gradient | None", gradient)
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
@@ -167,6 +170,18 @@ class RankedTrainer:
             if membership.answers
         }
         return join(shares, [answers[replica] for replica in range(replicas)])
+
+    def _held(self, method: str, model_id: str) -> Any:  # noqa: ANN401 - the method's own result
+        """Return what a method says of a model; None if the group is lost, then or before.
+
+        Raises:
+            StateLost: the model is lost.
+        """
+        self._check_exists(model_id)
+        if self._group.is_alive:
+            with suppress(GradientLost):
+                return self._about(model_id, lambda group: group.call(method, model_id))
+        return None
 
     def _about(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
         """Give a command about a model.
@@ -200,10 +215,11 @@ class RankedTrainer:
 
     def _keep(self, group: RankGroup) -> None:
         states: Mapping[str, TrainingState] = group.last_words or {}
+        reason = group.loss or ""
+        self._lost |= dict.fromkeys(self._models - states.keys(), reason)
         self._models &= states.keys()
         self._kept = {model_id: states[model_id] for model_id in self._models}
-        reason = _consequence(group.loss or "")
-        self._bereft |= dict.fromkeys(self._unapplied & self._models, reason)
+        self._bereft |= dict.fromkeys(self._unapplied & self._models, _consequence(reason))
         self._unapplied.clear()
 
     def _take_over(self) -> None:
@@ -228,9 +244,10 @@ class RankedTrainer:
 
     def _check_exists(self, model_id: str) -> None:
         if model_id not in self._models:
+            reason = self._lost.get(model_id, self._group.loss)
             raise StateLost(
-                f"model {model_id} was lost when ranks that held it ended"
-                f" ({self._group.loss}); create it again from its last checkpoint"
+                f"model {model_id} was lost when ranks that held it ended ({reason}); create it"
+                " again from its last checkpoint"
             )
 
     def _tell_of_lost_gradient(self, model_id: str) -> None:

@@ -67,6 +67,8 @@ class HeadState(_Part):
     next_seq_id: int
     failure: tuple[str, str] | None
     """The failed gradient request of the step that was being built: its id and message."""
+    gradient_lost: str | None = None
+    """How the gradient of that step was lost, if no request has been told."""
     waiting: list[StoredRequest]
     results: list[StoredResult]
     samples: list[Span]

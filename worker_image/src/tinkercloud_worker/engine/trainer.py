@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.payloads import FloatArray
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
@@ -65,6 +66,10 @@ Gradient = Mapping[str, Tensor]
 """An accumulated gradient, float32, named like the weights."""
 
 
+class GradientLost(WireError):
+    """A part of a gradient is gone, and so all of it; weights and moments are as they were."""
+
+
 class Trainer(Protocol):
     """Trains models of one base. Methods raise InvalidRequest for what the client got wrong."""
 
@@ -117,7 +122,11 @@ class Trainer(Protocol):
         """
 
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """Return a copy of the accumulated gradient; None if there is none."""
+        """Return a copy of the accumulated gradient; None if there is none.
+
+        Raises:
+            GradientLost: there was one.
+        """
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """Replace the accumulated gradient.

@@ -26,9 +26,10 @@ from tinkercloud_worker.head.service import HeadService
 log = structlog.get_logger(__name__)
 
 _HUNG_SECONDS = 3600.0
-"""An engine that has not been heard of for so long is taken to hang. It reports at every decoding
-step and micro-batch, so only a single sequence can take long: some 2**15 tokens of a model of 10**9
-parameters on two cores. Ending a head by mistake costs a run its step; a late end costs an hour."""
+"""An engine that has not been heard of for so long is taken to hang; one with ranks has as long as
+they may take to start beside that. It reports at every decoding step and micro-batch, so only a
+single sequence can take long: some 2**15 tokens of a model of 10**9 parameters on two cores. Ending
+a head by mistake costs a run its step; a late end costs an hour."""
 
 
 class Lifecycle:
@@ -91,8 +92,9 @@ class Lifecycle:
             return
         if not self._backend.thread.is_alive:
             raise Unavailable("the engine thread has ended")
-        silent = self._backend.thread.silent_seconds()
-        if silent > _HUNG_SECONDS:
+        silent, trainer = self._backend.thread.silent_seconds(), self._backend.config.trainer
+        starting = trainer.start_timeout_seconds if trainer.ranks else 0.0
+        if silent > _HUNG_SECONDS + starting:
             raise Unavailable(f"the engine hangs: it has not been heard of for {silent:.0f} s")
 
     def check_ready(self) -> None:

@@ -25,6 +25,7 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.thread import Between, Group
 from tinkercloud_worker.engine.trainer import (
     Gradient,
+    GradientLost,
     LossOutput,
     TrainingPass,
     TrainingState,
@@ -51,6 +52,8 @@ class Operations:
         self._uploads: dict[str, asyncio.Task[Manifest]] = {}
         self._steps = 0
         self._refused: str | None = "the model does not exist yet"
+        self._gradient_lost: str | None = None
+        """How the gradient was lost, until a request has been told."""
         self.latest: Manifest | None = None
         """The last training checkpoint that was written."""
 
@@ -71,7 +74,7 @@ class Operations:
             self._check_shape(state, spec.restore_from)
         await self._on_thread(lambda: self._backend.trainer.add_model(self._name, spec.lora))
         if state is not None:
-            await self._import(state)
+            await self._import_first(state)
         self._refused = None
         answer: dict[str, object] = {"model_id": self._name}
         if spec.restore_from is not None:
@@ -81,6 +84,8 @@ class Operations:
     async def forward_backward(self, request: ForwardBackwardRequest) -> Result:
         """Run a batch; add to the gradient unless the request is forward only."""
         self._check_alive()
+        if not request.forward_only:
+            self._tell_of_lost_gradient()
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
         if isinstance(trainer, Group) and not batch.forward_only:
@@ -98,6 +103,7 @@ class Operations:
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
         self._check_alive()
+        self._tell_of_lost_gradient()
         params = request.adam()
         metrics = await self._compute(
             lambda _: self._backend.trainer.optim_step(self._name, params)
@@ -174,7 +180,13 @@ class Operations:
         return await self._beside(lambda: self._backend.trainer.export_state(self._name))
 
     async def export_gradient(self) -> Gradient | None:
-        """Return the gradient, if there is one."""
+        """Return the gradient, if there is one.
+
+        Raises:
+            GradientLost: there was one, and no request has been told of it.
+        """
+        if self._gradient_lost is not None:
+            raise GradientLost(self._gradient_lost)
         return await self._beside(lambda: self._backend.trainer.export_gradient(self._name))
 
     async def restore(self, state: TrainingState) -> None:
@@ -201,12 +213,17 @@ class Operations:
         """
         await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
 
+    def miss_gradient(self, reason: str) -> None:
+        """Tell the next request that builds on the gradient that it was lost, and how."""
+        self._gradient_lost = reason
+
     def refuse(self, reason: str) -> None:
         """Take no requests, as before the model was suspended."""
         self._refused = reason
 
     async def drop_gradient(self) -> None:
         """Forget the accumulated gradient."""
+        self._gradient_lost = None
         if self._refused is None:
             await self._beside(lambda: self._backend.trainer.discard_gradient(self._name))
 
@@ -246,9 +263,23 @@ class Operations:
                 f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
             ) from error
 
+    def _tell_of_lost_gradient(self) -> None:
+        reason, self._gradient_lost = self._gradient_lost, None
+        if reason is not None:
+            raise GradientLost(reason)
+
+    async def _import_first(self, state: TrainingState) -> None:
+        """Give a new model its state; one that can't have it is not to take memory."""
+        try:
+            await self._import(state)
+        except Exception:
+            await self._beside(lambda: self._backend.trainer.remove_model(self._name))
+            raise
+
     async def _import(self, state: TrainingState) -> None:
         await self._on_thread(lambda: self._backend.trainer.import_state(self._name, state))
         self._steps = state.step
+        self._gradient_lost = None
 
     async def _read_state(self, uri: str, *, with_optimizer: bool) -> TrainingState:
         store = self._backend.store

@@ -18,7 +18,7 @@ from typing import Literal
 import orjson
 import structlog
 
-from tinkercloud_protocol.errors import InvalidRequest, WireError
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_worker.head.results import Results
@@ -77,6 +77,15 @@ class QueueState:
     waiting: Sequence[Waiting]
     failure: tuple[str, str] | None
     """The failed gradient request of the step that is being built: its id and message."""
+    holds_half: bool = False
+    """Whether the gradient is yet to be dropped."""
+
+
+def _too_much(error: Overloaded) -> InvalidRequest:
+    return InvalidRequest(
+        f"data: {error.message}, and none of it can begin before all of this call is here; send its"
+        " data in several calls before optim_step: their gradients add up"
+    )
 
 
 def refusal(error: WireError, role: Role = "other") -> Operation:
@@ -129,8 +138,15 @@ class ModelQueue:
             Overloaded: too much waits already.
         """
         request_id = self.request_id(seq_id)
-        if not self.sequencer.offer(seq_id, digest, size):
-            return request_id
+        try:
+            if not self.sequencer.offer(seq_id, digest, size):
+                return request_id
+        except Overloaded as error:
+            if not self.sequencer.is_stuck:
+                raise
+            # The SDK sends a call's first part once all others are taken in.
+            operation, size = refusal(_too_much(error), operation.role), 0
+            self.sequencer.admit(seq_id, digest, size)
         knows_of = None
         if self._failure is not None and self._results.was_read(self._failure[0]):
             knows_of = self._failure[0]
@@ -157,7 +173,7 @@ class ModelQueue:
     def state(self) -> QueueState:
         """Return where a paused queue stands."""
         waiting = [self._queued[seq_id] for seq_id in sorted(self._queued)]
-        return QueueState(self.sequencer.next_seq_id, waiting, self._failure)
+        return QueueState(self.sequencer.next_seq_id, waiting, self._failure, self._holds_half)
 
     def restore(self, state: QueueState) -> None:
         """Go on where another queue of this model was paused. Call it before anything else."""
@@ -266,11 +282,12 @@ class ModelQueue:
             " that waited for it were dropped; create a new training client from a checkpoint"
         )
         log.warning("gave up a gap", model_id=str(self._model_id), missing_seq_id=missing)
+        # The missing one may have been a part of the gradient.
+        self._holds_half = True
         for seq_id in self.sequencer.give_up_gap():
-            queued = self._queued.pop(seq_id)
+            del self._queued[seq_id]
             request_id = self.request_id(seq_id)
-            if queued.operation.role == "gradient" and self._failure is None:
-                self._failure = (request_id, message)
+            self._failure = self._failure or (request_id, message)
             self._results.finish(request_id, failed(message, "user"))
         self._arrived.set()
 

@@ -40,7 +40,12 @@ from tinkercloud_worker.checkpoints.suspended import (
     StoredSampler,
     SuspendedHead,
 )
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    GradientLost,
+    TrainingState,
+    WeightsSnapshot,
+)
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.live_model import LiveModel, new_model
@@ -113,11 +118,9 @@ class Suspension:
         )
         writer, bodies = _Writer(self.backend.store, manifest), Bodies()
         head = self._head_state(model, unfinished, bodies)
-        if model.operations.refused is None:
-            await _write_state(model.operations, manifest.base_model, writer)
-            await _write_gradient(model.operations, writer)
+        gradient_lost = await _write_training(model, manifest.base_model, writer)
         samplers = await self._write_samplers(model.model_id, writer)
-        head = head.model_copy(update={"samplers": samplers})
+        head = head.model_copy(update={"samplers": samplers, "gradient_lost": gradient_lost})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, bodies.encode())
         await writer.commit()
@@ -215,6 +218,8 @@ class Suspension:
             model.operations.refuse(head.refused)
             return
         await model.operations.restore(await self._read_state(manifest))
+        if head.gradient_lost is not None:
+            model.operations.miss_gradient(head.gradient_lost)
         if GRADIENT in manifest.files:
             await model.operations.restore_gradient(await self._read_tensors(manifest, GRADIENT))
 
@@ -260,6 +265,20 @@ class Suspension:
                 model.queue.sequencer.recall(request_id.seq_id, digest)
         state = head.state
         model.queue.restore(QueueState(state.next_seq_id, waiting, state.failure))
+
+
+async def _write_training(model: LiveModel, base_model: str, writer: _Writer) -> str | None:
+    """Write state and gradient; return how the gradient was lost, if it was."""
+    operations = model.operations
+    if operations.refused is not None:
+        return None
+    await _write_state(operations, base_model, writer)
+    if not model.queue.state().holds_half:
+        try:
+            await _write_gradient(operations, writer)
+        except GradientLost as error:
+            return error.message
+    return None
 
 
 async def _write_state(operations: Operations, base_model: str, writer: _Writer) -> None:

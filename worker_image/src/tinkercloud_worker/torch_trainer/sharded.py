@@ -7,6 +7,7 @@ layer takes all ranks, all make the same number of passes, whatever their shares
 some are about nothing.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Literal
 
@@ -77,6 +78,12 @@ class ShardedTrainer(DataParallelTrainer):
             routed, hidden_RD = self._pass_about_nothing(model_id)
             self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))
         return output
+
+    def remove_model(self, model_id: str) -> None:
+        """See `Trainer.remove_model`."""
+        super().remove_model(model_id)
+        # What FSDP hangs on a whole model's modules refers to them, and they to it.
+        gc.collect()
 
     def _full_model(self) -> TrainedModel:
         parts = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
