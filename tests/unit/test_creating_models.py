@@ -1,0 +1,27 @@
+"""A model that can't begin from what it is to begin from does not take its place."""
+
+from pathlib import Path
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.bare_heads import MODEL, a_head
+
+
+async def test_a_model_that_does_not_fit_its_checkpoint_takes_no_memory(tmp_path: Path) -> None:
+    other = ModelId("s", 1)
+    spec = ModelSpec(
+        owner="me", lora=LoraConfig(rank=4), restore_from=f"tinker://{MODEL}/weights/a"
+    )
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1") as head:
+        await head.begin()
+        head.send(routes.SAVE_WEIGHTS, 1, path="a")
+        await head.answer(1)
+
+        await head.service.create_model(other, spec)
+        refused = await head.service.retrieve(f"{other}:0")
+
+        assert refused is not None
+        assert b'"category":"user"' in refused.body
+        assert list(head.trainer._models) == [str(MODEL)]  # type: ignore[attr-defined]
