@@ -1,16 +1,20 @@
 """A trainer and a sampler over one tiny base model, on a real engine thread."""
 
+import asyncio
 import os
+import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
@@ -60,6 +64,36 @@ def an_engine(
         yield Engine(TorchTrainer(base, max_batch_tokens=256), sampler, thread)
     finally:
         thread.stop()
+
+
+@asynccontextmanager
+async def held(engine: Engine) -> AsyncIterator[None]:
+    """Keep the engine's thread from work; what is asked for meanwhile waits together."""
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        may_go_on.wait()
+
+    holding = asyncio.create_task(engine.thread.run(lambda _: hold()))
+    await asyncio.to_thread(is_held.wait)
+    try:
+        yield
+        # Tasks made meanwhile have asked by then.
+        await asyncio.sleep(0)
+    finally:
+        may_go_on.set()
+        await holding
+
+
+async def publish_adapter(engine: Engine, name: str, seed: int, rank: int = 4) -> None:
+    """Publish a version with an adapter that changes what the model says."""
+    model_id = f"{name}-{seed}"
+    engine.trainer.add_model(model_id, LoraConfig(rank=rank, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in engine.trainer._models[model_id].trainable.tensors.values():
+        tensor.detach().normal_(0, 0.1, generator=generator)
+    await engine.sampler.publish(name, engine.trainer.snapshot(model_id))
 
 
 def a_sampling_request(

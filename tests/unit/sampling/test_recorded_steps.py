@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
 from tinkercloud_worker.torch_sampler.graphs import Compute, Recorder
@@ -55,15 +54,6 @@ class Operations:
 def refuse(_compute: Compute) -> Compute:
     """Record nothing, as CUDA does where work reads its results."""
     raise RuntimeError("operation not permitted when stream is capturing")
-
-
-async def publish_adapter(engine: Engine, name: str, rank: int, seed: int) -> None:
-    """Publish a version with an adapter that changes what the model says."""
-    engine.trainer.add_model(name, LoraConfig(rank=rank, seed=seed))
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in engine.trainer._models[name].trainable.tensors.values():
-        tensor.detach().normal_(0, 0.1, generator=generator)
-    await engine.sampler.publish(name, engine.trainer.snapshot(name))
 
 
 def sampled(

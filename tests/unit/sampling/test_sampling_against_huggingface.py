@@ -9,9 +9,8 @@ import torch
 
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.payloads import Datum, FloatArray
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import a_request
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
@@ -24,15 +23,6 @@ MODELS = {
 }
 PROMPTS = [[1, 2, 3], list(range(40)), [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
 NEVER = StopRules(frozenset(), ())
-
-
-async def publish_adapter(engine: Engine, name: str, seed: int, *, train_mlp: bool = True) -> None:
-    """Publish a version with an adapter that changes what the model says."""
-    engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in engine.trainer._models[name].trainable.tensors.values():
-        tensor.detach().normal_(0, 0.1, generator=generator)
-    await engine.sampler.publish(name, engine.trainer.snapshot(name))
 
 
 def trainer_logprobs(
@@ -80,7 +70,7 @@ async def test_sampling_logprobs_equal_training_logprobs(name: str, tmp_path: Pa
 
         request = a_sampling_request(PROMPTS[1], max_tokens=20, temperature=0.7, stop=NEVER)
         (sequence,) = (await engine.sampler.sample("adapter", request)).sequences
-        expected = trainer_logprobs(engine, "adapter", PROMPTS[1], list(sequence.tokens))
+        expected = trainer_logprobs(engine, "adapter-5", PROMPTS[1], list(sequence.tokens))
 
     np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
 

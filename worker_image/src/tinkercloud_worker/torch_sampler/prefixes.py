@@ -4,49 +4,56 @@ A group of rollouts of one prompt, or the next turn of a conversation, then comp
 new. Entries belong to one version of the weights and are never changed.
 """
 
+import threading
 from collections import OrderedDict
 
 from tinkercloud_protocol.payloads import Int32Array
 from tinkercloud_worker.torch_sampler.cache import KeyValues
+from tinkercloud_worker.torch_sampler.versions import Version
 
 
 class PrefixStore:
-    """The most recently used prompts, up to a number of tokens."""
+    """The most recently used prompts, up to a number of tokens. Any thread may call."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
-        self._entries: OrderedDict[tuple[str, bytes], tuple[Int32Array, KeyValues]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[Version, bytes], tuple[Int32Array, KeyValues]]
+        self._entries = OrderedDict()
 
-    def find(self, version: str, prompt: Int32Array, at_most: int) -> tuple[int, KeyValues]:
+    def find(self, version: Version, prompt: Int32Array, at_most: int) -> tuple[int, KeyValues]:
         """Return the longest known beginning of a prompt: its length and its keys and values."""
         best, best_key = 0, None
-        for key, (tokens, _) in self._entries.items():
-            if key[0] == version:
-                length = min(common_length(tokens, prompt), at_most)
-                if length > best:
-                    best, best_key = length, key
-        if best_key is None:
-            return 0, ()
-        self._entries.move_to_end(best_key)
-        return best, tuple(layer.first(best) for layer in self._entries[best_key][1])
+        with self._lock:
+            for key, (tokens, _) in self._entries.items():
+                if key[0] is version:
+                    length = min(common_length(tokens, prompt), at_most)
+                    if length > best:
+                        best, best_key = length, key
+            if best_key is None:
+                return 0, ()
+            self._entries.move_to_end(best_key)
+            return best, tuple(layer.first(best) for layer in self._entries[best_key][1])
 
-    def add(self, version: str, prompt: Int32Array, key_values: KeyValues) -> None:
+    def add(self, version: Version, prompt: Int32Array, key_values: KeyValues) -> None:
         """Remember a prompt that has been read whole."""
         key = (version, prompt.tobytes())
-        if key in self._entries or len(prompt) > self._max_tokens:
-            return
-        self._entries[key] = (prompt, key_values)
-        self._tokens += len(prompt)
-        while self._tokens > self._max_tokens:
-            self._drop(next(iter(self._entries)))
+        with self._lock:
+            if key in self._entries or len(prompt) > self._max_tokens:
+                return
+            self._entries[key] = (prompt, key_values)
+            self._tokens += len(prompt)
+            while self._tokens > self._max_tokens:
+                self._drop(next(iter(self._entries)))
 
-    def forget(self, version: str) -> None:
+    def forget(self, version: Version) -> None:
         """Drop all prompts of a version."""
-        for key in [key for key in self._entries if key[0] == version]:
-            self._drop(key)
+        with self._lock:
+            for key in [key for key in self._entries if key[0] is version]:
+                self._drop(key)
 
-    def _drop(self, key: tuple[str, bytes]) -> None:
+    def _drop(self, key: tuple[Version, bytes]) -> None:
         tokens, _ = self._entries.pop(key)
         self._tokens -= len(tokens)
 

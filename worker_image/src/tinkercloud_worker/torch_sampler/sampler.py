@@ -7,7 +7,6 @@ the engine thread alone.
 """
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Run
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
-from tinkercloud_worker.torch_sampler.versions import Versions
+from tinkercloud_worker.torch_sampler.versions import Version, Versions
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +45,8 @@ steps are recorded, for sequences to come: what was recorded is good as long."""
 class _Job:
     """One request on its way through."""
 
-    version: str
+    version: Version
+    """Acquired; released when the job is over."""
     request: SamplingRequest
     resolve: Callable[[SamplingResult | Exception], None]
     is_cancelled: Callable[[], bool]
@@ -109,30 +109,47 @@ class TorchSampler:
         kept_tokens = config.max_cached_tokens // _KEPT_SHARE
         self._prefixes = PrefixStore(kept_tokens)
         self._kept = Room(config.max_running_sequences, kept_tokens)
-        self._lock = threading.Lock()
         self._inbox: deque[_Job] = deque()
         self._jobs: list[_Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
 
     async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
-        """See `Sampler.publish`."""
-        with self._lock:
-            self._versions.add(version, weights)
+        """See `Sampler.publish`.
+
+        Raises:
+            OSError: memory is short, and the scratch folder takes no weights.
+        """
+        if version in self._versions:
+            return
+        prepared = await asyncio.to_thread(self._versions.prepare, weights)
+        self._versions.add(version, prepared)
+        try:
+            await asyncio.to_thread(self._versions.spill)
+        except BaseException:
+            await self.retire(version)
+            raise
 
     async def retire(self, version: str) -> None:
         """See `Sampler.retire`."""
-        with self._lock:
-            self._versions.remove(version)
-            self._prefixes.forget(version)
+        retired = self._versions.pop(version)
+        if retired is not None:
+            await asyncio.to_thread(self._release, retired)
 
     async def export(self, version: str) -> WeightsSnapshot | None:
         """See `Sampler.export`."""
+        exported = self._versions.acquire(version)
 
         def export() -> WeightsSnapshot | None:
-            with self._lock:
-                return self._versions.export(version)
+            try:
+                return self._versions.export(exported)
+            finally:
+                self._release(exported)
 
         return await asyncio.to_thread(export)
+
+    def _release(self, version: Version) -> None:
+        if self._versions.release(version):
+            self._prefixes.forget(version)
 
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
         """See `Sampler.sample`."""
@@ -148,7 +165,8 @@ class TorchSampler:
         def resolve(result: SamplingResult | Exception) -> None:
             loop.call_soon_threadsafe(_settle, done, result)
 
-        self._inbox.append(_Job(version, request, resolve, done.cancelled))
+        acquired = self._versions.acquire(version)
+        self._inbox.append(_Job(acquired, request, resolve, done.cancelled))
         self._wake()
         return await done
 
@@ -221,7 +239,7 @@ class TorchSampler:
         """Whether much of a prompt is being read already, and can be taken from there."""
         prompt = job.request.prompt
         return job.batch is None and any(
-            other.version == job.version
+            other.version is job.version
             and common_length(other.request.prompt, prompt) >= _WORTH_WAITING_FOR
             for other in others
         )
@@ -259,14 +277,13 @@ class TorchSampler:
         """Begin a prompt with what is known of it; nothing happens the second time."""
         if job.batch is not None:
             return
-        with self._lock:
-            job.weights = self._versions.get(job.version)
-            job.scorer = PromptScorer(job.request)
-            first_needed = job.scorer.first_needed
-            reusable = len(job.request.prompt) - 1
-            if first_needed is not None:
-                reusable = min(reusable, first_needed)
-            job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
+        job.weights = self._versions.weights(job.version)
+        job.scorer = PromptScorer(job.request)
+        first_needed = job.scorer.first_needed
+        reusable = len(job.request.prompt) - 1
+        if first_needed is not None:
+            reusable = min(reusable, first_needed)
+        job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
         job.read = job.reused
         is_whole_model = _is_whole_model(job.weights)
         key = id(job.weights) if is_whole_model else None
@@ -343,6 +360,7 @@ class TorchSampler:
         for key, batch in list(self._batches.items()):
             if key is not None and not any(other.batch is batch for other in self._jobs):
                 del self._batches[key]
+        self._release(job.version)
         job.resolve(result)
 
 
