@@ -171,7 +171,9 @@ class SamplerConfig(_Config):
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
     """Prompt tokens computed between two decoding steps of the other sequences."""
     max_cached_tokens: Annotated[int, Field(ge=1)] = 1 << 17
-    """Room for keys and values, in tokens over all sequences."""
+    """Room for keys and values of the sequences that are drawn together, in tokens, each counted as
+    long as it may become. Prompts that wait for room take up to a quarter of it more, and prompts
+    read lately another quarter; one request alone always has room."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:

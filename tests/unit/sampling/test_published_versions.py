@@ -132,6 +132,21 @@ async def test_a_name_that_is_published_again_has_other_weights_for_new_requests
         assert [tokens_of(await before), tokens_of(await after)] == expected
 
 
+async def test_while_weights_are_copied_others_are_drawn_and_retired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        await publish_adapter(engine, "old", seed=1)
+        with stopped(monkeypatch, "ActiveWeights") as is_copying:
+            publishing = asyncio.create_task(publish_adapter(engine, "new", seed=2))
+            assert await asyncio.to_thread(is_copying.wait, PATIENCE_SECONDS)
+
+            assert tokens_of(await engine.sampler.sample("old", a_request()))
+            await engine.sampler.retire("old")
+            assert not publishing.done()
+        await publishing
+
+
 async def test_while_weights_are_written_others_are_drawn_published_and_retired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
 from tinkercloud_worker.torch_sampler.graphs import Compute, Recorder
 
@@ -28,27 +26,6 @@ MODELS = {
     "mixture": lambda: tiny_qwen3_moe(positions=512),
 }
 NEVER = StopRules(frozenset(), ())
-
-
-class Operations:
-    """Records work as operations on the tensors that it used."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-        self.replayed = 0
-
-    def __call__(self, compute: Compute) -> Compute:
-        """See `Recorder`."""
-        with torch.no_grad():
-            operations: Callable[[], Tensor] = make_fx(compute)()
-        self.recorded += 1
-
-        def replay() -> Tensor:
-            self.replayed += 1
-            with torch.no_grad():
-                return operations()
-
-        return replay
 
 
 def refuse(_compute: Compute) -> Compute:

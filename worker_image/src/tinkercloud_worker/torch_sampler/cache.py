@@ -40,6 +40,32 @@ class Room:
     """Positions of all sequences."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotRoom:
+    """The shape of what keeps running sequences: every slot has as many positions."""
+
+    slots: int
+    positions: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions of all slots."""
+        return self.slots * self.positions
+
+    def grown(self, slots: int, positions: int, max_tokens: int) -> "SlotRoom":
+        """Return room for so much at least.
+
+        It is the same room if that is enough. If not, it grows by doubling, and what is larger than
+        needed becomes smaller, so that there are no more than `max_tokens` unless they are needed.
+        """
+        if slots <= self.slots and positions <= self.positions:
+            return self
+        length = self.positions if positions <= self.positions else 2 * self.positions
+        length = max(positions, min(length, max_tokens // slots))
+        count = self.slots if slots <= self.slots else 2 * self.slots
+        return SlotRoom(max(slots, min(count, max_tokens // length)), length)
+
+
 def length_of(key_values: KeyValues) -> int:
     """Return the number of positions held."""
     return int(key_values[0].keys.shape[1]) if key_values else 0
@@ -165,35 +191,47 @@ class SlotCache(Cache):
         """Positions the next step reads of each slot."""
         self.generation = 0
         """Another number whenever keys and values are in another place than before."""
+        self.max_tokens = 0
+        """Positions of all slots that room may be made for ahead of need."""
 
     @property
-    def num_tokens(self) -> int:
-        """Positions there is room for, in all slots."""
+    def room(self) -> "SlotRoom":
+        """What there is room for."""
         keys = self._own[0].keys if self._own else None
-        return keys.shape[0] * keys.shape[2] if keys is not None else 0
+        return SlotRoom(keys.shape[0], keys.shape[2]) if keys is not None else SlotRoom(0, 0)
 
-    def insert(self, slot: int, key_values: KeyValues) -> None:
-        """Copy a sequence's positions into a slot."""
-        length = length_of(key_values)
+    def insert(self, slot: int, key_values: KeyValues, length: int) -> None:
+        """Copy a sequence's positions into a slot.
+
+        Args:
+            slot: the first that is free.
+            key_values: the sequence's.
+            length: positions that slots must have room for, this one and those before it.
+        """
+        held = length_of(key_values)
         for layer, part in zip(self._own, key_values, strict=True):
             self._make_room(layer, part, slot + 1, length)
             assert layer.keys is not None  # noqa: S101 - there is room now
             assert layer.values is not None  # noqa: S101 - as above
-            layer.keys[slot, :, :length] = part.keys
-            layer.values[slot, :, :length] = part.values
+            layer.keys[slot, :, :held] = part.keys
+            layer.values[slot, :, :held] = part.values
 
     def make_room(self, slots: int, length: int) -> None:
-        """Let slots hold so many positions; nothing happens while there is none in any."""
+        """Let the first slots hold so many positions; nothing happens while there is none in any.
+
+        What other slots hold, and positions beyond, may be lost.
+        """
         for layer in self._own:
             if layer.keys is not None and layer.values is not None:
                 like = LayerKeyValues(layer.keys[0], layer.values[0])
                 self._make_room(layer, like, slots, length)
 
     def _make_room(self, layer: _SlotLayer, like: LayerKeyValues, slots: int, length: int) -> None:
-        keys = _with_room(layer.keys, like.keys, slots, length)
-        if keys is not layer.keys:
-            layer.keys = keys
-            layer.values = _with_room(layer.values, like.values, slots, length)
+        has = SlotRoom(layer.keys.shape[0], layer.keys.shape[2]) if layer.keys is not None else None
+        room = (has or SlotRoom(0, 0)).grown(slots, length, self.max_tokens)
+        if room != has:
+            layer.keys = _with_room(layer.keys, like.keys, room)
+            layer.values = _with_room(layer.values, like.values, room)
             self.generation += 1
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -216,15 +254,11 @@ class SlotCache(Cache):
             layer.keys = layer.values = None
 
 
-def _with_room(tensor: Tensor | None, like: Tensor, slots: int, capacity: int) -> Tensor:
-    """Return a buffer [slots, H, positions, E] with so much room at least; grow it by doubling."""
+def _with_room(tensor: Tensor | None, like: Tensor, room: SlotRoom) -> Tensor:
+    """Return a buffer [slots, H, positions, E] that begins with what another has room for."""
     heads, _, size = like.shape
-    before, positions = (tensor.shape[0], tensor.shape[2]) if tensor is not None else (0, 0)
-    if tensor is not None and slots <= before and capacity <= positions:
-        return tensor
-    new_slots = before if slots <= before else max(slots, 2 * before)
-    new_positions = positions if capacity <= positions else max(capacity, 2 * positions)
-    grown = like.new_zeros(new_slots, heads, new_positions, size)
+    made = like.new_zeros(room.slots, heads, room.positions, size)
     if tensor is not None:
-        grown[:before, :, :positions] = tensor
-    return grown
+        kept = tensor[: room.slots, :, : room.positions]
+        made[: kept.shape[0], :, : kept.shape[2]] = kept
+    return made

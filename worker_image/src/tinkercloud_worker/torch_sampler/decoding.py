@@ -27,6 +27,7 @@ from tinkercloud_worker.torch_sampler.cache import (
     PrefillCache,
     Room,
     SlotCache,
+    SlotRoom,
 )
 from tinkercloud_worker.torch_sampler.drawing import Policy, draw, uniform
 from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
@@ -182,10 +183,34 @@ class DecodingBatch:
 
     def join(self, sequence: Running, prompt: KeyValues) -> None:
         """Give a sequence, whose first token is drawn, a slot that holds its prompt."""
-        self._cache.insert(len(self.sequences), prompt)
-        self.sequences.append(sequence)
+        members = [*self.sequences, sequence]
+        self._bound_cache(members)
+        next_length = max(each.position for each in members) + 1
+        self._cache.insert(len(self.sequences), prompt, next_length)
+        self.sequences = members
         if self._graphs is not None:
-            self._graphs.make_room(len(self.sequences), sequence.longest)
+            self._graphs.make_room(len(members), max(each.longest for each in members))
+
+    def tokens_with(self, joining: Sequence[Running]) -> int:
+        """Return the positions that slots come to take together, if sequences join those here."""
+        needed = self._room_for([*self.sequences, *joining])
+        kept = max(needed.tokens, self._kept.tokens)
+        has = self._cache.room
+        # Room for more slots is made as it is needed; what is enough stays as it is.
+        return kept if needed.slots > has.slots else max(kept, has.tokens)
+
+    def _room_for(self, sequences: Sequence[Running]) -> SlotRoom:
+        """Return the room that sequences come to need."""
+        if not sequences:
+            return SlotRoom(0, 0)
+        longest = max(each.longest for each in sequences)
+        if self._graphs is not None:
+            return self._graphs.room(len(sequences), longest)
+        return SlotRoom(len(sequences), longest)
+
+    def _bound_cache(self, members: Sequence[Running]) -> None:
+        needed = self._room_for(members)
+        self._cache.max_tokens = max(needed.tokens, self._kept.tokens)
 
     def step(self) -> list[Running]:
         """Draw one token for every sequence; return those that ended, which have left."""
@@ -228,7 +253,8 @@ class DecodingBatch:
                 self._cache.move(last, slot, self.sequences[last].position + 1)
                 self.sequences[slot] = self.sequences[last]
             self.sequences.pop()
-        if not self.sequences and self._cache.num_tokens > self._kept.tokens:
+        self._bound_cache(self.sequences)
+        if not self.sequences and self._cache.room.tokens > self._kept.tokens:
             self._cache.clear()
         return leaving
 

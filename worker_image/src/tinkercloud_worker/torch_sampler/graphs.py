@@ -23,7 +23,7 @@ from torch import Tensor
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats, padded
-from tinkercloud_worker.torch_sampler.cache import Room, SlotCache
+from tinkercloud_worker.torch_sampler.cache import Room, SlotCache, SlotRoom
 from tinkercloud_worker.torch_sampler.masks import Masks
 
 log = structlog.get_logger(__name__)
@@ -106,14 +106,19 @@ class StepGraphs:
         self._generations = (0, 0)
         self._steps: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
 
+    @staticmethod
+    def room(rows: int, longest: int) -> SlotRoom:
+        """Return what steps want to have room for, for so many sequences of so many positions."""
+        return SlotRoom(padded(rows), max(padded(longest), _SHORTEST))
+
     def make_room(self, rows: int, longest: int) -> None:
         """Make room at once for what is to come: recorded steps are void when it is made later.
 
         Args:
             rows: sequences.
-            longest: positions that one of them may come to hold.
+            longest: positions that the longest of them may come to hold.
         """
-        length = max(padded(longest), _SHORTEST)
+        length = self.room(rows, longest).positions
         affordable = padded(self._kept.tokens // length + 1) // 2
         slots = min(padded(self._kept.sequences), affordable)
         if rows <= slots:
@@ -137,7 +142,8 @@ class StepGraphs:
         seats = self._banks.seats(weights)
         if seats is None:
             return None
-        rows, length = padded(len(tokens)), max(padded(max(positions) + 1), _SHORTEST)
+        room = self.room(len(tokens), max(positions) + 1)
+        rows, length = room.slots, room.positions
         self._cache.make_room(rows, length)
         generations = self._cache.generation, self._banks.generation
         if self._generations != generations:

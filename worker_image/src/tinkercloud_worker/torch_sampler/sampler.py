@@ -9,7 +9,7 @@ the engine thread alone.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 import structlog
 import torch
@@ -18,14 +18,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.payloads import SampledSequence
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.routes import ActiveWeights, route_all
-from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache, Room
+from tinkercloud_worker.routes import route_all
+from tinkercloud_worker.torch_sampler.cache import KeyValues, Room
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running, routes_of
 from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.jobs import Job, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.versions import Version, Versions
@@ -39,42 +39,6 @@ _WORTH_WAITING_FOR = 256
 _KEPT_SHARE = 4
 """One part in so many of the key-value room is kept for prompts read lately, and as much, where
 steps are recorded, for sequences to come: what was recorded is good as long."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One request on its way through."""
-
-    version: Version
-    """Acquired; released when the job is over."""
-    request: SamplingRequest
-    resolve: Callable[[SamplingResult | Exception], None]
-    is_cancelled: Callable[[], bool]
-    weights: ActiveWeights | None = None
-    batch: DecodingBatch | None = None
-    cache: PrefillCache | None = None
-    scorer: PromptScorer | None = None
-    read: int = 0
-    """Prompt tokens whose keys and values are known."""
-    reused: int = 0
-    """How many of them came from an earlier prompt."""
-    key_values: KeyValues = ()
-    """Of the prompt, once it is read."""
-    last_logits: Tensor | None = None
-    """Logits [V] after the prompt's last token, once it is read."""
-    started: int = 0
-    """Samples that have joined the batch."""
-    running: list[Running] = field(default_factory=list)
-    sequences: dict[int, SampledSequence] = field(default_factory=dict)
-
-    @property
-    def is_read(self) -> bool:
-        return self.last_logits is not None
-
-    @property
-    def longest(self) -> int:
-        """Positions its longest sequence may come to hold."""
-        return len(self.request.prompt) + self.request.max_tokens
 
 
 class TorchSampler:
@@ -109,8 +73,8 @@ class TorchSampler:
         kept_tokens = config.max_cached_tokens // _KEPT_SHARE
         self._prefixes = PrefixStore(kept_tokens)
         self._kept = Room(config.max_running_sequences, kept_tokens)
-        self._inbox: deque[_Job] = deque()
-        self._jobs: list[_Job] = []
+        self._inbox: deque[Job] = deque()
+        self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
 
     async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
@@ -166,7 +130,7 @@ class TorchSampler:
             loop.call_soon_threadsafe(_settle, done, result)
 
         acquired = self._versions.acquire(version)
-        self._inbox.append(_Job(acquired, request, resolve, done.cancelled))
+        self._inbox.append(Job(acquired, request, resolve, done.cancelled))
         self._wake()
         return await done
 
@@ -191,7 +155,7 @@ class TorchSampler:
         for job in list(self._jobs):
             self._collect(job)
 
-    def _guarded(self, jobs: list[_Job], work: Callable[[], object]) -> None:
+    def _guarded(self, jobs: list[Job], work: Callable[[], object]) -> None:
         """Do some work; if it fails, so do the requests it was for, and no others."""
         try:
             work()
@@ -204,11 +168,16 @@ class TorchSampler:
     def _read_prompts(self) -> None:
         """Read prompts, first come first served, until a chunk's worth of tokens is read."""
         left = self._config.prefill_chunk_tokens
-        together: list[_Job] = []
+        together: list[Job] = []
+        is_full = False
         for job in [job for job in self._jobs if not job.is_read]:
             if left <= 0:
                 break
             if self._is_better_read_later(job, together):
+                continue
+            # Nobody overtakes who finds no room, but those go on whose prompt is half read.
+            is_full = is_full or not (job.batch is not None or self._has_room_to_read(job))
+            if is_full and job.batch is None:
                 continue
             self._guarded([job], lambda job=job: self._admit(job))  # type: ignore[misc]
             if job not in self._jobs:
@@ -222,7 +191,7 @@ class TorchSampler:
         if together:
             self._guarded(together, lambda: self._read_together(together))
 
-    def _can_be_packed(self, job: _Job) -> bool:
+    def _can_be_packed(self, job: Job) -> bool:
         """Whether a prompt is read in one pass with others: where launching a pass is what costs.
 
         A pass may have one whole model's weights only, and begins at each prompt's beginning.
@@ -230,12 +199,12 @@ class TorchSampler:
         return (
             self._recorder is not None
             and self._base.takes_packs
-            and not _is_whole_model(job.weights)
+            and not job.is_whole_model
             and job.read == 0
         )
 
     @staticmethod
-    def _is_better_read_later(job: _Job, others: Sequence[_Job]) -> bool:
+    def _is_better_read_later(job: Job, others: Sequence[Job]) -> bool:
         """Whether much of a prompt is being read already, and can be taken from there."""
         prompt = job.request.prompt
         return job.batch is None and any(
@@ -244,7 +213,7 @@ class TorchSampler:
             for other in others
         )
 
-    def _read(self, job: _Job, count: int) -> None:
+    def _read(self, job: Job, count: int) -> None:
         """Read the next tokens of a prompt."""
         assert job.cache is not None and job.batch is not None  # noqa: S101, PT018 - admitted
         prompt, start = job.request.prompt, job.read
@@ -256,7 +225,7 @@ class TorchSampler:
             logits_1V = self._base.logits(hidden_TD[-1:], route_all(job.weights))
             self._end_reading(job, job.cache.key_values(), logits_1V[0])
 
-    def _read_together(self, jobs: Sequence[_Job]) -> None:
+    def _read_together(self, jobs: Sequence[Job]) -> None:
         """Read whole prompts in one pass."""
         batch = jobs[0].batch
         assert batch is not None  # noqa: S101 - they are admitted
@@ -269,11 +238,11 @@ class TorchSampler:
             self._score(job, 0, hidden_TD)
             self._end_reading(job, key_values, logits_V)
 
-    def _end_reading(self, job: _Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
+    def _end_reading(self, job: Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
         job.key_values, job.last_logits = key_values, last_logits_V
         self._prefixes.add(job.version, job.request.prompt, key_values)
 
-    def _admit(self, job: _Job) -> None:
+    def _admit(self, job: Job) -> None:
         """Begin a prompt with what is known of it; nothing happens the second time."""
         if job.batch is not None:
             return
@@ -285,13 +254,12 @@ class TorchSampler:
             reusable = min(reusable, first_needed)
         job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
         job.read = job.reused
-        is_whole_model = _is_whole_model(job.weights)
-        key = id(job.weights) if is_whole_model else None
+        key = id(job.weights) if job.is_whole_model else None
         if key not in self._batches:
             # Recorded steps are the base's and adapters'; whole models come and go.
             self._batches[key] = (
                 DecodingBatch(self._base, self._drawer)
-                if is_whole_model or self._recorder is None
+                if job.is_whole_model or self._recorder is None
                 else DecodingBatch(
                     self._base, self._drawer, recorder=self._recorder, kept=self._kept
                 )
@@ -299,7 +267,7 @@ class TorchSampler:
         job.batch = self._batches[key]
         job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
 
-    def _score(self, job: _Job, start: int, hidden_TD: Tensor) -> None:
+    def _score(self, job: Job, start: int, hidden_TD: Tensor) -> None:
         needed = job.scorer.first_needed if job.scorer is not None else None
         if job.scorer is None or needed is None:
             return
@@ -308,37 +276,72 @@ class TorchSampler:
             job.scorer.add(start + row, self._base.logits(rows_RD, route_all(job.weights)))
 
     def _start_samples(self) -> None:
-        """Let as many samples of prompts that are read join as there is room for."""
-        starting: list[tuple[_Job, Running]] = []
-        for job in [job for job in self._jobs if job.is_read]:
-            while job.started < job.request.num_samples and self._has_room(job, starting):
-                sequence = Running(job.request, job.started, job.weights)
-                job.started += 1
-                job.running.append(sequence)
-                starting.append((job, sequence))
+        """Let samples of prompts that are read join, first come first served, while there is room.
+
+        Nobody overtakes who finds none: a long one would wait for as long as short ones come.
+        """
+        starting: list[tuple[Job, Running]] = []
+        # A prompt that is longer than what is kept for those that wait has some of the other room.
+        excess = max(waiting(self._jobs).tokens - self._kept.tokens, 0)
+        room = self._config.max_cached_tokens - excess
+        line = [
+            repeat(job, job.request.num_samples - job.started) for job in self._jobs if job.is_read
+        ]
+        for job in chain.from_iterable(line):
+            sequence = Running(job.request, job.started, job.weights)
+            if not self._fit([*starting, (job, sequence)], room):
+                break
+            starting.append((job, sequence))
+            job.started += 1
+            job.running.append(sequence)
         if starting:
             jobs = list(dict.fromkeys(job for job, _ in starting))
             self._guarded(jobs, lambda: self._start(starting))
 
-    def _start(self, starting: Sequence[tuple[_Job, Running]]) -> None:
+    def _start(self, starting: Sequence[tuple[Job, Running]]) -> None:
         """Draw the first tokens of samples, and let those join that go on."""
         logits = [job.last_logits for job, _ in starting if job.last_logits is not None]
         self._drawer.extend([sequence for _, sequence in starting], torch.stack(logits))
         for job, sequence in starting:
             if not sequence.is_done and job.batch is not None:
                 job.batch.join(sequence, job.key_values)
+        for job, _ in starting:
+            if not job.is_waiting:
+                # Its samples have copies.
+                job.cache, job.key_values = None, ()
 
-    def _has_room(self, job: _Job, starting: Sequence[tuple[_Job, Running]]) -> bool:
-        count = sum(len(batch.sequences) for batch in self._batches.values())
-        if count + len(starting) >= self._config.max_running_sequences or job.batch is None:
-            return False
-        members = [other for other in self._jobs if other.batch is job.batch and other.started]
-        longest = max([job.longest, *(other.longest for other in members)])
-        joining = sum(other.batch is job.batch for other, _ in starting)
-        running = len(job.batch.sequences) + joining
-        return not running or (running + 1) * longest <= self._config.max_cached_tokens
+    def _fit(self, starting: Sequence[tuple[Job, Running]], room: int) -> bool:
+        """Whether sequences may join: one alone always may, or it would wait for ever."""
+        count = self._num_running + len(starting)
+        # What draws no second token takes no slot.
+        joining = [pair for pair in starting if pair[1].request.max_tokens > 1]
+        return count == 1 or (
+            count <= self._config.max_running_sequences and self._tokens_with(joining) <= room
+        )
 
-    def _collect(self, job: _Job) -> None:
+    def _has_room_to_read(self, job: Job) -> bool:
+        """Whether a prompt may be read and wait for its samples to join."""
+        held, length = waiting(self._jobs), len(job.request.prompt)
+        if held.sequences:
+            return (
+                held.sequences < self._kept.sequences and held.tokens + length <= self._kept.tokens
+            )
+        excess = max(length - self._kept.tokens, 0)
+        room = self._config.max_cached_tokens - excess
+        return not self._num_running or self._tokens_with([]) <= room
+
+    @property
+    def _num_running(self) -> int:
+        return sum(len(batch.sequences) for batch in self._batches.values())
+
+    def _tokens_with(self, starting: Sequence[tuple[Job, Running]]) -> int:
+        """Return the positions that running sequences come to take, with those that join."""
+        return sum(
+            batch.tokens_with([sequence for job, sequence in starting if job.batch is batch])
+            for batch in self._batches.values()
+        )
+
+    def _collect(self, job: Job) -> None:
         """Take a job's ended sequences; answer it when all have."""
         for sequence in [sequence for sequence in job.running if sequence.is_done]:
             job.running.remove(sequence)
@@ -351,7 +354,7 @@ class TorchSampler:
         for job in [job for job in self._jobs if job.is_cancelled()]:
             self._finish(job, InvalidRequest("cancelled"))
 
-    def _finish(self, job: _Job, result: SamplingResult | Exception) -> None:
+    def _finish(self, job: Job, result: SamplingResult | Exception) -> None:
         if job not in self._jobs:
             return
         self._jobs.remove(job)
@@ -362,10 +365,6 @@ class TorchSampler:
                 del self._batches[key]
         self._release(job.version)
         job.resolve(result)
-
-
-def _is_whole_model(weights: ActiveWeights | None) -> bool:
-    return weights is not None and weights.lora_scale is None
 
 
 def _settle(done: "asyncio.Future[SamplingResult]", result: SamplingResult | Exception) -> None:

@@ -1,0 +1,30 @@
+"""Recording decoding steps where there is no GPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tinkercloud_worker.torch_sampler.graphs import Compute
+
+
+class Operations:
+    """Records work as operations on the tensors that it used."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def __call__(self, compute: Compute) -> Compute:
+        """See `Recorder`."""
+        with torch.no_grad():
+            operations: Callable[[], Tensor] = make_fx(compute)()
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            with torch.no_grad():
+                return operations()
+
+        return replay

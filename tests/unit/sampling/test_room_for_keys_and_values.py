@@ -1,0 +1,185 @@
+"""Who may be read and drawn: as much as there is room for, and nobody waits for ever."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, held
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.recording import Operations
+from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
+from tinkercloud_worker.torch_sampler.cache import LayerKeyValues, SlotCache, SlotRoom
+from tinkercloud_worker.torch_sampler.graphs import Recorder
+
+NEVER = StopRules(frozenset(), ())
+RECORDERS: dict[str, Callable[[], Recorder | None]] = {
+    "computed": lambda: None,
+    "recorded": Operations,
+}
+
+
+def a_request(prompt: int, drawn: int, seed: int = 0, num_samples: int = 1) -> SamplingRequest:
+    """Return a request of a prompt of its own, of so many tokens."""
+    tokens = [(seed * 7 + position * position) % 250 for position in range(prompt)]
+    return a_sampling_request(
+        tokens, max_tokens=drawn, seed=seed, num_samples=num_samples, stop=NEVER
+    )
+
+
+class Watched:
+    """An engine whose steps a test does itself, to see what memory each leaves in use."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.most_slots = 0
+        """Positions that slots took together at any time."""
+        self.most_prompts = 0
+        """Tokens of prompts whose keys and values were held at any time."""
+        self.ended: list[int] = []
+        """Requests in the order of their ends."""
+
+    async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[list[int]]]:
+        """Ask all at once; return the tokens of each sample."""
+        async with held(self.engine):
+            asked = [asyncio.create_task(self._one(n, each)) for n, each in enumerate(requests)]
+            await asyncio.sleep(0)
+            while self.engine.sampler.has_work():
+                self.engine.sampler.step()
+                self._look()
+                # For what has ended meanwhile.
+                await asyncio.sleep(0)
+        return await asyncio.gather(*asked)
+
+    async def _one(self, number: int, request: SamplingRequest) -> list[list[int]]:
+        result = await self.engine.sampler.sample("base", request)
+        self.ended.append(number)
+        return [list(sequence.tokens) for sequence in result.sequences]
+
+    def _look(self) -> None:
+        sampler = self.engine.sampler
+        slots = sum(batch._cache.room.tokens for batch in sampler._batches.values())
+        prompts = sum(job.read for job in sampler._jobs if job.key_values or job.cache is not None)
+        self.most_slots = max(self.most_slots, slots)
+        self.most_prompts = max(self.most_prompts, prompts)
+
+
+async def watched(
+    folder: Path, config: SamplerConfig, requests: Sequence[SamplingRequest], kind: str
+) -> tuple[Watched, list[list[list[int]]]]:
+    """Sample from a base model; return what was seen of it and the tokens."""
+    with an_engine(tiny_llama(), folder, config, recorder=RECORDERS[kind]()) as engine:
+        await engine.sampler.publish("base", None)
+        seen = Watched(engine)
+        return seen, await seen.sample(requests)
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+async def test_prompts_are_read_only_as_long_as_what_waits_has_room(
+    kind: str, tmp_path: Path
+) -> None:
+    requests = [a_request(60, 20, seed) for seed in range(40)]
+    config = SamplerConfig(
+        prefill_chunk_tokens=512, max_cached_tokens=1200, max_running_sequences=4
+    )
+
+    seen, drawn = await watched(tmp_path, config, requests, kind)
+
+    assert [len(tokens) for (tokens,) in drawn] == [20] * 40
+    assert 60 < seen.most_prompts <= 1200 // 4
+    assert seen.most_slots <= 1200
+
+
+async def test_a_prompt_longer_than_what_is_kept_for_those_that_wait_takes_room_of_sequences(
+    tmp_path: Path,
+) -> None:
+    requests = [a_request(5, 60), a_request(300, 20), a_request(5, 60), a_request(390, 10)]
+
+    seen, drawn = await watched(
+        tmp_path, SamplerConfig(max_cached_tokens=400), requests, "computed"
+    )
+
+    assert [len(tokens) for (tokens,) in drawn] == [60, 20, 60, 10]
+    assert seen.ended == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+async def test_slots_take_no_more_room_than_there_is_whatever_joins_and_leaves(
+    kind: str, tmp_path: Path
+) -> None:
+    # Many short ones make many slots; one that is left of them is there when long ones join.
+    short = [a_request(8, 8 + 2 * seed, seed) for seed in range(16)]
+    long = [a_request(60, 400, 20), a_request(50, 420, 21), a_request(300, 160, 22)]
+    requests = [*short, *long, *short, a_request(9, 30, 23, num_samples=5)]
+    config = SamplerConfig(max_cached_tokens=2048)
+
+    seen, drawn = await watched(tmp_path / "watched", config, requests, kind)
+    _, alone = await watched(
+        tmp_path / "roomy", SamplerConfig(max_cached_tokens=1 << 17), requests, "computed"
+    )
+
+    assert 1024 < seen.most_slots <= 2048
+    assert drawn == alone
+
+
+async def test_a_long_request_is_not_overtaken_for_as_long_as_short_ones_come(
+    tmp_path: Path,
+) -> None:
+    requests = [a_request(3, 10 + seed, seed) for seed in range(40)]
+    requests[8] = a_request(3, 200, 8)
+
+    seen, _ = await watched(tmp_path, SamplerConfig(max_cached_tokens=400), requests, "computed")
+
+    assert set(seen.ended[:9]) == set(range(9))
+
+
+async def test_samples_of_one_request_join_before_those_of_later_ones(tmp_path: Path) -> None:
+    requests = [a_request(3, 10, 1, num_samples=6), a_request(3, 10, 2), a_request(3, 10, 3)]
+
+    seen, _ = await watched(tmp_path, SamplerConfig(max_running_sequences=2), requests, "computed")
+
+    assert seen.ended == [0, 1, 2]
+
+
+async def test_a_request_that_draws_one_token_waits_for_no_slot(tmp_path: Path) -> None:
+    requests = [a_request(3, 300, 0), a_request(90, 1, 1), a_request(3, 300, 2)]
+
+    seen, _ = await watched(tmp_path, SamplerConfig(max_cached_tokens=400), requests, "computed")
+
+    assert seen.ended == [1, 0, 2]
+
+
+def test_slots_that_grow_keep_what_they_hold_and_give_up_what_nobody_has() -> None:
+    cache = SlotCache(1)
+
+    def a_part(number: int, length: int) -> tuple[LayerKeyValues, ...]:
+        part = torch.full((1, length, 1), float(number))
+        return (LayerKeyValues(part, part),)
+
+    cache.max_tokens = 64
+    for slot in range(8):
+        cache.insert(slot, a_part(slot, 8), 8)
+    assert cache.room == SlotRoom(8, 8)
+
+    cache.max_tokens = 60
+    cache.make_room(2, 9)
+
+    assert cache.room == SlotRoom(3, 16)
+    keys = cache._own[0].keys
+    assert keys is not None
+    assert keys[0, 0, :8, 0].tolist() == [0.0] * 8
+    assert keys[1, 0, :8, 0].tolist() == [1.0] * 8
+
+
+def test_room_grows_by_doubling_until_there_is_no_more() -> None:
+    room = SlotRoom(2, 16)
+
+    assert room.grown(2, 16, 0) == room
+    assert room.grown(3, 16, 1000) == SlotRoom(4, 16)
+    assert room.grown(2, 17, 1000) == SlotRoom(2, 32)
+    assert room.grown(3, 17, 100) == SlotRoom(3, 32)
+    assert room.grown(2, 17, 40) == SlotRoom(2, 20)
+    assert room.grown(2, 17, 10) == SlotRoom(2, 17)
