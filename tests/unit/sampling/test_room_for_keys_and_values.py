@@ -106,6 +106,19 @@ async def test_a_prompt_longer_than_what_is_kept_for_those_that_wait_takes_room_
     assert seen.ended == [0, 1, 2, 3]
 
 
+async def test_a_prompt_that_is_half_read_is_read_on_though_an_earlier_one_finds_no_room(
+    tmp_path: Path,
+) -> None:
+    # The second begins like the first, and waits for it while the third begins to be read.
+    requests = [a_request(300, 5), a_request(320, 5), a_request(350, 5, 1)]
+    config = SamplerConfig(prefill_chunk_tokens=400, max_cached_tokens=4 * 660)
+
+    seen, drawn = await watched(tmp_path, config, requests, "recorded")
+
+    assert [len(tokens) for (tokens,) in drawn] == [5] * 3
+    assert seen.most_prompts <= 660
+
+
 @pytest.mark.parametrize("kind", RECORDERS)
 async def test_slots_take_no_more_room_than_there_is_whatever_joins_and_leaves(
     kind: str, tmp_path: Path
