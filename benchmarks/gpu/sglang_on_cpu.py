@@ -3,7 +3,8 @@
 Its wheels hold kernels of GPUs only, and some of its modules import them wherever they run. Here
 Triton's interpreter reads those that are written in Triton (TRITON_INTERPRET): attention, adapters,
 experts. Of the others, sorting tokens by expert and hashing seeds are written again, torch computes
-the rest, and no memory is pinned. Each of its processes begins with this module.
+the rest, no memory is pinned, and what is given away is this machine's. Each of its processes begins
+with this module.
 """
 
 import functools
@@ -15,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+
+from benchmarks.gpu import memory_saver_on_cpu
 
 _WORD = 0xFFFFFFFF
 
@@ -117,6 +120,7 @@ setattr(torch.Tensor, "pin_memory", torch.Tensor.contiguous)  # noqa: B010 - it 
 _kernels = NoKernels("sgl_kernel")
 _kernels.__spec__ = ModuleSpec("sgl_kernel", None)
 sys.modules["sgl_kernel"] = _kernels
+sys.modules["torch_memory_saver"] = memory_saver_on_cpu
 
 torch.library.define(
     "sgl_kernel::murmur_hash32_cpu",

@@ -25,6 +25,7 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
+from tinkercloud_operator.children.pods import Json
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -39,6 +40,7 @@ from tinkercloud_testing.models import (
     byte_tokenizer,
     tiny_deepseek_v3,
 )
+from tinkercloud_testing.sessions import ENGINES
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import (
@@ -55,6 +57,8 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
 SMALL = Shape("smaller", "llama", 64, 2, 4, 2, 16, 128, VOCAB_SIZE, tied=False)
 """On a CPU, where interpreting kernels takes its time."""
+WIDE = Shape("wider", "llama", 256, 2, 4, 4, 64, 2048, VOCAB_SIZE, tied=False)
+"""On a CPU, where memory is counted."""
 MIXTURE = replace(SMALL, name="small mixture", family="qwen3_moe", experts=4, chosen=2)
 RANK = 16
 SEEDS = {"one": 1, "two": 2}
@@ -100,6 +104,7 @@ class Proof:
     """Of a third one, which sends whole models over a process group."""
     shared: InferenceSampler
     """Of a fourth one, which hands them over in memory of the device."""
+    server: Server
     dialect: SglangDialect
     """For what no sampler asks."""
     scratch: Path
@@ -173,7 +178,8 @@ def a_proof(
     bench: Bench,
     build: Build,
     dtype: torch.dtype,
-    *options: str,
+    *,
+    sampler: Json = ENGINES,
     modules: Sequence[str] = (),
     ranks: int = 1,
 ) -> Iterator[Proof]:
@@ -183,7 +189,7 @@ def a_proof(
         bench: to measure on.
         build: makes the base model.
         dtype: of its weights.
-        options: of the server, added to a pod's.
+        sampler: a BaseModel's, whose engine the server is.
         modules: that adapters may adapt; all unless some are named, and none is published then.
         ranks: of the server.
 
@@ -192,6 +198,7 @@ def a_proof(
     """
     if find_spec("sglang") is None:
         raise Skipped("sglang is not installed (pip install sglang)")
+    engines = {**sampler["engines"], **({"loraTargetModules": [*modules]} if modules else {})}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         base = BaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)
@@ -202,15 +209,13 @@ def a_proof(
                 device=bench.device,
                 dtype=str(dtype).removeprefix("torch."),
                 max_lora_rank=RANK,
-                options=options,
-                modules=modules,
-                ranks=ranks,
+                sampler={**sampler, "engines": engines, "gpusPerReplica": ranks},
             )
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))
         runner = stack.enter_context(asyncio.Runner())
-        colocated = {"colocated": "--enable-memory-saver" in options}
-        sampler = _sampler(server, folder, "sent", colocated)
+        colocated = {"colocated": sampler.get("colocated", False)}
+        sender = _sampler(server, folder, "sent", colocated)
         with (
             patch.object(sglang_adapters, "_MOST_SENT_BYTES", 0),
             patch.object(sglang_weights, "_MOST_SENT_BYTES", 0),
@@ -223,11 +228,12 @@ def a_proof(
         dialect = SglangDialect(
             InferenceClient(server.url, key=server.key_file.read_text(), max_concurrent=8)
         )
-        samplers = (sampler, reader, joined, shared)
+        samplers = (sender, reader, joined, shared)
         for closing in (*samplers, dialect.client):
             stack.callback(_run, runner, closing.close)
         versions = (BASE,) if modules else VERSIONS
-        proof = Proof(*samplers, dialect, folder, reference, _trainer(base), runner, versions)
+        trainer = _trainer(base)
+        proof = Proof(*samplers, server, dialect, folder, reference, trainer, runner, versions)
         proof.publish(*versions)
         yield proof
 

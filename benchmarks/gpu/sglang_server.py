@@ -4,6 +4,7 @@ Command, options and variables are those that the operator writes into the pod; 
 address are this machine's. Without a GPU, its Triton kernels are interpreted.
 """
 
+import mmap
 import os
 import shlex
 import signal
@@ -24,14 +25,14 @@ from benchmarks.gpu.bench import Skipped
 from tinkercloud_crds import labels
 from tinkercloud_operator.children.engines import engines
 from tinkercloud_operator.children.pods import TOKEN_FOLDER, Json
-from tinkercloud_testing.sessions import ENGINES, TRAINERS, a_base_model, a_build
+from tinkercloud_testing.sessions import TRAINERS, a_base_model, a_build
 
 LAUNCHER = "benchmarks.gpu.sglang_on_cpu"
 OPTIONS = "TINKERCLOUD_BENCHMARK_SGLANG_OPTIONS"
 """Variable with options of SGLang's to add, such as `--attention-backend triton`."""
 _ROOT = Path(__file__).parents[2]
 _ON_CPU = (
-    *("--device", "cpu"),
+    *("--device", "cpu", "--attention-backend", "triton"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--max-total-tokens", "20000"),
 )
@@ -58,6 +59,18 @@ class Server:
 
     url: str
     key_file: Path
+    process_group: int
+    """Of all its processes."""
+
+    def resident_bytes(self) -> int:
+        """Return how much of this machine's memory its processes hold."""
+        pages = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            # They come and go.
+            with suppress(ProcessLookupError, FileNotFoundError):
+                if os.getpgid(int(folder.name)) == self.process_group:
+                    pages += int((folder / "statm").read_text().split()[1])
+        return pages * mmap.PAGESIZE
 
 
 @contextmanager
@@ -68,9 +81,7 @@ def a_server(
     device: torch.device,
     dtype: str,
     max_lora_rank: int,
-    options: Sequence[str],
-    modules: Sequence[str],
-    ranks: int,
+    sampler: Json,
 ) -> Iterator[Server]:
     """Run a server; end it afterwards.
 
@@ -80,26 +91,24 @@ def a_server(
         device: a GPU, or the CPU.
         dtype: of its weights.
         max_lora_rank: the largest that it takes.
-        options: added to those of a pod.
-        modules: that adapters may adapt; none named: all.
-        ranks: that divide the model.
+        sampler: a BaseModel's, of whose pods it is the first engine.
 
     Raises:
         Skipped: it does not start.
     """
-    pod = _container(dtype, max_lora_rank, modules, ranks)
+    pod = _container(dtype, max_lora_rank, sampler)
     port = _free_port()
     key_file = folder / Path(labels.TOKEN_KEY).name
     key_file.write_text("a-key-of-this-benchmark")
     here = {"--model-path": str(model), "--host": "127.0.0.1", "--port": str(port)}
-    arguments = [*_replaced(pod["args"], here), *options, *shlex.split(os.environ.get(OPTIONS, ""))]
+    arguments = [*_replaced(pod["args"], here), *shlex.split(os.environ.get(OPTIONS, ""))]
     shell = [word.replace(TOKEN_FOLDER, str(folder)) for word in pod["command"]]
     environment = {variable["name"]: variable["value"] for variable in pod["env"]}
     if device.type == "cpu":
         shell = [word.replace("sglang.launch_server", LAUNCHER) for word in shell]
         arguments = [*arguments, *_ON_CPU]
         environment |= _CPU_VARIABLES
-        if ranks > 1:
+        if (ranks := sampler["gpusPerReplica"]) > 1:
             cores = "|".join(str(core) for core in range(ranks))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     log = folder / "log"
@@ -113,7 +122,7 @@ def a_server(
         )
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
-        yield Server(f"http://127.0.0.1:{port}", key_file)
+        yield Server(f"http://127.0.0.1:{port}", key_file, process.pid)
     finally:
         _stop(process)
 
@@ -129,14 +138,13 @@ def _inherited() -> dict[str, str]:
     }
 
 
-def _container(dtype: str, max_lora_rank: int, modules: Sequence[str], ranks: int) -> Json:
-    told = {**ENGINES["engines"], **({"loraTargetModules": [*modules]} if modules else {})}
+def _container(dtype: str, max_lora_rank: int, sampler: Json) -> Json:
     base_model = a_base_model(
         trainer={**TRAINERS, "dtype": dtype},
-        sampler={**ENGINES, "engines": told, "gpusPerReplica": ranks},
+        sampler=sampler,
         limits={"maxLoraRank": max_lora_rank},
     )
-    [container] = engines(a_build(base_model))
+    [container, *_] = engines(a_build(base_model))
     return container
 
 
