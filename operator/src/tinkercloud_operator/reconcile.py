@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Literal
 
+from pydantic import ValidationError
+
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
@@ -69,7 +71,24 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
 
 def _shape(observed: Observed, settings: Settings) -> Shape | Refusal:
     shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
-    return admitted(shape, settings.kueue_groups) if isinstance(shape, Shape) else shape
+    if isinstance(shape, Shape):
+        shape = admitted(shape, settings.kueue_groups)
+    return _headed(observed, shape, settings) if isinstance(shape, Shape) else shape
+
+
+def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Refusal:
+    """Return the shape, or a refusal if no head would start with it.
+
+    The head's own configuration is the judge: it knows rules that the definitions can't have, and
+    those that a BaseModel is older than.
+    """
+    try:
+        surroundings.head_config(Build(Names(observed.name), shape, settings))
+    except ValidationError as error:
+        problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        message = f"no head would start with the BaseModel's shapes: {'; '.join(problems)}"
+        return Refusal(Reason.NOT_ALLOWED, message)
+    return shape
 
 
 def _decision(observed: Observed, shape: Shape | Refusal) -> Decision:

@@ -157,7 +157,7 @@ def resolve(
             Reason.BASE_MODEL_NOT_FOUND,
             f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
         )
-    problems = [
+    problems = _without_ranks(base_model) or [
         *_too_large(spec, base_model),
         *_unlike_trainers(spec, base_model),
         *_planned_anew(spec, base_model),
@@ -201,6 +201,20 @@ def longest_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None
     return min((life for life in lifetimes if life is not None), default=None)
 
 
+def _without_ranks(base_model: BaseModelSpec) -> list[str]:
+    """Return which pods of a BaseModel would hold nothing: older definitions let that pass."""
+    trainer, sampler = base_model.trainer, base_model.sampler
+    found = []
+    if trainer.replicas and not trainer.ranks_per_replica:
+        found.append(
+            f"the BaseModel's trainer.replicas: {trainer.replicas}, without gpusPerReplica and"
+            " cpuRanksPerReplica; give one of them"
+        )
+    if sampler.colocated and sampler.engines is not None and not sampler.gpus_per_replica:
+        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines need 1 or more")
+    return found
+
+
 def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     trainer, sampler = base_model.trainer, base_model.sampler
     pairs = [
@@ -228,16 +242,23 @@ def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
         for field, asked, limit in pairs
         if asked and limit is not None and asked > limit
     ]
-    if spec.trainer is not None and spec.trainer.replicas and not found:
-        parallelism = trainer.parallelism
-        ranks = spec.trainer.replicas * trainer.ranks_per_replica
-        copies = parallelism.tensor * parallelism.pipeline * parallelism.context
-        if ranks % copies:
-            found.append(
-                f"spec.trainer.replicas: {spec.trainer.replicas} pods have {ranks} ranks, which a"
-                f" model copy of {copies} ranks does not divide"
-            )
-    return found
+    return found or _undivided(spec, base_model)
+
+
+def _undivided(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return what is wrong with a number of trainers whose ranks the model is to be split over."""
+    asked = spec.trainer and spec.trainer.replicas
+    if not asked:
+        return []
+    split, ranks = base_model.trainer.parallelism, asked * base_model.trainer.ranks_per_replica
+    together = split.tensor * split.pipeline
+    groups = [("model copy", together * split.context), ("set of experts", together * split.expert)]
+    return [
+        f"spec.trainer.replicas: {asked} pods have {ranks} ranks, which a {what} of {size} ranks"
+        " does not divide"
+        for what, size in groups
+        if ranks % size
+    ]
 
 
 def _unlike_trainers(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:

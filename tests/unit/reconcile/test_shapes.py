@@ -8,6 +8,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle, Placement
 from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_operator import seen
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import (
@@ -18,6 +19,8 @@ from tinkercloud_operator.shape import (
     longest_lifetime,
     resolve,
 )
+from tinkercloud_testing.resource_rules.base_models import BASE_MODEL_RULES
+from tinkercloud_testing.session_world import any_apply
 from tinkercloud_testing.sessions import (
     COLOCATED,
     ENGINES,
@@ -43,6 +46,7 @@ OFFERED = a_base_model(
 )
 
 
+OWN = Settings()
 QUEUED = Placement(node_selector={}, node_affinity=[], tolerations=[], queue_name="research")
 COLOCATING = a_base_model(trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8})
 """Four trainer pods of four GPUs; on each, two engines of two."""
@@ -92,6 +96,57 @@ def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(
     assert refused.message.startswith(f"spec.{field}: ")
     assert asked in refused.message
     assert limit in refused.message
+
+
+def test_fewer_trainers_than_a_mixture_s_experts_are_shared_out_over_are_refused() -> None:
+    offered = a_base_model(trainer={**TRAINERS, "parallelism": {"expert": 8}})
+
+    plan = reconcile(observed(spec=a_session(trainer={"replicas": 1}), base_model=offered), OWN)
+
+    assert plan.actions == ()
+    assert plan.status is not None
+    assert plan.status.message == (
+        "spec.trainer.replicas: 1 pods have 4 ranks, which a set of experts of 8 ranks does not"
+        " divide"
+    )
+    assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), Shape)
+
+
+REFUSED = [
+    pytest.param(manifest, id=f"{rule.path}: {what}")
+    for rule in BASE_MODEL_RULES
+    for what, manifest in rule.refused.items()
+    if seen.base_model(manifest) is not None
+]
+
+
+@pytest.mark.parametrize("manifest", REFUSED)
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"trainer": {"replicas": 1}}, {"role": "Sampler", "lora": None}],
+    ids=["what is offered", "fewer trainers", "samplers"],
+)
+def test_a_base_model_that_is_older_than_a_rule_it_breaks_leaves_no_session_without_a_status(
+    manifest: Json, asked: Json
+) -> None:
+    session = observed(spec=a_session(**asked), base_model=seen.base_model(manifest))
+
+    plan = reconcile(session, OWN)
+
+    assert plan.status is not None
+    assert plan.status.phase == ("Pending" if any_apply(plan) else "Failed")
+
+
+def test_what_no_head_would_start_with_is_refused_in_the_words_of_its_configuration() -> None:
+    offered = a_base_model(trainer={"backend": "megatron"})
+
+    plan = reconcile(observed(base_model=offered), OWN)
+
+    assert plan.status is not None
+    assert plan.status.message == (
+        "no head would start with the BaseModel's shapes: ranks: backend megatron trains at ranks;"
+        " set it to 1 or more"
+    )
 
 
 def test_a_missing_base_model_is_named() -> None:
