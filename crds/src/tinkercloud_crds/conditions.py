@@ -57,6 +57,8 @@ class Reason(StrEnum):
 
     ACCEPTED = "Accepted"
     """The specification can be served."""
+    CHANGE_WAITS = "ChangeWaits"
+    """The specification can be served, by other pods than those that run: suspend and resume."""
     BASE_MODEL_NOT_FOUND = "BaseModelNotFound"
     """There is no BaseModel of this modelName in the namespace. Never fits."""
     DUPLICATE = "Duplicate"

@@ -30,8 +30,8 @@ LAST_ACTIVITY_SECONDS = 60
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server made: the run or sampling session that asked
 first."""
-SPEC_HASH = f"{GROUP}/spec-hash"
-"""Annotation on pods: digest of the configuration they were started with."""
+STARTED_WITH = f"{GROUP}/started-with"
+"""Annotation on RayClusters: what they were made with, as spec of a BaseModel that offers it."""
 
 OPERATOR_FIELD_MANAGER = "tinkercloud-operator"
 API_FIELD_MANAGER = "tinkercloud-api"

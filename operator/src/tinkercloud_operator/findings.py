@@ -16,6 +16,7 @@ from tinkercloud_operator.lifetime import Decision, Wanted
 from tinkercloud_operator.observed import Manifest, Observed
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import Refusal, Shape
+from tinkercloud_operator.started import changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,23 @@ class Finding:
 
 
 def steps_to_ready(
-    observed: Observed, shape: Shape | Refusal, decision: Decision | None
+    observed: Observed,
+    offered: Shape | Refusal,
+    shape: Shape | Refusal,
+    decision: Decision | None,
 ) -> tuple[Finding, dict[ConditionType, Finding]]:
-    """Return the finding about Ready, and those about the steps to it."""
+    """Return the finding about Ready, and those about the steps to it.
+
+    Args:
+        observed: what was seen.
+        offered: what the session would be started with now, or why with nothing.
+        shape: what its children follow from, or why there are none.
+        decision: what it is to be; None if it is being deleted.
+    """
     blocker: Finding | None = None
     steps = {}
-    for kind, finding in zip(SESSION_STEPS, _findings(observed, shape, decision), strict=True):
+    found = [_accepted(observed, offered, shape), *_findings(observed, shape, decision)]
+    for kind, finding in zip(SESSION_STEPS, found, strict=True):
         if blocker is None and not finding.is_reached:
             blocker = finding
         steps[kind] = finding if blocker is None else blocker
@@ -44,7 +56,7 @@ def steps_to_ready(
 def _findings(
     observed: Observed, shape: Shape | Refusal, decision: Decision | None
 ) -> Iterable[Finding]:
-    yield _accepted(observed, shape)
+    """Yield what there is to say of each step but the first."""
     if observed.deleted is not None:
         yield from [Finding(is_reached=False, reason=Reason.TERMINATING)] * 4
         return
@@ -67,13 +79,20 @@ def _findings(
         yield Finding(is_reached=True, reason=Reason.LOADED)
 
 
-def _accepted(observed: Observed, shape: Shape | Refusal) -> Finding:
-    if isinstance(shape, Shape):
-        return Finding(is_reached=True, reason=Reason.ACCEPTED)
+def _accepted(observed: Observed, offered: Shape | Refusal, shape: Shape | Refusal) -> Finding:
+    if isinstance(offered, Shape):
+        waiting = changes(shape, offered)
+        if not waiting:
+            return Finding(is_reached=True, reason=Reason.ACCEPTED)
+        message = (
+            "what runs goes on as it was started; suspend and resume the session to change"
+            f" {', '.join(waiting)}"
+        )
+        return Finding(is_reached=True, reason=Reason.CHANGE_WAITS, message=message)
     if observed.ray_cluster is not None:
-        message = f"what runs goes on, but could not be started again: {shape.message}"
-        return Finding(is_reached=True, reason=shape.reason, message=message)
-    return Finding(is_reached=False, reason=shape.reason, message=shape.message)
+        message = f"what runs goes on, but could not be started again: {offered.message}"
+        return Finding(is_reached=True, reason=offered.reason, message=message)
+    return Finding(is_reached=False, reason=offered.reason, message=offered.message)
 
 
 def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:

@@ -41,6 +41,7 @@ from tinkercloud_operator.shape import (
     longest_lifetime,
     resolve,
 )
+from tinkercloud_operator.started import changes, started_with
 from tinkercloud_operator.status import endpoint, status
 
 _RETRY_SECONDS = 5.0
@@ -51,9 +52,10 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return what is to be done about a session now."""
     if observed.deleted is not None:
         return _let_go(observed, settings)
-    shape = _shape(observed, settings)
-    decision = _decision(observed, shape)
-    seen = status(observed, shape, decision)
+    offered = _offered(observed, settings)
+    shape = _in_force(observed, offered, settings)
+    decision = _decision(observed, offered)
+    seen = status(observed, offered, shape, decision)
     again = _until(observed, decision.changes_at)
     match decision.wanted:
         case Wanted.RUNNING if stopping_since(observed) is not None:
@@ -69,11 +71,25 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return _plan(observed, [DeleteSession()], seen, None)
 
 
-def _shape(observed: Observed, settings: Settings) -> Shape | Refusal:
+def _offered(observed: Observed, settings: Settings) -> Shape | Refusal:
+    """Return what a session would be started with now."""
     shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
     if isinstance(shape, Shape):
         shape = admitted(shape, settings.kueue_groups)
     return _headed(observed, shape, settings) if isinstance(shape, Shape) else shape
+
+
+def _in_force(observed: Observed, offered: Shape | Refusal, settings: Settings) -> Shape | Refusal:
+    """Return what a session's children follow from: what its pods were started with, if it has any.
+
+    One that Kueue holds back has none: it is described anew, unless that is refused.
+    """
+    held = started_with(observed)
+    if held is None or isinstance(_headed(observed, held, settings), Refusal):
+        return offered
+    if isinstance(offered, Shape) and (observed.is_held_back or not changes(held, offered)):
+        return offered
+    return held
 
 
 def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Refusal:
@@ -91,11 +107,11 @@ def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Ref
     return shape
 
 
-def _decision(observed: Observed, shape: Shape | Refusal) -> Decision:
+def _decision(observed: Observed, offered: Shape | Refusal) -> Decision:
     """Return what a session is to be. One that is refused is suspended and ends as others do."""
     spec, base_model = observed.spec, observed.base_model
     # Without pods, a refused session waits to be allowed: that is not idleness.
-    is_judged = isinstance(shape, Shape) or observed.has_pods
+    is_judged = isinstance(offered, Shape) or observed.has_pods
     idle = idle_policy(spec, base_model) if is_judged else None
     return decide(observed, idle, longest_lifetime(spec, base_model))
 
@@ -194,8 +210,8 @@ def _let_go(observed: Observed, settings: Settings) -> Plan:
     """Ask the head of a deleted session for a last checkpoint; then, or after a while, let go."""
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
-    shape = _shape(observed, settings)
-    seen = status(observed, shape, None)
+    offered = _offered(observed, settings)
+    seen = status(observed, offered, _in_force(observed, offered, settings), None)
     left = _left(observed, observed.deleted, settings.last_checkpoint_seconds)
     ask = _question(observed, "checkpoint", left)
     if ask is not None:

@@ -157,7 +157,7 @@ def resolve(
             Reason.BASE_MODEL_NOT_FOUND,
             f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
         )
-    problems = _without_ranks(base_model) or [
+    problems = without_ranks(base_model) or [
         *_too_large(spec, base_model),
         *_unlike_trainers(spec, base_model),
         *_planned_anew(spec, base_model),
@@ -167,6 +167,20 @@ def resolve(
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
     return _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
+
+
+def without_ranks(base_model: BaseModelSpec) -> list[str]:
+    """Return which pods of a BaseModel would hold nothing: older definitions let that pass."""
+    trainer, sampler = base_model.trainer, base_model.sampler
+    found = []
+    if trainer.replicas and not trainer.ranks_per_replica:
+        found.append(
+            f"the BaseModel's trainer.replicas: {trainer.replicas}, without gpusPerReplica and"
+            " cpuRanksPerReplica; give one of them"
+        )
+    if sampler.colocated and sampler.engines is not None and not sampler.gpus_per_replica:
+        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines need 1 or more")
+    return found
 
 
 def admitted(shape: Shape, max_groups: int) -> Shape | Refusal:
@@ -199,20 +213,6 @@ def longest_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None
     allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
     lifetimes = (spec.max_lifetime_seconds, allowed)
     return min((life for life in lifetimes if life is not None), default=None)
-
-
-def _without_ranks(base_model: BaseModelSpec) -> list[str]:
-    """Return which pods of a BaseModel would hold nothing: older definitions let that pass."""
-    trainer, sampler = base_model.trainer, base_model.sampler
-    found = []
-    if trainer.replicas and not trainer.ranks_per_replica:
-        found.append(
-            f"the BaseModel's trainer.replicas: {trainer.replicas}, without gpusPerReplica and"
-            " cpuRanksPerReplica; give one of them"
-        )
-    if sampler.colocated and sampler.engines is not None and not sampler.gpus_per_replica:
-        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines need 1 or more")
-    return found
 
 
 def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:

@@ -33,16 +33,20 @@ _AT_REST = frozenset({Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIF
 
 
 def status(
-    observed: Observed, shape: Shape | Refusal, decision: Decision | None
+    observed: Observed,
+    offered: Shape | Refusal,
+    shape: Shape | Refusal,
+    decision: Decision | None,
 ) -> TrainingSessionStatus:
     """Return the status of a session.
 
     Args:
         observed: what was seen.
-        shape: what the session gets, or why nothing.
+        offered: what the session would be started with now, or why with nothing.
+        shape: what its children follow from, or why there are none.
         decision: what it is to be; None if it is being deleted.
     """
-    ready, steps = steps_to_ready(observed, shape, decision)
+    ready, steps = steps_to_ready(observed, offered, shape, decision)
     head = observed.head
     incarnation = head.incarnation if head is not None and head.is_started else None
     previous = observed.status

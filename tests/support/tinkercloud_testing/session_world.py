@@ -6,6 +6,7 @@ head, owners and vandals take their turns.
 
 import copy
 import itertools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -13,8 +14,8 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason, find
-from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
 from tinkercloud_operator.observed import ChildKey, Observed, Pod, Trouble
 from tinkercloud_operator.plan import (
     Action,
@@ -30,8 +31,10 @@ from tinkercloud_operator.plan import (
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret, witness
+from tinkercloud_testing.session_conditions import check_conditions
 from tinkercloud_testing.sessions import (
     COLOCATED,
+    ENGINES,
     SAMPLERS,
     TRAINERS,
     Json,
@@ -42,6 +45,7 @@ from tinkercloud_testing.sessions import (
 
 SETTINGS = Settings()
 RAY_CLUSTER = ChildKey("RayCluster", "one")
+HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
 TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
@@ -50,6 +54,7 @@ ENOUGH_ROUNDS = 200
 OFFERS: Mapping[str, BaseModelSpec] = {
     "head alone": a_base_model(sessions={"idle": IDLE}),
     "workers": a_base_model(trainer=TRAINERS, sampler=SAMPLERS, sessions={"idle": IDLE}),
+    "engines": a_base_model(trainer=TRAINERS, sampler=ENGINES, sessions={"idle": IDLE}),
     "colocated engines": a_base_model(trainer=TRAINERS, sampler=COLOCATED),
     "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
     "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
@@ -71,6 +76,8 @@ class World:
         self.refuses = False
         self.unknown_fields: frozenset[str] = frozenset()
         """Of the status: what definitions that are older than the operator do not keep."""
+        self.told: Json | None = None
+        """What the process of the head read when it began; None if that was nothing readable."""
         self.stopping: set[str] = set()
         """Heads that were asked to suspend: they serve nobody any more."""
         self._uids = itertools.count()
@@ -169,7 +176,10 @@ class World:
     # KubeRay, Kueue, the kubelet.
 
     def kuberay(self) -> None:
-        """Make one missing pod, or end those that should not be."""
+        """Make one missing pod, or end those that should not be.
+
+        As KubeRay 1.6 does, which leaves alone what is of a group that its spec no longer has.
+        """
         cluster = self.children.get(RAY_CLUSTER)
         if cluster is not None and "deletionTimestamp" in cluster["metadata"]:
             del self.children[RAY_CLUSTER]
@@ -177,7 +187,13 @@ class World:
         if cluster is None or cluster["spec"].get("suspend"):
             self.pods = {name: replace(pod, is_terminating=True) for name, pod in self.pods.items()}
             return
-        for name in wanted_pods(cluster):
+        wanted = wanted_pods(cluster)
+        groups = {name.rpartition("-")[0] for name in wanted}
+        for name, pod in self.pods.items():
+            if name not in wanted and name.rpartition("-")[0] in groups:
+                self.pods[name] = replace(pod, is_terminating=True)
+                return
+        for name in wanted:
             if name not in self.pods:
                 self._make_pod(name)
                 return
@@ -186,6 +202,13 @@ class World:
         begins = {"is_scheduled": False, "is_started": False, "is_ready": False}
         uid = f"uid-{next(self._uids)}"
         self.pods[name] = a_pod(name.split("-", maxsplit=1)[0], name=name, uid=uid, **begins)
+        if name == "head-0":
+            self._tell_head()
+
+    def _tell_head(self) -> None:
+        """Have the head's process read what it is told, as a pod's volume shows it."""
+        config = self.children.get(HEAD_CONFIG, {"data": {}})
+        self.told = json.loads(config["data"].get("head.json", "null"))
 
     def kubelet(self) -> None:
         """Take one pod one stage further."""
@@ -217,6 +240,7 @@ class World:
         for name, pod in self.pods.items():
             down: Json = {"is_started": False, "is_ready": False, "restarts": pod.restarts + 1}
             self.pods[name] = replace(pod, **down) if pod.is_started else pod
+        self._tell_head()
 
     def trouble_pods(self, trouble: Trouble | None) -> None:
         self.pods = {name: replace(pod, trouble=trouble) for name, pod in self.pods.items()}
@@ -240,6 +264,22 @@ class World:
 
     def suspend(self, *, asked: bool) -> None:
         self.change(spec=self.session.spec.model_copy(update={"suspend": asked}))
+
+    def ask_for_trainers(self, replicas: int | None) -> None:
+        """Have its owner ask for so many, or for all; where there are as many."""
+        if self.offered.trainer.replicas > 1:
+            asked = None if replicas is None else TrainerOverride(replicas=replicas)
+            self.change(spec=self.session.spec.model_copy(update={"trainer": asked}))
+
+    def shrink_base_model(self) -> None:
+        """Have the BaseModel offer one pod of each kind that has more."""
+        trainer, sampler = self.offered.trainer, self.offered.sampler
+        trainers, samplers = min(1, trainer.replicas), min(1, sampler.replicas)
+        shrunk = {
+            "trainer": trainer.model_copy(update={"replicas": trainers}),
+            "sampler": sampler.model_copy(update={"replicas": samplers}),
+        }
+        self.change(base_model=self.offered.model_copy(update=shrunk))
 
     def use(self) -> None:
         self.change(last_activity=self.session.now)
@@ -307,6 +347,9 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "a client comes": World.use,
     "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
     "the head hears again": lambda world: world.set_deaf(is_deaf=False),
+    "its owner wants one trainer": lambda world: world.ask_for_trainers(1),
+    "its owner wants all trainers": lambda world: world.ask_for_trainers(None),
+    "the BaseModel shrinks": World.shrink_base_model,
     "the BaseModel goes": lambda world: world.change(base_model=None),
     "the BaseModel is back": lambda world: world.change(base_model=world.offered),
     "KubeRay is removed": lambda world: world.change(has_kuberay=False),
@@ -340,29 +383,11 @@ def wanted_pods(cluster: Json) -> list[str]:
     return ["head-0", *workers]
 
 
-def reached(status: TrainingSessionStatus) -> list[bool]:
-    """Return which of the steps to Ready are reached."""
-    found = [find(status.conditions, step) for step in SESSION_STEPS]
-    return [condition is not None and condition.status == "True" for condition in found]
-
-
-def is_true(status: TrainingSessionStatus, kind: ConditionType) -> bool:
-    condition = find(status.conditions, kind)
-    return condition is not None and condition.status == "True"
-
-
-def check_conditions(before: TrainingSessionStatus, after: TrainingSessionStatus) -> None:
-    """Check what holds of every status that is ever written, and of every change of one."""
-    steps = reached(after)
-    assert steps == sorted(steps, reverse=True), "what is True comes first"
-    assert is_true(after, ConditionType.READY) == all(steps)
-    assert not (is_true(after, ConditionType.READY) and is_true(after, ConditionType.STALLED))
-    assert (after.endpoint is not None) == all(steps)
-    for condition in after.conditions:
-        earlier = find(before.conditions, ConditionType(condition.type))
-        if earlier is not None:
-            has_moved = condition.last_transition_time != earlier.last_transition_time
-            assert condition.status != earlier.status or not has_moved
+def ranks_in_pods(world: World) -> int:
+    """Return for how many ranks the pods that are there have places."""
+    groups = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
+    places = {group["groupName"]: int(group["rayStartParams"]["num-cpus"]) for group in groups}
+    return sum(places.get(name.rpartition("-")[0], 0) for name in world.pods)
 
 
 def a_world(offer: str = "workers", *events: str) -> World:

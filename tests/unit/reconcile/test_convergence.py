@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from tinkercloud_operator.plan import Plan
 from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_testing.session_conditions import reached
 from tinkercloud_testing.session_world import (
     EVENTS,
     OFFERS,
     RAY_CLUSTER,
     SETTINGS,
     a_world,
-    reached,
+    ranks_in_pods,
     wanted_pods,
 )
 
@@ -70,6 +71,20 @@ def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequenc
     assert world.is_gone or (cluster is None) == is_at_rest
     assert world.is_gone or cluster is None or world.has_secret
     assert world.is_gone or world.status.phase in {"Ready", "Suspended", "Finished"}
+
+
+@thorough
+@given(offers, histories)
+def test_at_rest_pods_have_room_for_the_ranks_that_the_head_counted_when_it_began(
+    offer: str, history: Sequence[str]
+) -> None:
+    world = a_world(offer, *history, "the BaseModel is back")
+
+    world.settle()
+
+    has_begun = not world.is_gone and RAY_CLUSTER in world.children and world.told is not None
+    told = world.told["trainer"].get("ranks", 0) if has_begun and world.told else 0
+    assert not has_begun or ranks_in_pods(world) == told
 
 
 @thorough

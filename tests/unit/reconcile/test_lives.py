@@ -11,7 +11,8 @@ from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.observed import Trouble
 from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, Delete, HoldFinalizer, Plan
 from tinkercloud_operator.reconcile import reconcile
-from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world, is_true
+from tinkercloud_testing.session_conditions import is_true
+from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world
 from tinkercloud_testing.sessions import a_session, a_status, observed
 
 

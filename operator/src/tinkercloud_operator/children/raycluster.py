@@ -23,6 +23,7 @@ from tinkercloud_operator.children.pods import (
 from tinkercloud_operator.observed import Manifest
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import RAY_NODE, Shape
+from tinkercloud_operator.started import record
 
 API_VERSION = "ray.io/v1"
 
@@ -71,6 +72,7 @@ def ray_cluster(build: Build) -> Json:
         "metadata": {
             "name": build.names.ray_cluster,
             "labels": {labels.QUEUE_LABEL: queue} if queue is not None else {},
+            "annotations": {labels.STARTED_WITH: record(build.shape)},
         },
         "spec": {
             "rayVersion": build.settings.ray_version,

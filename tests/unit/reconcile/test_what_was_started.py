@@ -1,0 +1,175 @@
+"""What runs goes on as it was started: changes wait until a session is suspended and resumed."""
+
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_testing.session_world import (
+    OFFERS,
+    RAY_CLUSTER,
+    SETTINGS,
+    World,
+    a_world,
+    ranks_in_pods,
+)
+from tinkercloud_testing.sessions import COLOCATED, SAMPLERS, TRAINERS, a_base_model, a_session
+
+CONFIG = """{"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
+ "vocab_size": 151936, "num_attention_heads": 14, "num_key_value_heads": 2,
+ "intermediate_size": 4864, "max_position_embeddings": 32768, "tie_word_embeddings": true}"""
+PLANNED = a_base_model(trainer={**TRAINERS, "planning": {"gpu": "H100", "config": CONFIG}})
+PLACED = a_base_model(
+    source={"hub": "a/b", "secretName": "hub"},
+    trainer=TRAINERS,
+    sampler=SAMPLERS,
+    tokenizer="a/b",
+    limits={"maxLoraRank": 8, "maxSessionsPerOwner": 1},
+    placement={"nodeSelector": {"a": "b"}, "tolerations": [{"key": "k", "operator": "Exists"}]},
+)
+COMBINATIONS: dict[str, tuple[BaseModelSpec, dict[str, Any]]] = {
+    **{name: (offer, {}) for name, offer in OFFERS.items()},
+    "planned": (PLANNED, {}),
+    "placed": (PLACED, {}),
+    "fewer trainers": (OFFERS["workers"], {"trainer": {"replicas": 1}}),
+    "samplers": (OFFERS["engines"], {"role": "Sampler", "lora": None}),
+    "colocated engines on their own": (
+        a_base_model(trainer=TRAINERS, sampler=COLOCATED),
+        {"role": "Sampler", "lora": None},
+    ),
+}
+
+
+def accepted(world: World) -> tuple[str, str, str]:
+    found = find(world.status.conditions, ConditionType.ACCEPTED)
+    assert found is not None
+    return found.status, found.reason, found.message
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_where_nothing_has_changed_nothing_waits(name: str) -> None:
+    offered, asked = COMBINATIONS[name]
+    world = World(offered)
+    world.change(spec=a_session(**asked))
+
+    world.happen("it settles")
+
+    assert world.status.phase == "Ready"
+    assert accepted(world) == ("True", Reason.ACCEPTED, "")
+    assert labels.STARTED_WITH in world.children[RAY_CLUSTER]["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize(
+    ("offer", "event", "changed"),
+    [
+        ("workers", "its owner wants one trainer", "trainer.replicas (2, now 1)"),
+        ("queue", "its owner wants one trainer", "trainer.replicas (2, now 1)"),
+        ("colocated engines", "its owner wants one trainer", "sampler.replicas (4, now 2)"),
+        ("engines", "the BaseModel shrinks", "sampler.replicas (2, now 1)"),
+    ],
+)
+def test_other_numbers_of_pods_wait_until_a_session_is_suspended_and_resumed(
+    offer: str, event: str, changed: str
+) -> None:
+    world = a_world(offer, "it settles")
+    children, pods = world.children, dict(world.pods)
+
+    world.happen(event, "it settles")
+
+    status, reason, message = accepted(world)
+    assert (status, reason) == ("True", Reason.CHANGE_WAITS)
+    assert message.startswith("what runs goes on as it was started; suspend and resume")
+    assert changed in message
+    assert world.status.phase == "Ready"
+    assert (world.children, world.pods) == (children, pods)
+    world.happen("its owner suspends it", "it settles", "its owner resumes it", "it settles")
+    assert accepted(world)[1] == Reason.ACCEPTED
+    assert world.status.phase == "Ready"
+    assert len(world.pods) < len(pods)
+    assert world.told is not None
+    assert world.told["trainer"]["ranks"] == ranks_in_pods(world)
+
+
+def test_a_pod_in_the_place_of_a_lost_one_is_as_the_lost_one_was() -> None:
+    world = a_world("workers", "it settles")
+    described = world.children[RAY_CLUSTER]["spec"]
+    image = {"head": world.offered.head.model_copy(update={"image": "worker:2"})}
+    world.change(base_model=world.offered.model_copy(update=image))
+
+    world.happen("the trainers are lost", "it settles", "children are edited", "it settles")
+
+    assert world.children[RAY_CLUSTER]["spec"] == described
+    assert "head.image (worker:1, now worker:2)" in accepted(world)[2]
+
+
+def test_what_makes_no_pods_counts_at_once_and_is_no_change_that_waits() -> None:
+    world = a_world("workers", "it settles")
+    policy = a_base_model(sessions={"idle": {"timeoutSeconds": 60}}).sessions
+    world.change(base_model=world.offered.model_copy(update={"sessions": policy}))
+
+    world.happen("it settles")
+    assert accepted(world)[1] == Reason.ACCEPTED
+    world.happen("a minute passes", "a minute passes", "a minute passes", "it settles")
+
+    assert world.status.phase == "Suspended"
+
+
+def test_a_session_that_kueue_holds_back_is_described_anew() -> None:
+    world = a_world("queue", "the operator looks")
+    assert world.children[RAY_CLUSTER]["spec"]["suspend"]
+
+    world.happen("its owner wants one trainer", "the operator looks")
+
+    [trainers] = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
+    assert trainers["replicas"] == 1
+    assert accepted(world)[1] == Reason.ACCEPTED
+
+
+def test_a_session_that_runs_without_its_base_model_counts_its_pods_and_gpus() -> None:
+    world = a_world("workers", "it settles")
+    assert (world.status.gpus, world.status.workers.trainers) == (10, "2/2")
+
+    world.happen("the BaseModel goes", "the operator looks")
+    assert (world.status.phase, world.status.gpus) == ("Ready", 10)
+    world.happen("the trainers are lost", "a pod gets on", "the operator looks")
+
+    assert (world.status.phase, world.status.gpus) == ("Provisioning", 10)
+    assert world.status.workers.trainers == "0/2"
+    assert "2 of 4 pods" in (world.status.message or "")
+
+
+def test_what_a_session_without_its_base_model_has_lost_is_made_again() -> None:
+    world = a_world("workers", "it settles", "the BaseModel goes", "the Service is deleted")
+
+    world.happen("it settles")
+
+    assert any(key.kind == "Service" for key in world.children)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "[]",
+        '{"modelName": "a"}',
+        '{"modelName":"a","source":{},"maxContextLength":16,"head":{"image":"i"},'
+        '"trainer":{"replicas":2}}',
+        '{"modelName":"a","source":{},"maxContextLength":16,"head":{"image":"i"},'
+        '"trainer":{"backend":"megatron"}}',
+    ],
+    ids=["nothing", "a list", "too little", "pods without ranks", "no head's configuration"],
+)
+def test_a_ray_cluster_that_says_nothing_useful_of_its_start_is_as_it_is_offered_now(
+    written: str,
+) -> None:
+    world = a_world("workers", "it settles")
+    before = dict(world.children[RAY_CLUSTER]["metadata"]["annotations"])
+    world.children[RAY_CLUSTER]["metadata"]["annotations"][labels.STARTED_WITH] = written
+
+    world.happen("it settles")
+
+    assert world.children[RAY_CLUSTER]["metadata"]["annotations"] == before
+    assert reconcile(world.observe(), SETTINGS).actions == ()
