@@ -21,10 +21,12 @@ from tinkercloud_testing.session_world import (
 )
 
 GROWTH = ("the operator looks", "KubeRay works", "a pod gets on", "Kueue admits")
+CHANGES = ("its owner wants one trainer", "its owner wants all trainers", "the BaseModel shrinks")
 HEADS = ("the head goes deaf", "the head hears again", "a pod gets on", "containers restart")
 
 offers = st.sampled_from(sorted(OFFERS))
 histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=25)
+short_histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=5)
 thorough = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 
@@ -74,11 +76,11 @@ def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequenc
 
 
 @thorough
-@given(offers, histories)
+@given(offers, short_histories, st.sampled_from(CHANGES), short_histories)
 def test_at_rest_pods_have_room_for_the_ranks_that_the_head_counted_when_it_began(
-    offer: str, history: Sequence[str]
+    offer: str, before: Sequence[str], change: str, after: Sequence[str]
 ) -> None:
-    world = a_world(offer, *history, "the BaseModel is back")
+    world = a_world(offer, "it settles", *before, change, *after, "the BaseModel is back")
 
     world.settle()
 
