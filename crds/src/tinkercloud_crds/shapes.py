@@ -44,7 +44,9 @@ class Resources(Part):
     """Size of /dev/shm, taken from `memory`. Four fifths are Ray's; states of models pass through
     there as a whole, and by a slow way on the disk if they don't fit."""
     scratch: Quantity = "8Gi"
-    """Size of the local scratch volume."""
+    """Size of the local scratch volume. A model that is downloaded (`source.hub`, `source.uri`)
+    lies there and must fit, in each pod that computes with it: a pod that writes more is ended, and
+    made again, without end (`OutOfDisk`)."""
 
 
 class Parallelism(Part):

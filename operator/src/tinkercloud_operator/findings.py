@@ -160,7 +160,8 @@ def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:
     live = sorted(
         (pod for pod in observed.pods if not pod.is_terminating), key=lambda pod: pod.name
     )
-    for pod in live:
+    gone = [observed.failed] if observed.failed is not None else []
+    for pod in [*live, *gone]:
         if pod.trouble is None:
             continue
         if pod.trouble.reason is Reason.UNSCHEDULABLE:

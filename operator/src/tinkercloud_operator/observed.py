@@ -97,6 +97,9 @@ class Observed:
     has_secret: bool
     """By its witness, which is one of the children."""
     pods: tuple[Pod, ...]
+    failed: Pod | None
+    """The last one that was ended for good; None once another is ready in its place. KubeRay
+    deletes it at once."""
     nodes: tuple[Node, ...] | None
     """All nodes; None if the operator may not see them, or if nodes come and go."""
     has_kuberay: bool

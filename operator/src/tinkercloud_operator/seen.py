@@ -1,5 +1,6 @@
 """From Kubernetes objects, as JSON, to what `Observed` holds of them: pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -24,6 +25,9 @@ _WAITING: Mapping[str, Reason] = {
     "RunContainerError": Reason.CONFIGURATION_ERROR,
     "CrashLoopBackOff": Reason.CRASH_LOOP,
 }
+
+_MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
+"""The scheduler's words; nodes have nothing to do with it."""
 
 
 def slim(kind: str, manifest: Manifest) -> Manifest:
@@ -62,13 +66,38 @@ def _is_true(condition: Mapping[str, Any] | None) -> bool:
 
 
 def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
-    scheduled = conditions.get("PodScheduled", {})
+    scheduled, status = conditions.get("PodScheduled", {}), manifest.get("status", {})
+    if has_failed(manifest):
+        return _end(status)
     if scheduled.get("reason") == "Unschedulable":
-        return Trouble(Reason.UNSCHEDULABLE, str(scheduled.get("message", "")))
-    status = manifest.get("status", {})
+        message = str(scheduled.get("message", ""))
+        is_missing = _MISSING_CLAIM.search(message) is not None
+        reason = Reason.CONFIGURATION_ERROR if is_missing else Reason.UNSCHEDULABLE
+        return Trouble(reason, message)
     containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
     found = (_container_trouble(container) for container in containers)
     return next((trouble for trouble in found if trouble is not None), None)
+
+
+def has_failed(manifest: Manifest) -> bool:
+    """Whether a pod was ended for good, or was never taken by its node."""
+    return bool(manifest.get("status", {}).get("phase") == "Failed")
+
+
+def changed_at(manifest: Manifest) -> str:
+    """Return when a pod's conditions last changed, as Kubernetes writes it."""
+    conditions = manifest.get("status", {}).get("conditions", [])
+    moments = [str(item.get("lastTransitionTime", "")) for item in conditions]
+    return max([*moments, str(manifest["metadata"].get("creationTimestamp", ""))])
+
+
+def _end(status: Mapping[str, Any]) -> Trouble:
+    """Return why the kubelet has ended a pod for good, or never took it."""
+    why, message = str(status.get("reason", "Failed")), str(status.get("message", "")).strip()
+    # It says so of a volume with a limit, and of all that a container, or a pod, has written.
+    is_over_limit = why == "Evicted" and "exceed" in message
+    reason = Reason.OUT_OF_DISK if is_over_limit else Reason.POD_FAILED
+    return Trouble(reason, f"{why}: {message}" if message else why)
 
 
 def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:

@@ -25,6 +25,7 @@ _NEEDS_HELP = NEVER_FITS | {
     Reason.CONFIGURATION_ERROR,
     Reason.CRASH_LOOP,
     Reason.OUT_OF_MEMORY,
+    Reason.OUT_OF_DISK,
     Reason.APPLY_FAILED,
 }
 """Reasons that make a session Stalled."""

@@ -56,6 +56,8 @@ class Watched:
     """By name."""
     _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
     """By session."""
+    _failures: dict[str, Manifest] = field(default_factory=dict)
+    """By session: its last pod that has failed, which may be gone."""
     _gone: dict[tuple[str, str], int] = field(default_factory=dict)
     """Resource versions of deleted objects, by kind and uid, until the next list."""
 
@@ -136,6 +138,7 @@ class Watched:
             sessions_of_owner=self._older_siblings(manifest, base_model),
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
+            failed=_failed(self._failures.get(name), children),
             has_predecessors=len(children) < len(everything),
             has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
@@ -210,6 +213,8 @@ class Watched:
         kept = None if is_gone else seen.slim(kind, manifest)
         if kind == "TrainingSession":
             _set(self.sessions, name, kept)
+            if is_gone:
+                self._failures.pop(name, None)
         elif kind == "BaseModel":
             _set(self.base_models, name, kept)
         else:
@@ -217,6 +222,9 @@ class Watched:
             _set(children, ChildKey(kind, name), kept)
             if not children:
                 del self._children[session]
+            # Of one that is deleted at once, its deletion alone may be seen.
+            if kind == "Pod" and seen.has_failed(manifest):
+                self._failures[session] = seen.slim(kind, manifest)
 
     def _all(self, kind: str) -> list[Manifest]:
         if kind == "TrainingSession":
@@ -248,6 +256,22 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
         else seen.pod(item)
         for item in pods
     )
+
+
+def _failed(last: Manifest | None, children: Mapping[ChildKey, Manifest]) -> Pod | None:
+    """Return a session's last pod that has failed, unless another is ready in its place."""
+    clusters = {_uid(item) for key, item in children.items() if key.kind == "RayCluster"}
+    if last is None or _ray_cluster_of(last) not in clusters:
+        return None
+    failed, ended = seen.pod(last), seen.changed_at(last)
+    is_replaced = any(
+        item["metadata"].get("creationTimestamp", "") >= ended
+        and seen.pod(item).is_ready
+        and seen.pod(item).component == failed.component
+        for key, item in children.items()
+        if key.kind == "Pod"
+    )
+    return None if is_replaced else failed
 
 
 def _ray_cluster_of(pod: Manifest) -> str | None:

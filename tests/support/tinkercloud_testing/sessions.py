@@ -104,6 +104,7 @@ def observed(**fields: Any) -> Observed:
         "has_predecessors": False,
         "has_secret": False,
         "pods": (),
+        "failed": None,
         "nodes": None,
         "has_kuberay": True,
         "has_device_claims": True,

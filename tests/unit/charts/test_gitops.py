@@ -52,6 +52,7 @@ def a_session(**changes: Any) -> Observed:
         has_predecessors=False,
         has_secret=True,
         pods=(),
+        failed=None,
         nodes=None,
         has_kuberay=True,
         has_device_claims=True,

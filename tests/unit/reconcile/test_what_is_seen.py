@@ -159,6 +159,41 @@ def test_a_pod_without_room_is_unschedulable() -> None:
     assert not pod.is_scheduled
 
 
+FULL = 'Usage of EmptyDir volume "scratch" exceeds the limit "8Gi". '
+SHORT = "The node was low on resource: memory. "
+
+
+@pytest.mark.parametrize(
+    ("why", "message", "reason", "told"),
+    [
+        ("Evicted", FULL, Reason.OUT_OF_DISK, f"Evicted: {FULL.strip()}"),
+        ("Evicted", SHORT, Reason.POD_FAILED, f"Evicted: {SHORT.strip()}"),
+        ("UnexpectedAdmissionError", "no GPU", Reason.POD_FAILED, "UnexpectedAdmissionError: no"),
+        (None, None, Reason.POD_FAILED, "Failed"),
+    ],
+)
+def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say(
+    why: str | None, message: str | None, reason: Reason, told: str
+) -> None:
+    ended = {"reason": why, "message": message} if why else {}
+    manifest = a_pod_manifest(waiting("PodInitializing"), phase="Failed", **ended)
+
+    trouble = seen.pod(manifest).trouble
+
+    assert trouble is not None
+    assert trouble.reason is reason
+    assert trouble.message.startswith(told)
+
+
+def test_a_claim_that_does_not_exist_is_no_matter_of_room() -> None:
+    message = '0/3 nodes are available: persistentvolumeclaim "modles" not found. not found'
+    why = a_condition("PodScheduled", "False", reason="Unschedulable", message=message)
+
+    pod = seen.pod(a_pod_manifest(conditions=[why]))
+
+    assert pod.trouble == Trouble(Reason.CONFIGURATION_ERROR, message)
+
+
 def test_a_base_model_of_another_version_is_none() -> None:
     manifest = a_base_model_manifest()
     assert seen.base_model(manifest) == a_base_model()
@@ -277,6 +312,27 @@ def test_waiting_for_room_differs_from_never_fitting(
     nodes: tuple[Node, ...] | None, reason: Reason
 ) -> None:
     assert ready_reason(pods=(WITHOUT_ROOM,), nodes=nodes) == reason
+
+
+@pytest.mark.parametrize(
+    ("trouble", "phase"), [(Reason.OUT_OF_DISK, "Failed"), (Reason.POD_FAILED, "Provisioning")]
+)
+def test_why_a_pod_was_ended_is_told_while_another_is_made_in_its_place(
+    trouble: Reason, phase: str
+) -> None:
+    failed = a_pod("trainer", name="lost", trouble=Trouble(trouble, "Evicted: too much"))
+    cluster: Json = {"metadata": {"name": "one"}, "spec": {}}
+    session = observed(
+        base_model=a_base_model(trainer=TRAINERS),
+        children={CLUSTER: cluster},
+        pods=(a_pod("head"), a_pod("trainer", is_ready=False, is_started=False)),
+        failed=failed,
+    )
+
+    status = reconcile(session, Settings()).status
+
+    assert status is not None
+    assert (status.phase, status.message) == (phase, "pod lost: Evicted: too much")
 
 
 def failure(message: str) -> Json:

@@ -255,6 +255,68 @@ def test_a_pod_whose_raycluster_is_gone_or_going_is_going_too(
     assert [pod.is_terminating for pod in found.pods] == [is_going]
 
 
+def a_trainer(name: str, cluster: str = "its", age: float = 60, **status: Any) -> Json:
+    manifest = a_pod_of(cluster)
+    labelled = manifest["metadata"]["labels"] | {labels.COMPONENT_LABEL: "trainer"}
+    created = timestamp(NOON - timedelta(seconds=age))
+    own = {"name": name, "uid": name, "labels": labelled, "creationTimestamp": created}
+    return {"metadata": manifest["metadata"] | own, "status": status}
+
+
+FAILED: Json = {
+    "phase": "Failed",
+    "reason": "Evicted",
+    "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": timestamp(NOON)}],
+}
+READY: Json = {"conditions": [{"type": "Ready", "status": "True"}]}
+
+
+def last_failure(watched: Watched) -> str | None:
+    found = look(watched)
+    assert found is not None
+    return found.failed.name if found.failed is not None else None
+
+
+def test_a_pod_that_failed_and_was_deleted_at_once_is_remembered(watched: Watched) -> None:
+    watched.note("RayCluster", a_ray_cluster("its", 2))
+    watched.note("Pod", a_trainer("sibling", **READY))
+    watched.note("Pod", a_trainer("lost"))
+
+    watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
+
+    found = look(watched)
+    assert found is not None
+    assert [pod.name for pod in found.pods] == ["sibling"]
+    assert last_failure(watched) == "lost"
+
+
+def test_a_pod_that_failed_is_forgotten_once_another_is_ready_in_its_place(
+    watched: Watched,
+) -> None:
+    watched.note("RayCluster", a_ray_cluster("its", 2))
+    watched.note("Pod", a_trainer("lost", **FAILED))
+    watched.note("Pod", a_trainer("next", age=-1))
+    assert last_failure(watched) == "lost"
+
+    ready = a_trainer("next", age=-1, **READY)
+    watched.note("Pod", ready | {"metadata": ready["metadata"] | {"resourceVersion": "2"}})
+
+    assert last_failure(watched) is None
+
+
+def test_a_failure_goes_with_its_raycluster_and_with_its_session(watched: Watched) -> None:
+    watched.note("RayCluster", a_ray_cluster("its", 2))
+    watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
+    assert last_failure(watched) == "lost"
+
+    watched.note("RayCluster", a_ray_cluster("its", 3), is_gone=True)
+    watched.note("RayCluster", a_ray_cluster("another", 4))
+
+    assert last_failure(watched) is None
+    watched.note("TrainingSession", session(version=9), is_gone=True)
+    assert watched._failures == {}
+
+
 @pytest.mark.parametrize(
     ("owner", "is_its_own"), [("uid-of-one", True), ("uid-of-an-earlier-one", False)]
 )
