@@ -7,6 +7,7 @@ from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
 from tinkercloud_operator import seen
 from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.split import planning_problem
 
 _NO_PODS = frozenset({"Suspended", "Finished"})
 
@@ -31,7 +32,9 @@ def offer_status(
         ConditionType.RECONCILING: "False",
         ConditionType.STALLED: "False" if is_ready else "True",
     }
-    statuses = [session.get("status", {}) for session in sessions] if is_ready else []
+    # They are those of the one that counts.
+    its_own = sessions if reason is not Reason.DUPLICATE else []
+    statuses = [session.get("status", {}) for session in its_own]
     return BaseModelStatus(
         observed_generation=generation,
         conditions=[
@@ -52,9 +55,11 @@ def offer_status(
 
 
 def _problem(base_model: Manifest, offering: Manifest | None) -> tuple[Reason, str]:
-    if seen.base_model(base_model) is None:
+    spec = seen.base_model(base_model)
+    if spec is None:
         return Reason.NOT_ALLOWED, "this version of the operator can't read its spec"
     if offering is not None and offering["metadata"]["uid"] != base_model["metadata"]["uid"]:
         name = offering["metadata"]["name"]
         return Reason.DUPLICATE, f"BaseModel {name!r} has the same modelName and is older"
-    return Reason.ACCEPTED, ""
+    problem = planning_problem(spec)
+    return (Reason.ACCEPTED, "") if problem is None else (Reason.NOT_ALLOWED, problem)

@@ -4,19 +4,17 @@ A session may shrink what its BaseModel offers and choose among what it allows; 
 """
 
 import functools
-import json
 from dataclasses import dataclass, replace
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
-from tinkercloud_crds.planning import families
-from tinkercloud_crds.planning.fleet import Fleet, gpu
-from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
-from tinkercloud_crds.planning.planner import Demand, Engine
+from tinkercloud_crds.planning.offer import TrainerPlan
+from tinkercloud_crds.planning.planner import Engine
 from tinkercloud_crds.planning.refusal import DoesNotFit
 from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.quantities import parse_quantity
+from tinkercloud_operator.split import split
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
 """What Ray's own processes need beside an engine that is none of Ray's."""
@@ -376,33 +374,8 @@ def _plan(
     trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
 ) -> TrainerPlan | Refusal:
     try:
-        return _compute_plan(trainer, sequence_length, lora_rank, beside)
+        return split(trainer, sequence_length, lora_rank, beside)
     except DoesNotFit as error:
         return Refusal(Reason.NEVER_FITS, str(error))
     except ValueError as error:
         return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
-
-
-def _compute_plan(
-    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
-) -> TrainerPlan:
-    assert trainer.planning is not None  # noqa: S101 - `_planned` asks for no other
-    config = json.loads(trainer.planning.config)
-    if not isinstance(config, dict):
-        raise ValueError("config: expected the JSON object of a config.json")  # noqa: TRY004 - text
-    kind = gpu(trainer.planning.gpu)
-    pods = trainer.gpus_per_replica
-    described = families.read(config)
-    if described.only_torch:
-        raise ValueError(
-            f"config: the megatron trainer refuses {described.only_torch}; set trainer.backend to"
-            " torch, and leave out trainer.planning"
-        )
-    if sequence_length > described.max_context_length:
-        raise ValueError(
-            f"config: the BaseModel's maxContextLength is {sequence_length}, but this model takes"
-            f" {described.max_context_length} tokens (max_position_embeddings); lower it to that"
-        )
-    demand = Demand(described, sequence_length, lora_rank)
-    fleet = Fleet(kind, trainer.replicas * pods, per_node=pods)
-    return plan_trainer(demand, fleet, beside=beside)

@@ -1,12 +1,24 @@
 """What the status of a BaseModel says: whether it counts, and what its sessions use."""
 
+import json
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator import seen
 from tinkercloud_operator.offers import offer_status
-from tinkercloud_testing.sessions import NOON, Json, a_base_model_manifest, a_session_manifest
+from tinkercloud_operator.shape import Refusal, resolve
+from tinkercloud_testing.sessions import (
+    NOON,
+    TRAINERS,
+    Json,
+    a_base_model_manifest,
+    a_session,
+    a_session_manifest,
+)
 
 
 def offered(name: str = "model", **others: Any) -> Json:
@@ -62,6 +74,58 @@ def test_a_base_model_that_can_not_be_read_is_stalled() -> None:
 
     assert reasons(status)["Ready"][0] == "False"
     assert reasons(status)["Stalled"][0] == "True"
+
+
+CONFIG: Json = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "vocab_size": 151936,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+
+
+def planned(config: str = json.dumps(CONFIG), gpu: str = "H100", length: int = 32768) -> Json:
+    trainer = {**TRAINERS, "planning": {"gpu": gpu, "config": config}}
+    spec = a_base_model_manifest(trainer=trainer, maxContextLength=length)["spec"]
+    return offered(spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "told"),
+    [
+        (planned(gpu="H1000"), "'H1000'"),
+        (planned("{]"), "Expecting property name"),
+        (planned("[" * 16000), "nested too deeply"),
+        (planned("[]"), "expected the JSON object"),
+        (planned('{"model_type": "bert"}'), "model_type: 'bert'"),
+        (planned(length=32769), "maxContextLength is 32769"),
+    ],
+    ids=["GPU", "no JSON", "deep", "no object", "model", "length"],
+)
+def test_a_base_model_for_which_nothing_can_be_planned_is_not_on_offer_and_says_why(
+    manifest: Json, told: str
+) -> None:
+    status = offer_status(manifest, manifest, [session("Ready", 3)], NOON)
+
+    ready = find(status.conditions, ConditionType.READY)
+    assert ready is not None
+    assert (ready.status, ready.reason) == ("False", Reason.NOT_ALLOWED)
+    assert ready.message.startswith("trainer.planning: ")
+    assert told in ready.message
+    assert reasons(status)["Stalled"][0] == "True"
+    assert (status.live_sessions, status.gpus) == (1, 3)
+    assert isinstance(resolve(a_session(), seen.base_model(manifest), 0), Refusal)
+
+
+def test_a_base_model_that_can_be_planned_for_is_ready() -> None:
+    status = offer_status(planned(), planned(), [], NOON)
+
+    assert reasons(status)["Ready"] == ("True", Reason.ACCEPTED)
 
 
 def test_looking_again_changes_nothing() -> None:

@@ -1,0 +1,76 @@
+"""How a model is split over trainers, where its BaseModel leaves that to the operator: pure."""
+
+import json
+from dataclasses import dataclass
+
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.planning import families
+from tinkercloud_crds.planning.architecture import Architecture
+from tinkercloud_crds.planning.fleet import Fleet, Gpu, gpu
+from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
+from tinkercloud_crds.planning.planner import Demand, Engine
+from tinkercloud_crds.shapes import Planning, TrainerShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of what is planned for."""
+
+    model: Architecture
+    gpu: Gpu
+
+
+def split(
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
+) -> TrainerPlan:
+    """Return how a model is split.
+
+    Args:
+        trainer: with `planning`.
+        sequence_length: tokens of the longest sequence.
+        lora_rank: of the adapter; None if the whole model is trained.
+        beside: the engine that shares the trainers' GPUs, if one does.
+
+    Raises:
+        DoesNotFit: no way fits.
+        ValueError: nothing can be planned for any session, see `planning_problem`.
+    """
+    assert trainer.planning is not None  # noqa: S101 - nobody asks for another
+    known, pods = _read(trainer.planning, sequence_length), trainer.gpus_per_replica
+    demand = Demand(known.model, sequence_length, lora_rank)
+    fleet = Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
+    return plan_trainer(demand, fleet, beside=beside)
+
+
+def planning_problem(base_model: BaseModelSpec) -> str | None:
+    """Return why nothing can be planned for any session of a BaseModel; None if it can."""
+    planning = base_model.trainer.planning
+    if planning is None:
+        return None
+    try:
+        _read(planning, base_model.max_context_length)
+    except ValueError as error:
+        return f"trainer.planning: {error}"
+    return None
+
+
+def _read(planning: Planning, sequence_length: int) -> _Known:
+    try:
+        config = json.loads(planning.config)
+    except RecursionError:
+        raise ValueError("config: lists or objects are nested too deeply") from None
+    if not isinstance(config, dict):
+        raise ValueError("config: expected the JSON object of a config.json")  # noqa: TRY004 - text
+    kind = gpu(planning.gpu)
+    described = families.read(config)
+    if described.only_torch:
+        raise ValueError(
+            f"config: the megatron trainer refuses {described.only_torch}; set trainer.backend to"
+            " torch, and leave out trainer.planning"
+        )
+    if sequence_length > described.max_context_length:
+        raise ValueError(
+            f"config: the BaseModel's maxContextLength is {sequence_length}, but this model takes"
+            f" {described.max_context_length} tokens (max_position_embeddings); lower it to that"
+        )
+    return _Known(described, kind)
