@@ -12,8 +12,8 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
 
 `Manifest.data_prefix` is the sub-folder the files are read from. It is empty except in the moments
 of an overwrite: the new files go to a fresh sub-folder, the manifest is switched to it, the files
-are copied up, and the manifest is switched back. So a reader sees the old checkpoint or the new
-one, never a mixture, wherever the writer dies.
+are written in their place, and the manifest is switched back. So a reader sees the old checkpoint
+or the new one, never a mixture, wherever the writer dies.
 
 `<root>/runs/<run id>/suspended/` holds what a head that stopped left of a run: `manifest.json`, a
 `SuspendedManifest`, and the sub-folder it names with the same files and besides

@@ -1,5 +1,6 @@
 """Checkpoints in a folder and in S3: whole or absent, wherever the writer dies."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -10,12 +11,14 @@ import boto3
 import obstore
 import pytest
 from moto.server import ThreadedMotoServer
+from obstore.exceptions import GenericError
 from obstore.store import ObjectStore
 
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker.checkpoints import parts
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 
@@ -111,7 +114,7 @@ class DyingObstore:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(obstore, name)
-        if name not in {"put_async", "copy_async", "delete_async"}:
+        if name not in {"put_async", "delete_async"}:
             return function
 
         async def write(*arguments: object, **keywords: object) -> object:
@@ -182,10 +185,11 @@ async def test_an_overwriter_that_dies_leaves_the_old_checkpoint_or_the_new_one(
     assert set(seen) == {False, True}
 
 
-async def test_damage_is_noticed(objects: ObjectStore) -> None:
+@pytest.mark.parametrize("damaged", [b"bad a", b"old", b"old a and more"])
+async def test_damage_is_noticed(objects: ObjectStore, damaged: bytes) -> None:
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
-    await obstore.put_async(objects, f"{PATH.prefix}/a.bin", b"bad a")
+    await obstore.put_async(objects, f"{PATH.prefix}/a.bin", damaged)
 
     with pytest.raises(InvalidRequest, match=r"a\.bin is damaged"):
         await store.read(PATH)
@@ -213,3 +217,128 @@ async def test_what_has_expired_does_not_exist(objects: ObjectStore) -> None:
         await store.read(PATH)
     with pytest.raises(NotFound):
         await store.manifest(CheckpointPath(PATH.run_id, PATH.kind, "never"))
+
+
+def parts_of(key: str) -> int:
+    """Return in how many parts an object came into the bucket of `s3`: its tag says that."""
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT"])
+    tag = client.head_object(Bucket="ckpt", Key=f"root/{key}")["ETag"].strip('"')
+    return int(tag.partition("-")[2] or 1)
+
+
+def a_suspended_manifest(files: dict[str, StoredFile]) -> SuspendedManifest:
+    return SuspendedManifest(
+        run_id="s:train:0",
+        generation="g1",
+        owner="me",
+        base_model="tiny",
+        lora=None,
+        created_at=datetime(2026, 1, 1, tzinfo=UTC),
+        data_prefix="first",
+        files=files,
+    )
+
+
+async def test_a_large_file_comes_to_s3_in_no_more_parts_than_that_takes(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "MOST_PARTS", 3)
+    large, small = os.urandom(23 << 20), b"small"
+    store = CheckpointStore(open_store(s3))
+
+    await store.write(a_manifest(), {"large": large, "small": small}, overwrite=False)
+    counts = [parts_of(f"{PATH.prefix}/{name}") for name in ("large", "small")]
+    await store.write(a_manifest(), {"large": large[1:], "small": small}, overwrite=True)
+    overwritten = [parts_of(f"{PATH.prefix}/{name}") for name in ("large", "small")]
+    stored = await store.put_suspended(a_suspended_manifest({}), "large", large)
+    suspended = a_suspended_manifest({"large": stored})
+
+    assert counts == overwritten == [3, 1]
+    assert parts_of(suspended.key_of("large")) == 3
+    assert (await store.read(PATH))[1] == {"large": large[1:], "small": small}
+    assert await store.read_file(suspended, "large") == large
+
+
+class MeasuredObstore:
+    """The obstore module, which notes how many bytes each answer brings."""
+
+    def __init__(self) -> None:
+        self.answers: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(obstore, name)
+        if name not in {"get_async", "get_range_async"}:
+            return function
+
+        async def read(*arguments: object, **keywords: object) -> object:
+            answer = await function(*arguments, **keywords)
+            size = len(answer) if name == "get_range_async" else answer.meta["size"]
+            self.answers.append(size)
+            return answer
+
+        return read
+
+
+async def test_a_large_file_is_read_in_parts_since_a_request_has_little_time(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"large": os.urandom((12 << 20) + 1), "empty": b""}
+    store = CheckpointStore(objects)
+    manifest = await store.write(a_manifest(), files, overwrite=False)
+    measured = MeasuredObstore()
+    monkeypatch.setattr(store_module, "obstore", measured)
+
+    contents = {name: await store.read_file(manifest, name) for name in files}
+
+    assert contents == files
+    assert sorted(measured.answers) == [(2 << 20) + 1, 5 << 20, 5 << 20]
+
+
+class FailingObstore:
+    """The obstore module, whose first request for a part fails."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(obstore, name)
+
+    async def get_range_async(self, *arguments: Any, **keywords: Any) -> object:
+        self.requests += 1
+        if self.requests == 1:
+            raise GenericError("the connection broke")
+        return await obstore.get_range_async(*arguments, **keywords)
+
+
+async def test_no_further_parts_are_asked_for_when_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(open_store(tmp_path.as_uri()))
+    manifest = await store.write(a_manifest(), {"large": b"x" * 500}, overwrite=False)
+    failing = FailingObstore()
+    monkeypatch.setattr(parts, "SMALLEST_PART", 1)
+    monkeypatch.setattr(store_module, "obstore", failing)
+
+    with pytest.raises(GenericError, match="the connection broke"):
+        await store.read_file(manifest, "large")
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+    assert failing.requests == parts.IN_FLIGHT
+
+
+def test_the_parts_of_a_file_of_any_size_are_such_as_s3_takes() -> None:
+    sizes = [0, 1, 5 << 20, (5 << 20) + 1, 52_428_800_001, 65_520_000_000, 3_246_000_000_000]
+    for size in sizes:
+        spans = list(parts.parts(size))
+        lengths = [part.stop - part.start for part in spans]
+
+        assert sum(lengths) == size
+        assert len(spans) <= 10_000
+        assert all(5 << 20 <= length <= 5 << 30 for length in lengths[:-1])
+        assert [part.start for part in spans[1:]] == [part.stop for part in spans[:-1]]
+        assert max(lengths, default=0) <= parts.part_size(size)
+
+
+def test_parts_under_way_take_little_memory_beside_the_file() -> None:
+    for size in (1, 65_520_000_000, 3_246_000_000_000):
+        assert parts.IN_FLIGHT * parts.part_size(size) <= max(60 << 20, size * 0.0014)

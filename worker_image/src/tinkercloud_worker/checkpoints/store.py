@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
 
+import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore, from_url
@@ -23,6 +24,7 @@ from tinkercloud_protocol.checkpoints import (
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
+from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size, parts
 
 
 def open_store(url: str) -> ObjectStore:
@@ -90,15 +92,45 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the file is missing or is not the one that was written.
         """
+        key, stored = manifest.key_of(name), manifest.files[name]
+        damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
         try:
-            answer = await obstore.get_async(self._store, manifest.key_of(name))
+            if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
+                raise damaged
+            content = await self._get(key, stored.size_bytes)
         except FileNotFoundError:
             raise InvalidRequest(f"{manifest}: its file {name} is missing") from None
-        content = memoryview(await answer.bytes_async())
-        digest = await asyncio.to_thread(_sha256, content)
-        if digest != manifest.files[name].sha256:
-            raise InvalidRequest(f"{manifest}: its file {name} is damaged")
+        if await asyncio.to_thread(_sha256, content) != stored.sha256:
+            raise damaged
         return content
+
+    async def _get(self, key: str, size: int) -> memoryview:
+        content, left = np.empty(size, np.uint8), parts(size)
+
+        async def get_some() -> None:
+            for part in left:
+                got = await obstore.get_range_async(
+                    self._store, key, start=part.start, end=part.stop
+                )
+                await asyncio.to_thread(
+                    np.copyto, content[part], np.frombuffer(memoryview(got), np.uint8)
+                )
+
+        try:
+            await asyncio.gather(*[get_some() for _ in range(IN_FLIGHT)])
+        finally:
+            # When one has failed, the others get no further parts.
+            left.close()
+        return content.data
+
+    async def _put(self, key: str, content: bytes) -> None:
+        await obstore.put_async(
+            self._store,
+            key,
+            content,
+            chunk_size=part_size(len(content)),
+            max_concurrency=IN_FLIGHT,
+        )
 
     async def write(
         self, manifest: Manifest, files: Mapping[str, bytes], *, overwrite: bool
@@ -124,12 +156,8 @@ class CheckpointStore:
         staged = manifest.model_copy(update={"data_prefix": f"next-{uuid.uuid4().hex}"})
         await self._put_files(staged, files)
         await self._put_manifest(staged, mode="overwrite")
-        await asyncio.gather(
-            *[
-                obstore.copy_async(self._store, staged.key_of(name), manifest.key_of(name))
-                for name in files
-            ]
-        )
+        # Not a copy within the store: S3 copies no object of more than 5 GiB in one request.
+        await self._put_files(manifest, files)
         await self._put_manifest(manifest, mode="overwrite")
         await self._sweep(manifest)
         return manifest
@@ -145,10 +173,7 @@ class CheckpointStore:
 
     async def _put_files(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
         await asyncio.gather(
-            *[
-                obstore.put_async(self._store, manifest.key_of(name), content)
-                for name, content in files.items()
-            ]
+            *[self._put(manifest.key_of(name), content) for name, content in files.items()]
         )
 
     async def _put_manifest(self, manifest: Manifest, mode: str) -> None:
@@ -184,7 +209,7 @@ class CheckpointStore:
         self, manifest: SuspendedManifest, name: str, content: bytes
     ) -> StoredFile:
         """Write one file of a suspended state, which does not exist before `commit_suspended`."""
-        await obstore.put_async(self._store, manifest.key_of(name), content)
+        await self._put(manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
 
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
