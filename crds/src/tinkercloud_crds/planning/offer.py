@@ -10,7 +10,6 @@ from tinkercloud_crds.planning.layouts import Layout, divisors, engine_sizes, po
 from tinkercloud_crds.planning.memory import state_bytes, weight_bytes
 from tinkercloud_crds.planning.planner import (
     FEW_SEQUENCES,
-    MICRO_BATCH_CAP,
     Demand,
     Division,
     Engine,
@@ -320,7 +319,7 @@ def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reas
     reserve, kept = trainer.memory.reserve, trainer.memory.neighbour
     tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve - kept)
     if tokens is None:
-        least = demand.training(layout, demand.sequence_length, reserve=reserve, neighbour=kept)
+        least = demand.training(layout, demand.least_tokens, reserve=reserve, neighbour=kept)
         need, has = gib(least.total), gib(fleet.gpu.memory)
         return Reason(axis, str(value), f"with {smaller}, a GPU would need {need} and has {has}")
     if tokens < trainer.tokens:
@@ -338,10 +337,9 @@ def _with(layout: Layout, axis: str, value: int) -> Layout:
 
 
 def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
-    cap = max(MICRO_BATCH_CAP, demand.architecture.max_context_length)
     why = (
         "more would not be faster"
-        if trainer.tokens == cap
+        if trainer.tokens == demand.most_tokens
         else f"what fits; their activations take {gib(trainer.memory.activations)} of each GPU"
     )
     return Reason("maxBatchTokens", str(trainer.tokens), why)

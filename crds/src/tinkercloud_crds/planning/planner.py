@@ -48,6 +48,17 @@ class Demand:
         return self.lora_rank or 1
 
     @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest micro-batch that takes the longest sequence."""
+        return _rounded_up(self.sequence_length)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest micro-batch that is of use."""
+        longest = _rounded_up(self.architecture.max_context_length)
+        return min(max(MICRO_BATCH_CAP, longest), MAX_TOKENS)
+
+    @property
     def kernels(self) -> Kernels:
         """Those of the trainer that trains it, in the image for NVIDIA GPUs."""
         return FUSED if self.architecture.only_torch else SEPARATE
@@ -215,9 +226,12 @@ def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | 
         lora_rank=demand.lora_rank,
         kernels=demand.kernels,
     )
-    useful = min(max(MICRO_BATCH_CAP, demand.architecture.max_context_length), MAX_TOKENS)
-    tokens = min(largest, useful) // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING
-    return tokens if tokens >= demand.sequence_length else None
+    tokens = min(largest // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING, demand.most_tokens)
+    return tokens if tokens >= demand.least_tokens else None
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // _MICRO_BATCH_ROUNDING) * _MICRO_BATCH_ROUNDING
 
 
 def best_sampler(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:
