@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -206,6 +207,21 @@ def show(report: Report, measurement: Measurement) -> None:
     print(f"{m.id:5} {m.what}: {value} ({m.wanted}: {report.verdict(m)}) {m.note}", flush=True)
 
 
+def figures(name: str) -> set[str]:
+    """Return the figures of a name: the one that is called so, or those that add a letter to it.
+
+    Raises:
+        ArgumentTypeError: there are none.
+    """
+    known = [figure for part in PARTS for figure in part.figures]
+    if name in known:
+        return {name}
+    found = {figure for figure in known if figure[:-1] == name and figure[-1].isalpha()}
+    if not found:
+        raise argparse.ArgumentTypeError(f"no figure {name!r}; there are {', '.join(known)}")
+    return found
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
@@ -213,14 +229,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--size", choices=sorted(WORKLOADS), default="full" if has_gpu else "tiny")
     parser.add_argument("--out", type=Path, help="file to write; default: under benchmarks/results")
-    parser.add_argument("--only", nargs="+", metavar="FIGURE", help="such as N2 G1")
+    parser.add_argument(
+        "--only", nargs="+", type=figures, default=[], metavar="FIGURE", help="such as N2 G11"
+    )
     return parser.parse_args(arguments)
 
 
 def result_file(bench: Bench) -> Path:
-    """Return where results are kept."""
+    """Return where the results of this run are kept: a file that is not there yet."""
     device = bench.name.replace(" ", "-").lower()
-    return ROOT / "benchmarks" / "results" / f"gpu-{device}-{datetime.now(UTC):%Y-%m-%d}.json"
+    folder = ROOT / "benchmarks" / "results"
+    name = f"gpu-{device}-{datetime.now(UTC):%Y-%m-%d}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(file for name in names if not (file := folder / f"{name}.json").exists())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,8 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     report.skipped.update(not_written(gpus))
     out = asked.out or result_file(bench)
+    wanted = set().union(*asked.only)
     for part in PARTS:
-        if not asked.only or set(asked.only) & set(part.figures):
+        if not wanted or wanted & set(part.figures):
             measure(report, part)
             out.write_text(json.dumps(report.content(), indent=2) + "\n")
     print(f"{report.seconds:.0f} s; written to {out}")

@@ -30,19 +30,24 @@ EVERY_FIGURE = {
 }
 
 
-def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
-    """Run the command in a process that runs `program` first; return what it wrote."""
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process that runs `program` first."""
     command = f"{program}\nimport sys\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main())"
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
-    run = subprocess.run(
-        [sys.executable, "-c", command, "--size", "tiny", "--out", str(out), *arguments],
+    return subprocess.run(
+        [sys.executable, "-c", command, "--size", "tiny", *arguments],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
+    """Return what the command wrote, which has to succeed; see `run`."""
+    done = run(program, "--out", str(out), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
     written: dict[str, Any] = json.loads(out.read_text())
     return written
 
@@ -92,3 +97,40 @@ def test_what_is_not_installed_is_named_and_the_rest_is_measured(tmp_path: Path)
         "tinker is not installed (pip install tinker)"
     }
     assert written["versions"]["torch"]
+
+
+def test_a_figure_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+
+    refused = run("", "--out", str(out), "--device", "cpu", "--only", "N1", "S166")
+
+    assert refused.returncode == 2
+    assert "no figure 'S166'; there are N1, N2" in refused.stderr
+    assert "S16, S17" in refused.stderr
+    assert not out.exists()
+
+
+def test_a_figure_that_comes_in_letters_is_named_without_them(tmp_path: Path) -> None:
+    written = results(tmp_path / "out.json", "", "--device", "cpu", "--only", "G11", "G1")
+
+    measured = {m["id"] for m in written["measurements"]}
+    assert measured == {"G11a", "G11b", "G12", "G14", "G1"}
+
+
+def test_each_run_of_a_day_has_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    elsewhere = (
+        "import pathlib\n"
+        "from benchmarks.gpu import __main__ as command\n"
+        f"command.ROOT = pathlib.Path({str(tmp_path)!r})"
+    )
+
+    for figure in ("N1", "G7"):
+        assert run(elsewhere, "--device", "cpu", "--only", figure).returncode == 0
+
+    measured = [
+        [m["id"] for m in json.loads(file.read_text())["measurements"]]
+        for file in sorted(folder.iterdir(), key=lambda file: (len(file.name), file.name))
+    ]
+    assert measured == [["N1"], ["G7"]]
