@@ -1,6 +1,7 @@
 """What is said of a model that does not fit."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,30 @@ def test_a_refusal_says_when_nothing_known_is_enough() -> None:
 def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:
     with pytest.raises(DoesNotFit, match=r"sequence_length: 40961.*16 to 40960"):
         plan(MODELS["Qwen/Qwen3-8B"], parse("8xH100"), sequence_length=40961, lora_rank=8)
+
+
+@pytest.mark.parametrize(("gpus", "rank"), [("1xA100-40", 32), ("2xH100", 32), ("2xH100", None)])
+def test_a_refusal_names_as_much_memory_as_a_gpu_has_or_more(gpus: str, rank: int | None) -> None:
+    for model in MODELS.values():
+        try:
+            plan(model, parse(gpus), sequence_length=4096, lora_rank=rank)
+        except DoesNotFit as refused:
+            has, *needs = map(
+                float, re.findall(r"(?:has|need|sample,|sampling) ([\d.]+) GiB", f"{refused}")
+            )
+            assert len(needs) == 2
+            assert max(needs) >= has
+
+
+def test_what_fits_alone_is_refused_with_what_both_need_on_one_gpu() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        plan(
+            MODELS["meta-llama/Llama-3.1-8B"],
+            parse("1xA100-40"),
+            sequence_length=8192,
+            lora_rank=32,
+        )
+
+    assert "enough for training alone, or for sampling alone" in str(refused.value)
+    assert "sampling 40.4 GiB" in str(refused.value)
+    assert "neighbour 16.3 GiB" in str(refused.value)

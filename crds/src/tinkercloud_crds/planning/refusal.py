@@ -1,5 +1,6 @@
 """Why a model does not fit on some GPUs, and what would."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tinkercloud_crds.planning.fleet import GIB, MEMORY_GIB, Fleet, Gpu, gpu
@@ -81,14 +82,36 @@ def gib(size: int) -> str:
 
 
 def _needs(demand: Demand, fleet: Fleet) -> str:
-    """Return what the least demanding way of training, and of sampling, takes of a GPU."""
+    """Return what the least demanding ways of training and sampling take of a GPU."""
     trains = min(_training_needs(demand, fleet, None), key=lambda memory: memory.total)
-    samples = min(_sampling_needs(demand, fleet), key=lambda memory: memory.total)
-    return (
-        f"A GPU has {gib(fleet.gpu.memory)}. Were all of them to train, each would need"
-        f" {gib(trains.total)} ({describe(trains)}); were all to sample, {gib(samples.total)}"
-        f" ({describe(samples)})."
+    samples = min(
+        (_sampling_need(demand, fleet, tensor, None) for tensor in _engine_sizes(demand, fleet)),
+        key=lambda memory: memory.total,
     )
+    has = f"A GPU has {gib(fleet.gpu.memory)}"
+    if max(trains.total, samples.total) > fleet.gpu.memory:
+        return (
+            f"{has}. Were all of them to train, each would need {gib(trains.total)}"
+            f" ({describe(trains)}); were all to sample, {gib(samples.total)}"
+            f" ({describe(samples)})."
+        )
+    trains, samples = min(
+        _needs_together(demand, fleet), key=lambda needs: max(memory.total for memory in needs)
+    )
+    return (
+        f"{has}. That is enough for training alone, or for sampling alone, but here they have to"
+        " take turns on the same GPUs, where the trainer keeps its weights and what it trains, and"
+        " the engine its slots for adapters (each is the other's neighbour):"
+        f" training would need {gib(trains.total)} ({describe(trains)}), sampling"
+        f" {gib(samples.total)} ({describe(samples)})."
+    )
+
+
+def _needs_together(demand: Demand, fleet: Fleet) -> Iterator[tuple[GpuMemory, GpuMemory]]:
+    """Yield what training, and sampling, take of a GPU that they share."""
+    for tensor in _engine_sizes(demand, fleet):
+        for trains in _training_needs(demand, fleet, Engine(tensor, demand.sampled_rank)):
+            yield trains, _sampling_need(demand, fleet, tensor, trains)
 
 
 def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list[GpuMemory]:
@@ -100,16 +123,23 @@ def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list
     ]
 
 
-def _sampling_needs(demand: Demand, fleet: Fleet) -> list[GpuMemory]:
-    model, gpu = demand.architecture, fleet.gpu
-    rank, reserve = demand.sampled_rank, fleet.gpu.reserve(1)
-    return [
-        replace(
-            sampling(model, tensor, gpu=gpu, reserve=reserve, lora_rank=rank),
-            kv_cache=demand.sequence_length * kv_bytes_per_token(model, tensor),
-        )
-        for tensor in engine_sizes(model, pod_size(fleet.count, fleet.per_node))
-    ]
+def _engine_sizes(demand: Demand, fleet: Fleet) -> list[int]:
+    return engine_sizes(demand.architecture, pod_size(fleet.count, fleet.per_node))
+
+
+def _sampling_need(
+    demand: Demand, fleet: Fleet, tensor: int, beside: GpuMemory | None
+) -> GpuMemory:
+    model = demand.architecture
+    memory = sampling(
+        model,
+        tensor,
+        gpu=fleet.gpu,
+        reserve=fleet.gpu.reserve(2 if beside else 1),
+        lora_rank=demand.sampled_rank,
+        neighbour=beside.weights + beside.trained if beside else 0,
+    )
+    return replace(memory, kv_cache=demand.sequence_length * kv_bytes_per_token(model, tensor))
 
 
 def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
