@@ -194,6 +194,25 @@ def test_a_plan_says_what_sharing_gpus_needs_of_the_cluster(qwen3_8b: str) -> No
     assert "Kubernetes" not in apart
 
 
+def test_a_plan_says_which_parts_need_more_memory_than_nodes_have(
+    qwen3_8b: str, tmp_path: Path
+) -> None:
+    large = folder_with(CONFIGS["deepseek-ai/DeepSeek-V2"], tmp_path / "large")
+
+    printed = run(large, "--gpus", "64xH200", "--full").output
+    spec = planned(large, "--gpus", "64xH200", "--full")["spec"]
+    small = run(qwen3_8b, "--gpus", "8xH100", "--full").output
+
+    seldom = "nodes with 8 GPUs usually have 2048 at most"
+    lines = {line.split("  ")[0].strip(): line for line in printed.splitlines()}
+    for part, name in (("head", "head"), ("trainer pod", "trainer"), ("sampler pod", "sampler")):
+        memory = int(spec[name]["resources"]["memory"].removesuffix("Gi"))
+        assert f"{memory} GiB of memory" in lines[part]
+        assert (seldom in lines[part]) == (memory > 2048) == (name != "sampler")
+    assert "trainer pod" in small
+    assert seldom not in small
+
+
 def test_a_folder_is_offered_from_a_volume_and_a_hub_model_from_the_hub(
     hub: str, qwen3_8b: str, tmp_path: Path
 ) -> None:

@@ -45,7 +45,8 @@ _HEAD_MEMORY_GIB = 12
 """Of a head besides models: requests that wait, results, adapters that are sampled from."""
 _HEAD_SHARED_MEMORY_GIB = 1
 """Besides what is in Ray's store."""
-_WHY_HEAD = "for what passes through it; the model is elsewhere"
+_USUAL_NODE_GIB = 2048
+"""Host memory of large nodes with eight GPUs: DGX and HGX machines, and what clouds rent out."""
 _COPIES_OF_STATE = 2
 """A model's values and moments, as they are in Ray's store and as they are in files; gradients come
 after them."""
@@ -157,10 +158,9 @@ class Plan:
         Weights pass through its memory on their way, and a colocated engine's stay there while they
         are not on its GPUs. The state of a model passes through Ray's store.
         """
-        passing = 2 * max(gpus * weights, state)
         return Resources(
             cpu=str(_CORES_PER_GPU * gpus),
-            memory=f"{_POD_MEMORY_GIB + -(-passing // GIB)}Gi",
+            memory=f"{_pod_memory_gib(gpus, weights, state)}Gi",
             shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus + _store_gib(state)}Gi",
             scratch=f"{_SCRATCH_GIB + self._model_gib}Gi",
         )
@@ -254,6 +254,10 @@ def _head_memory_gib(demand: Demand) -> int:
     return _HEAD_MEMORY_GIB + -(-_COPIES_OF_STATE * _state(demand) // GIB)
 
 
+def _pod_memory_gib(gpus: int, weights: int, state: int) -> int:
+    return _POD_MEMORY_GIB + -(-2 * max(gpus * weights, state) // GIB)
+
+
 def _store_gib(passing: int) -> int:
     """Return how much of a /dev/shm it takes for Ray's store to hold so many bytes."""
     return ceil(passing / OBJECT_STORE_SHARE / GIB)
@@ -271,7 +275,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         _why_tokens(demand, division.trainer),
         _why_engines(demand, fleet, division),
         *_why_without_attention(demand),
-        Reason("head", f"{_head_memory_gib(demand)} GiB of memory", _WHY_HEAD),
+        *_why_memory(demand, division),
         *_what_sharing_needs(division),
     ]
 
@@ -360,6 +364,24 @@ def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> Reason:
         else f"fewer GPUs would hold less than {FEW_SEQUENCES}"
     )
     return Reason("sampler", value, f"{holds}; {why}")
+
+
+def _why_memory(demand: Demand, division: Division) -> list[Reason]:
+    """Return what head and pods need of their nodes' memory, and which of it nodes seldom have."""
+    trainer, sampler = division.trainer, division.sampler
+    trains = _pod_memory_gib(trainer.gpus_per_pod, trainer.memory.weights, _state(demand))
+    samples = _pod_memory_gib(sampler.tensor, sampler.memory.weights, 0)
+    on_their_way = "for weights on their way to GPUs"
+    needs = [
+        ("head", _head_memory_gib(demand), "for what passes through it; the model is elsewhere"),
+        ("trainer pod", trains, f"{on_their_way}, or what is trained as it is handed over"),
+        ("engine" if division.colocated else "sampler pod", samples, on_their_way),
+    ]
+    unusual = f"; nodes with 8 GPUs usually have {_USUAL_NODE_GIB} at most"
+    return [
+        Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
+        for part, need, why in needs
+    ]
 
 
 def _what_sharing_needs(division: Division) -> list[Reason]:
