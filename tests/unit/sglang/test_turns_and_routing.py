@@ -83,6 +83,34 @@ async def test_kinds_exclude_each_other_and_who_came_first_goes_first() -> None:
     assert changes.made == ["b", "a", "c"]
 
 
+async def test_kinds_that_come_by_turns_are_changed_between_once_for_all_that_wait() -> None:
+    changes = Changes()
+    log: list[str] = []
+    turns = Turns(changes, None)
+
+    await asyncio.gather(*[work(turns, kind, log) for kind in "ab" * 8])
+
+    assert changes.made == ["a", "b"]
+    assert "".join(log) == "a" * 24 + "b" * 24
+
+
+async def test_what_comes_while_its_kind_has_the_turn_waits_behind_the_other_kinds() -> None:
+    changes = Changes()
+    log: list[str] = []
+    turns = Turns(changes, "a")
+    async with turns.of("a"):
+        waiting = [asyncio.create_task(work(turns, kind, log)) for kind in "bcb"]
+        await asyncio.sleep(0)
+        late = asyncio.create_task(work(turns, "a", log))
+        await asyncio.sleep(0)
+        assert log == []
+
+    await asyncio.gather(*waiting, late)
+
+    assert "".join(log) == "bbbbbbcccaaa"
+    assert changes.made == ["b", "c", "a"]
+
+
 async def test_a_change_that_fails_is_told_to_those_who_wait_for_it_and_tried_again() -> None:
     changes = Changes()
     log: list[str] = []

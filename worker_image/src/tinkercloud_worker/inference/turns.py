@@ -2,7 +2,9 @@
 
 A server holds one set of base weights at a time, and gives its memory away while a trainer computes
 on the same GPUs. Work of one kind runs together; work of another waits until it has ended and the
-server has been changed over. Who came first goes first, so no kind starves another.
+server has been changed over. The kind of whoever came first goes first, with all work of that kind
+that waits by then: so requests of two kinds that come by turns change the server over twice, not
+once for each. Work that comes later waits behind other kinds, so no kind starves another.
 """
 
 import asyncio
@@ -69,13 +71,21 @@ class Turns:
             if turn.done():
                 self._waiting.popleft()
             elif kind == self._kind:
-                self._waiting.popleft()
-                self._running += 1
-                turn.set_result(None)
+                self._admit(kind)
             elif self._running == 0:
                 self._changing = asyncio.create_task(self._change_over(kind))
             else:
                 return
+
+    def _admit(self, kind: str) -> None:
+        """Let all work of a kind begin that waits now."""
+        waiting, self._waiting = self._waiting, deque()
+        for waiting_kind, turn in waiting:
+            if waiting_kind != kind:
+                self._waiting.append((waiting_kind, turn))
+            elif not turn.done():
+                self._running += 1
+                turn.set_result(None)
 
     async def _change_over(self, kind: str) -> None:
         try:
