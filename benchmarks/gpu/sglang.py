@@ -288,19 +288,20 @@ def _forsaken(proof: Proof) -> Measurement:
 
     async def waits() -> float:
         await group.join(1)
-        await client.post("/begin_weight_update", {})
+        await client.post("/begin_weight_update", {}, seconds=_WAITED_SECONDS)
+        body = {**part, "group_name": NAME}
         receiving = asyncio.create_task(
-            client.post("/update_weights_from_distributed", {**part, "group_name": NAME})
+            client.post("/update_weights_from_distributed", body, seconds=_WAITED_SECONDS)
         )
         await asyncio.sleep(1)
         assert not receiving.done()
         began = time.monotonic()
         await group.leave()
         with suppress(InvalidRequest):
-            await asyncio.wait_for(receiving, _WAITED_SECONDS)
+            await receiving
             return math.inf
         waited = time.monotonic() - began
-        await client.post("/end_weight_update", {})
+        await client.post("/end_weight_update", {}, seconds=_WAITED_SECONDS)
         return waited
 
     return Measurement(

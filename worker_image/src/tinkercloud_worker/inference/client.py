@@ -9,7 +9,9 @@ What the server says is wrong with a request is raised as InvalidRequest, in its
 """
 
 import asyncio
-from collections.abc import Mapping
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,17 @@ from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 Json = Mapping[str, Any]
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 3.0
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 30,
+    # What macOS calls the same.
+    "TCP_KEEPALIVE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    # In milliseconds. What has been sent to a machine that is gone is sent again for a quarter of
+    # an hour otherwise, without keepalive.
+    "TCP_USER_TIMEOUT": 60_000,
+}
+"""Break connections within a minute of silence from a machine; systems lack some of these."""
 _WORDS = 500
 """Characters of a server's message that are passed on."""
 
@@ -49,7 +62,7 @@ class InferenceClient:
         Args:
             url: `http://host:port`.
             key: sent as a bearer token; None for servers that want none.
-            max_concurrent: calls of `post` at the same time; more wait.
+            max_concurrent: calls of `generate` at the same time; more wait.
         """
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
@@ -57,25 +70,36 @@ class InferenceClient:
             self._headers["Authorization"] = f"Bearer {key}"
         self._room = asyncio.Semaphore(max_concurrent)
         self._session: aiohttp.ClientSession | None = None
+        self._calls: set[asyncio.Timeout] = set()
+        """Those that run or wait, unless they were given up."""
+        self._loss = ""
+        """Why calls were last given up."""
 
-    async def post(self, path: str, body: Json | bytes, *, seconds: float | None = None) -> Json:
-        """Send a request that may take as long as it takes, and return the answer.
-
-        Args:
-            path: beginning with a slash.
-            body: sent as JSON, which bytes are already.
-            seconds: how long to wait for the whole answer; None for ever.
+    async def generate(self, path: str, body: Json) -> Json:
+        """Ask for tokens or logprobs, which take as long as they take, and return the answer.
 
         Raises:
             InvalidRequest: the server finds fault with the request.
             ServerError: it failed, or is not there.
         """
-        content = body if isinstance(body, bytes) else orjson.dumps(body)
-        async with self._room:
-            status, content = await self._send("POST", path, content, seconds)
-        if status != 200:
-            raise self._refusal(path, status, content)
-        return self._read(path, content)
+        async with self._patience(None), self._room:
+            return await self._answer("POST", path, orjson.dumps(body))
+
+    async def post(self, path: str, body: Json | bytes, *, seconds: float) -> Json:
+        """Tell the server to do something; it waits for no room, however much is generated.
+
+        Args:
+            path: beginning with a slash.
+            body: sent as JSON, which bytes are already.
+            seconds: how long to wait for the whole answer.
+
+        Raises:
+            InvalidRequest: the server finds fault with the request.
+            ServerError: it failed, or is not there.
+        """
+        async with self._patience(seconds):
+            content = body if isinstance(body, bytes) else orjson.dumps(body)
+            return await self._answer("POST", path, content)
 
     async def get(self, path: str, *, seconds: float) -> Json:
         """Ask for something; an empty answer is an empty object.
@@ -84,10 +108,17 @@ class InferenceClient:
             InvalidRequest: there is no such thing to ask for.
             ServerError: the server failed, or is not there.
         """
-        status, content = await self._send("GET", path, None, seconds)
-        if status != 200:
-            raise self._refusal(path, status, content)
-        return self._read(path, content)
+        async with self._patience(seconds):
+            return await self._answer("GET", path, None)
+
+    def give_up(self, reason: str) -> None:
+        """Let all calls that run or wait raise ServerUnreachable, in the words of the reason."""
+        self._loss = reason
+        calls, self._calls = self._calls, set()
+        now = asyncio.get_running_loop().time()
+        for call in calls:
+            if not call.expired():
+                call.reschedule(now)
 
     async def close(self) -> None:
         """Close its connections. Calls that run fail; later ones connect again."""
@@ -95,26 +126,47 @@ class InferenceClient:
             await self._session.close()
             self._session = None
 
-    async def _send(
-        self, method: str, path: str, body: bytes | None, seconds: float | None
-    ) -> tuple[int, bytes]:
+    @asynccontextmanager
+    async def _patience(self, seconds: float | None) -> AsyncIterator[None]:
+        """Bound a call by time, None for no bound, and by `give_up`."""
+        call = asyncio.timeout(seconds)
+        try:
+            async with call:
+                self._calls.add(call)
+                yield
+        except TimeoutError:
+            if seconds is None or call not in self._calls:
+                raise ServerUnreachable(self._loss) from None
+            raise self._unreachable(f"nothing for {seconds:.0f} s") from None
+        finally:
+            self._calls.discard(call)
+
+    async def _answer(self, method: str, path: str, body: bytes | None) -> Json:
+        status, content = await self._send(method, path, body)
+        if status != 200:
+            raise self._refusal(path, status, content)
+        return self._read(path, content)
+
+    async def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         if self._session is None:
             # The semaphore bounds the calls; a second bound would let health checks wait for them.
             # SGLang and vLLM close what has been idle for five seconds, and a POST on its way then
             # is lost.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_kept_alive
+            )
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        patience = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.request(
                 method, self.url + path, data=body, timeout=patience
             ) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            what = str(error) or type(error).__name__
-            raise ServerUnreachable(
-                f"the inference server {self.url} does not answer: {what}"
-            ) from None
+            raise self._unreachable(str(error) or type(error).__name__) from None
+
+    def _unreachable(self, what: str) -> ServerUnreachable:
+        return ServerUnreachable(f"the inference server {self.url} does not answer: {what}")
 
     def _refusal(self, path: str, status: int, content: bytes) -> Exception:
         words = _words(content)
@@ -146,6 +198,17 @@ class InferenceClient:
         if not isinstance(parsed, dict):
             raise ServerError(f"{self.url}{path} answers {_words(content)}, not a JSON object")
         return parsed
+
+
+def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that notices when the machine at its other end is gone."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def _words(content: bytes) -> str:

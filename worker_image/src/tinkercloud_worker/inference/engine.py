@@ -3,6 +3,10 @@
 Adapters are loaded when first needed, each once however many requests wait for it, while others go
 on. A server that restarts has forgotten them; that shows when it is asked for one, which is then
 loaded again, at most once for a request.
+
+A request may take as long as it takes, so no bound on its time tells one that will never be
+answered. While any runs, the server is asked now and then whether it is well. One that is not for
+long, or that is found lost otherwise, has its requests given up: whoever sent them may try again.
 """
 
 import asyncio
@@ -24,6 +28,11 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 _RECOVERY_SECONDS = 1.0
 """Between two looks at a server that does not answer."""
+_SILENT_SECONDS = 60.0
+"""That a server may answer no request before it is asked how it is, and between two such questions.
+"""
+_HUNG_SECONDS = 300.0
+"""That a server with requests may not be well: SGLang's own watchdog gives one batch as long."""
 _PROBED_TOKENS = 16
 _TOLERANCE = 0.25
 """Mean difference of logprobs that rounding can explain, and another temperature can't."""
@@ -41,7 +50,10 @@ class Engine:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._introduction: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._at_work = 0
+        self._heard = 0.0
+        """When it last did what it was asked, in the event loop's time."""
         self._show()
 
     def _show(self) -> None:
@@ -89,13 +101,46 @@ class Engine:
 
     async def _do(self, work: Callable[[], Awaitable[T]]) -> T:
         self._at_work += 1
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
         try:
-            return await work()
+            result = await work()
+            self._heard = _now()
+            return result
         finally:
             self._at_work -= 1
+            if self._at_work == 0:
+                self._watching.cancel()
+                self._watching = None
+
+    async def _watch(self) -> None:
+        """Notice, while it has requests, that it hangs. One that is slow is well."""
+        well = _now()
+        while True:
+            await asyncio.sleep(_SILENT_SECONDS)
+            if await self._is_well():
+                well = _now()
+            elif (silent := _now() - well) > _HUNG_SECONDS:
+                reason = f"{self.url} has answered nothing for {silent:.0f} s"
+                self.look_after(ServerUnreachable(reason))
+
+    async def _is_well(self) -> bool:
+        if _now() - self._heard < _SILENT_SECONDS:
+            return True
+        try:
+            await self.dialect.check_health()
+        except ServerUnreachable:
+            return False
+        except WireError:
+            # Whatever it is, it is an answer.
+            return True
+        return True
 
     def look_after(self, error: ServerUnreachable) -> None:
-        """Wait for the server to come back; until then it is not up."""
+        """Wait for the server to come back; until then it is not up.
+
+        Its other requests are given up if it does not say at once that it is well.
+        """
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
             metrics.ENGINE_LOSSES.labels(self.url).inc()
@@ -148,7 +193,7 @@ class Engine:
     async def _introduced(self) -> None:
         introduction = self._introduction
         if introduction is None:
-            introduction = self._introduction = asyncio.create_task(self._introduce())
+            introduction = self._introduction = asyncio.create_task(self._do(self._introduce))
         try:
             await asyncio.shield(introduction)
         except Exception:
@@ -182,11 +227,18 @@ class Engine:
             await asyncio.sleep(_RECOVERY_SECONDS)
             try:
                 await self.dialect.check_health()
-            except ServerError:
+            except ServerError as error:
+                # Connections to a machine that is gone, or to a process that hangs, stay open.
+                self.dialect.client.give_up(f"{self.url} is lost: {error.message}")
                 continue
             log.info("an inference server is back", url=self.url)
             self._recovery = None
             return
+
+
+def _now() -> float:
+    """Return the event loop's time, in seconds."""
+    return asyncio.get_running_loop().time()
 
 
 def _probe(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:

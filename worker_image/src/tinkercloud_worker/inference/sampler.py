@@ -266,8 +266,9 @@ class InferenceSampler:
         """Do something on a server that has the weights of a version; try others if it is lost."""
         # Inflight versions of one model belong together.
         key = version.partition("@")[0]
-        deadline = time.monotonic() + self._config.inference.recovery_seconds
         for attempt in range(1, _ATTEMPTS + 1):
+            # How long it was with a server that was lost says nothing of how long others are away.
+            deadline = time.monotonic() + self._config.inference.recovery_seconds
             engine = await self._choose(key, deadline)
             engine.running += 1
             try:

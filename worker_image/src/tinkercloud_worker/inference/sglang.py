@@ -119,7 +119,7 @@ class SglangDialect:
         if adapter is not None:
             body["lora_path"] = adapter
         try:
-            answer = await self.client.post("/generate", body)
+            answer = await self.client.generate("/generate", body)
         except InvalidRequest as error:
             missing = any(words in error.message for words in _MISSING)
             if adapter is None or not missing:

@@ -118,7 +118,7 @@ class VllmDialect:
             "include_stop_str_in_output": True,
             "logprobs": request.top_logprobs,
         }
-        answer = await self.client.post(_COMPLETIONS, body)
+        answer = await self.client.generate(_COMPLETIONS, body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [self._sequence(choice, request.top_logprobs) for choice in choices]
 
@@ -164,7 +164,7 @@ class VllmDialect:
 
         async def force(token: int, top_k: int) -> tuple[float, Ranked]:
             forced = body | {"allowed_token_ids": [token], "logprobs": top_k}
-            [choice] = (await self.client.post(_COMPLETIONS, forced))["choices"]
+            [choice] = (await self.client.generate(_COMPLETIONS, forced))["choices"]
             logprobs = choice["logprobs"]
             best = _ranked(logprobs["top_logprobs"][0], top_k) if top_k else ()
             return logprobs["token_logprobs"][0], best

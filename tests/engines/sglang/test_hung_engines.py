@@ -1,0 +1,227 @@
+"""Engines that hang with the requests they have, and engines that are only slow."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import FakeSglang
+from tinkercloud_testing.sglang_sampling import (
+    NEVER,
+    PROMPTS,
+    a_sampler,
+    an_adapter,
+    assert_same,
+    counted,
+    publish,
+)
+from tinkercloud_worker.inference import engine as client_of_engine
+from tinkercloud_worker.inference import sampler as sampling
+from tinkercloud_worker.inference import sglang
+from tinkercloud_worker.inference.client import ServerUnreachable
+from tinkercloud_worker.inference.routing import order
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+pytestmark = pytest.mark.slow
+
+REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
+
+
+@pytest.fixture(autouse=True)
+def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask engines with requests all the time, and lose them when they give no answer once."""
+    monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(client_of_engine, "_HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(client_of_engine, "_RECOVERY_SECONDS", 0.01)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "_CALL_SECONDS", 1.0)
+
+
+@asynccontextmanager
+async def hanging(fake: FakeSglang) -> AsyncIterator[asyncio.Event]:
+    """Let an engine draw nothing and not say how it is; the event is that it was to draw."""
+    async with fake.holding("/generate") as was_asked, fake.holding("/model_info"):
+        yield was_asked
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - what happens at an engine
+            await asyncio.sleep(0.001)
+
+
+def drawn(fake: FakeSglang) -> int:
+    """Return how many requests an engine had that are no examinations."""
+    return len([body for body in fake.called("/generate") if "lora_path" in body])
+
+
+@pytest.fixture
+async def warm(engine: Engine, fakes: list[FakeSglang], tmp_path: Path) -> InferenceSampler:
+    """A sampler that has drawn from a session's adapter `one` at both of its engines."""
+    sampler = a_sampler(fakes, tmp_path)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    await asyncio.gather(*[sampler.sample("one", REQUEST) for _ in range(24)])
+    return sampler
+
+
+def in_order(fakes: list[FakeSglang]) -> list[FakeSglang]:
+    """Return the engines, the one first that the session prefers."""
+    ranked = order("one", {fake.url: 0 for fake in fakes})
+    return sorted(fakes, key=lambda fake: ranked.index(fake.url))
+
+
+@pytest.mark.usefixtures("_counters", "_impatient")
+async def test_requests_of_an_engine_that_hangs_go_to_another(
+    engine: Engine, fakes: list[FakeSglang], warm: InferenceSampler
+) -> None:
+    hung, other = in_order(fakes)
+    before = drawn(other)
+    async with hanging(hung) as was_asked:
+        asked = asyncio.create_task(warm.sample("one", REQUEST))
+        await was_asked.wait()
+
+        assert_same(await asked, await engine.sampler.sample("one", REQUEST))
+
+        assert drawn(other) == before + 1
+        assert counted(hung, "up") == 0
+    assert counted(hung, "losses_total") == 1
+    await warm.close()
+
+
+@pytest.mark.usefixtures("_counters")
+async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    warm: InferenceSampler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, _ = in_order(fakes)
+    before, answers = drawn(slow), 0
+    check = sglang.SglangDialect.check_health
+
+    async def counting(dialect: sglang.SglangDialect) -> None:
+        nonlocal answers
+        await check(dialect)
+        answers += 1
+
+    monkeypatch.setattr(sglang.SglangDialect, "check_health", counting)
+    async with slow.holding("/generate") as was_asked:
+        asked = asyncio.create_task(warm.sample("one", REQUEST))
+        await was_asked.wait()
+        await until(lambda: answers >= 5)
+        assert not asked.done()
+
+    assert_same(await asked, await engine.sampler.sample("one", REQUEST))
+    assert drawn(slow) == before + 1
+    assert counted(slow, "losses_total") == 0
+    assert [each._watching for each in warm._engines.values()] == [None, None]
+    await warm.close()
+
+
+@pytest.mark.usefixtures("_counters", "_impatient")
+async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    fake = fakes[0]
+    sampler = a_sampler([fake], tmp_path, colocated=True)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    async with hanging(fake) as was_asked:
+        asked = asyncio.create_task(sampler.sample("one", REQUEST))
+        await was_asked.wait()
+        training = sampler.training()
+        entering = asyncio.create_task(training.__aenter__())
+        await until(lambda: counted(fake, "requests", state="running") == 0)
+        assert not entering.done()
+
+    await entering
+    assert fake.released
+    await training.__aexit__(None, None, None)
+    assert_same(await asked, await engine.sampler.sample("one", REQUEST))
+    await sampler.close()
+
+
+@pytest.mark.usefixtures("_impatient")
+async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    warm: InferenceSampler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 600.0)
+    gone, other = in_order(fakes)
+    before = drawn(other)
+    async with hanging(gone) as was_asked:
+        asked = asyncio.create_task(warm.sample("one", REQUEST))
+        await was_asked.wait()
+        warm._engines[gone.url].look_after(ServerUnreachable("a connection was refused"))
+
+        assert_same(await asked, await engine.sampler.sample("one", REQUEST))
+
+    assert drawn(other) == before + 1
+    await warm.close()
+
+
+async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_well(
+    engine: Engine, fakes: list[FakeSglang], warm: InferenceSampler
+) -> None:
+    fake, _ = in_order(fakes)
+    before = drawn(fake)
+    async with fake.holding("/generate") as was_asked:
+        asked = asyncio.create_task(warm.sample("one", REQUEST))
+        await was_asked.wait()
+        warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
+        await warm._engines[fake.url].recovered()
+        assert not asked.done()
+
+    assert_same(await asked, await engine.sampler.sample("one", REQUEST))
+    assert drawn(fake) == before + 1
+    await warm.close()
+
+
+async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = a_sampler(fakes, tmp_path)
+    monkeypatch.setattr(sglang, "_CALL_SECONDS", 1.0)
+    hung, other = in_order(fakes)
+    async with AsyncExitStack() as stack:
+        was_asked = await stack.enter_async_context(hung.holding("/generate"))
+        asked = asyncio.create_task(publish(engine, sampler, "one", an_adapter(engine, 1)))
+        await was_asked.wait()
+        await stack.enter_async_context(hung.holding("/model_info"))
+
+        await asked
+        assert_same(
+            await sampler.sample("one", REQUEST), await engine.sampler.sample("one", REQUEST)
+        )
+
+    assert drawn(other) == 1
+    await sampler.close()
+
+
+async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others_do(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now))
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    [client] = sampler._engines.values()
+    async with fakes[0].holding("/generate") as was_asked:
+        asked = asyncio.create_task(sampler.sample("one", REQUEST))
+        await was_asked.wait()
+        now += 1000.0
+        client.look_after(ServerUnreachable("a connection was closed"))
+        client.dialect.client.give_up("the engine is lost")
+        await client.recovered()
+        assert not asked.done()
+
+    assert_same(await asked, await engine.sampler.sample("one", REQUEST))
+    await sampler.close()

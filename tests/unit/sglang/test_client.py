@@ -1,0 +1,110 @@
+"""Calls to one inference server: what they wait for, and what ends them."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from tinkercloud_worker.inference.client import InferenceClient, ServerUnreachable
+
+
+class Server:
+    """Answers `/generate` only when it is let, and all else at once."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.generating = 0
+        self.has_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/generate":
+            self.generating += 1
+            self.has_asked.set()
+            await self.may_answer.wait()
+        return web.json_response({"path": request.path})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    running, app = Server(), web.Application()
+    app.router.add_route("*", "/{path:.*}", running.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    running.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield running
+    running.may_answer.set()
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[InferenceClient]:
+    """Two calls generate at the same time, and no more."""
+    made = InferenceClient(server.url, key=None, max_concurrent=2)
+    yield made
+    await made.close()
+
+
+async def test_weights_are_loaded_however_many_requests_generate_and_wait(
+    server: Server, client: InferenceClient
+) -> None:
+    calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
+    await server.has_asked.wait()
+
+    loaded = await client.post("/load_lora_adapter", {}, seconds=60)
+
+    assert loaded == {"path": "/load_lora_adapter"}
+    assert not any(call.done() for call in calls)
+    assert server.generating <= 2
+    server.may_answer.set()
+    assert await asyncio.gather(*calls) == [{"path": "/generate"}] * 8
+
+
+async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
+    server: Server, client: InferenceClient
+) -> None:
+    calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
+    await server.has_asked.wait()
+
+    client.give_up("the server is lost")
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [repr(error) for error in ended] == [repr(ServerUnreachable("the server is lost"))] * 8
+    server.may_answer.set()
+    assert await client.generate("/generate", {}) == {"path": "/generate"}
+
+
+async def test_a_call_that_takes_longer_than_it_may_ends_and_says_for_how_long_it_waited(
+    client: InferenceClient,
+) -> None:
+    with pytest.raises(ServerUnreachable, match="does not answer: nothing for 0 s"):
+        await client.post("/generate", {}, seconds=0.01)
+
+
+async def test_a_machine_that_vanishes_breaks_its_connections_within_a_minute(
+    server: Server, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+    connect = asyncio.get_running_loop().sock_connect
+
+    async def connecting(sock: socket.socket, address: tuple[str, int]) -> None:
+        made.append(sock)
+        await connect(sock, address)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connecting)
+    call = asyncio.create_task(client.generate("/generate", {}))
+    await server.has_asked.wait()
+
+    [connection] = made
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    silent, between, asked = (
+        connection.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert silent + between * asked <= 60
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+    server.may_answer.set()
+    await call
