@@ -201,6 +201,25 @@ async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: Inferenc
     assert len(set(tokens)) == 3
 
 
+async def test_several_samples_at_temperature_zero_are_equal(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await engine.sampler.publish("base", None)
+    await sampler.publish("base", None)
+    request = a_sampling_request(
+        PROMPTS[0], num_samples=3, temperature=0.0, max_tokens=10, stop=NEVER, top_logprobs=2
+    )
+
+    theirs = (await sampler.sample("base", request)).sequences
+    ours = (await engine.sampler.sample("base", request)).sequences
+
+    assert len(theirs) == len(ours) == 3
+    for their, our in zip(theirs, ours, strict=True):
+        assert their.tokens == our.tokens
+        assert_equal_logprobs(their.logprobs, our.logprobs)
+        assert_equal_choices(their.top, our.top)
+
+
 def text_of(tokens: Sequence[int]) -> str:
     return str(byte_tokenizer().decode(list(tokens)))
 

@@ -105,9 +105,13 @@ class VllmDialect:
     async def draw(
         self, request: SamplingRequest, adapter: str | None
     ) -> Sequence[SampledSequence]:
-        """See `Dialect.draw`. vLLM itself draws sample k with seed + k."""
+        """See `Dialect.draw`. vLLM itself draws sample k with seed + k.
+
+        At temperature 0 it draws one sample and no more, which all are equal to.
+        """
+        is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
-            "n": request.num_samples,
+            "n": 1 if is_greedy else request.num_samples,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_k": request.top_k,
@@ -120,7 +124,8 @@ class VllmDialect:
         }
         answer = await self.client.generate(_COMPLETIONS, body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [self._sequence(choice, request.top_logprobs) for choice in choices]
+        drawn = [self._sequence(choice, request.top_logprobs) for choice in choices]
+        return drawn * request.num_samples if is_greedy else drawn
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
         """See `Dialect.score`. Each position is a completion of one token after the tokens before.
