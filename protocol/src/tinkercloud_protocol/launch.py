@@ -138,7 +138,7 @@ class InferenceConfig(_Config):
     adapters_seen: bool = True
     """Whether the servers see that folder. If not, SGLang is sent everything, whatever its size."""
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 256
-    """Requests that a server has at the same time; more wait in the head."""
+    """Sampling requests that a server has at the same time; more wait in the head."""
     recovery_seconds: Annotated[float, Field(gt=0)] = 300.0
     """How long requests wait for a server that does not answer, when no other one does."""
     colocated: bool = False
