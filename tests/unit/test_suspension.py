@@ -11,6 +11,7 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.launch import Limits
 from tinkercloud_testing.bare_heads import a_head
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.client import ServerUnreachable
 
 
@@ -244,6 +245,35 @@ async def test_samplers_keep_their_versions_and_equal_weights_are_stored_once(
         assert [await after.drawn(session, 1) for session in range(4)] == drawn
         assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
         assert len([name for name in stored if name.startswith("sampler-")]) == 2
+
+
+async def test_weights_that_many_sessions_share_are_published_once_in_the_next_head(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        for index in range(5):
+            before.send(
+                routes.SAVE_WEIGHTS_FOR_SAMPLER,
+                index + 1,
+                sampling_session_seq_id=index,
+                kind="inflight",
+            )
+        await before.answer(5)
+        drawn = [await before.drawn(session, 0) for session in range(5)]
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2") as after:
+        publish, published = after.sampler.publish, list[str]()
+
+        async def recorded(version: str, weights: WeightsSnapshot | None) -> None:
+            published.append(version)
+            await publish(version, weights)
+
+        monkeypatch.setattr(after.sampler, "publish", recorded)
+        await after.resume("g1")
+
+        assert len(published) == 1
+        assert [await after.drawn(session, 1) for session in range(5)] == drawn
 
 
 async def test_of_more_samplers_than_there_is_room_for_the_latest_come_back(

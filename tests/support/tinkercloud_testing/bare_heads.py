@@ -29,6 +29,7 @@ from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import NoBackground
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.head import requests
@@ -48,6 +49,7 @@ class Head:
     service: HeadService
     store: CheckpointStore
     trainer: Trainer
+    sampler: Sampler
 
     async def begin(self) -> None:
         await self.service.create_model(MODEL, SPEC)
@@ -165,6 +167,6 @@ def a_head(
             thread.start(NoBackground())
         backend = Backend(config, engine.trainer, engine.sampler, thread, store, frozenset())
         service = HeadService(backend)
-        yield Head(service, store, engine.trainer)
+        yield Head(service, store, engine.trainer, engine.sampler)
         service.close()
         thread.stop()

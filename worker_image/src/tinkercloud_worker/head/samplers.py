@@ -83,11 +83,14 @@ class Samplers:
     ) -> None:
         """Move all inflight sessions of a model on to these weights, and add one."""
         model = str(model_id)
+        await self._move_on(model, weights)
+        self._inflight_sessions[str(session_id)] = model
+
+    async def _move_on(self, model: str, weights: WeightsSnapshot) -> None:
         self._published += 1
         version = f"{model}@{self._published}"
         await self._backend.sampler.publish(version, weights)
         previous, self._inflight[model] = self._inflight.get(model), version
-        self._inflight_sessions[str(session_id)] = model
         if previous is not None:
             await self._backend.sampler.retire(previous)
 
@@ -104,13 +107,14 @@ class Samplers:
     async def restore(
         self, model_id: ModelId, published: Published, weights: WeightsSnapshot
     ) -> None:
-        """Publish what another head had published."""
+        """Publish what another head had published, for all who sampled from it."""
+        model = str(model_id)
+        if published.is_inflight:
+            await self._move_on(model, weights)
+            self._inflight_sessions.update(dict.fromkeys(published.sessions, model))
+            return
         for name in published.sessions:
-            session_id = SamplingSessionId.parse(name)
-            if published.is_inflight:
-                await self.publish_inflight(session_id, model_id, weights)
-            else:
-                await self.publish(session_id, model_id, weights)
+            await self.publish(SamplingSessionId.parse(name), model_id, weights)
 
     async def version(self, session_id: SamplingSessionId) -> str:
         """Return the version a session samples from now.
