@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_sampled,
     publish,
 )
+from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang_tensors import flattened
@@ -142,6 +144,50 @@ async def test_a_retired_version_goes_when_its_last_request_has_ended(
     assert len(sequence.tokens) == 200
     assert [fake.adapters for fake in fakes] == [{}, {}]
     assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
+
+
+async def test_a_head_that_ends_leaves_no_files_in_a_folder_and_takes_none_of_others(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    folder = tmp_path / "volume"
+    first, other = (
+        a_sampler(fakes[:1], tmp_path, generation, adapters_dir=str(folder))
+        for generation in ("g1", "g1-1")
+    )
+    for seed, sampler in enumerate((first, first, other)):
+        await sampler.publish(f"model-{seed}", an_adapter(engine, seed))
+    before = {path.name for path in folder.iterdir()}
+
+    await first.close()
+
+    assert before == {"tiny-g1-1", "tiny-g1-2", "tiny-g1-1-1"}
+    assert [path.name for path in folder.iterdir()] == ["tiny-g1-1-1"]
+    await other.close()
+    assert list(folder.iterdir()) == []
+
+
+async def test_of_weights_that_are_given_up_while_they_are_written_nothing_stays(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path)
+    write, begun, may_end = AdapterFolder.write, threading.Event(), threading.Event()
+
+    def held_up(*args: Any) -> str:
+        begun.set()
+        assert may_end.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(AdapterFolder, "write", held_up)
+    publishing = asyncio.create_task(sampler.publish("one", an_adapter(engine, 1)))
+    await asyncio.to_thread(begun.wait, 60)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    may_end.set()
+    await asyncio.gather(*sampler._cleaning)
+
+    assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
+    await sampler.close()
 
 
 async def test_an_adapter_the_engine_refuses_is_the_users_error(

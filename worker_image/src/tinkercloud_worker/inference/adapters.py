@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import as_in_files, from_files
@@ -61,26 +61,45 @@ class AdapterFolder:
         self._owner = owner
         self._base_path = base_path
         self._numbers = itertools.count(1)
+        self._written: set[str] = set()
+        """Names whose folders are there."""
 
     def write(self, weights: WeightsSnapshot, base_model: str) -> str:
         """Write weights and return their name.
 
         An adapter is in PEFT's format, experts one by one; all weights of a model are a Hugging
         Face folder, in the form that the base model's has.
+
+        Raises:
+            Unavailable: they can't be written, as where there is no room; nothing is left of them.
         """
         if weights.lora is None:
             weights = replace(weights, tensors=as_in_files(str(self._base_path), weights.tensors))
         files = formats.encode_for_servers(weights, base_model)
         name = f"{self._owner}-{next(self._numbers)}"
         target = self._folder / name
-        target.mkdir(parents=True)
-        if weights.lora is None:
-            for path in self._base_path.glob("*.json"):
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, target / path.name)
-        for file_name, content in files.items():
-            (target / file_name).write_bytes(content)
+        self._written.add(name)
+        try:
+            target.mkdir(parents=True)
+            if weights.lora is None:
+                self._describe(target)
+            for file_name, content in files.items():
+                (target / file_name).write_bytes(content)
+        except OSError as error:
+            self.remove(name)
+            size = sum(len(content) for content in files.values())
+            raise Unavailable(
+                f"the {size} bytes of these weights can't be written to {self._folder}:"
+                f" {error.strerror or error}; have its volume made larger, or"
+                " limits.max_snapshot_bytes lower"
+            ) from error
         return name
+
+    def _describe(self, target: Path) -> None:
+        """Write what a whole model's folder has besides the weights."""
+        for path in self._base_path.glob("*.json"):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, target / path.name)
 
     def find(self, name: str) -> Written:
         """Return where lies what was written under a name."""
@@ -105,3 +124,9 @@ class AdapterFolder:
     def remove(self, name: str) -> None:
         """Remove what was written under a name. It may be gone."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
+        self._written.discard(name)
+
+    def remove_all(self) -> None:
+        """Remove all that was written here, and nothing of others who write to the same folder."""
+        for name in list(self._written):
+            self.remove(name)

@@ -8,14 +8,14 @@ when it has been retired and its last request has ended.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.payloads import PromptScores, SampledSequence
 from tinkercloud_protocol.training import LoraConfig
@@ -128,7 +128,7 @@ class InferenceSampler:
                     f" the model with {field}=False, or save its weights under a name and sample"
                     " elsewhere"
                 )
-        name = await asyncio.to_thread(self._folder.write, weights, self._base_model)
+        name = await self._write(weights)
         published = _Version(weights.lora, name)
         self._users[name] += 1
         try:
@@ -212,7 +212,7 @@ class InferenceSampler:
             ) from None
 
     async def close(self) -> None:
-        """See `Sampler.close`: a server that lives on should not keep our adapters."""
+        """See `Sampler.close`: servers and volumes that live on should not keep our weights."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*self._cleaning, return_exceptions=True)
@@ -224,6 +224,7 @@ class InferenceSampler:
             log.warning("adapters stay loaded in servers that take too long to let them go")
         for engine in self._engines.values():
             await engine.close()
+        await asyncio.to_thread(self._folder.remove_all)
 
     def _known(self, version: str) -> _Version:
         if version not in self._versions:
@@ -248,7 +249,7 @@ class InferenceSampler:
             raise
 
     async def _publish_neutral(self, neutral: WeightsSnapshot) -> _Version:
-        name = await asyncio.to_thread(self._folder.write, neutral, self._base_model)
+        name = await self._write(neutral)
         version = _Version(neutral.lora, name)
         try:
             await self._ask("", version, _nothing)
@@ -318,13 +319,30 @@ class InferenceSampler:
                     f" within {self._config.inference.recovery_seconds:.0f} s"
                 )
 
+    async def _write(self, weights: WeightsSnapshot) -> str:
+        """Write weights and return their name; of those that nobody waits for nothing stays."""
+        work = asyncio.to_thread(self._folder.write, weights, self._base_model)
+        writing = asyncio.create_task(work)
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            self._clean_up(self._unwrite(writing))
+            raise
+
+    async def _unwrite(self, writing: asyncio.Task[str]) -> None:
+        with suppress(WireError):
+            await asyncio.to_thread(self._folder.remove, await writing)
+
     def _let_go(self, name: str) -> None:
         self._users[name] -= 1
         if self._users[name] == 0:
             del self._users[name]
-            task = asyncio.create_task(self._clean(name))
-            self._cleaning.add(task)
-            task.add_done_callback(self._cleaning.discard)
+            self._clean_up(self._clean(name))
+
+    def _clean_up(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
 
     async def _clean(self, name: str) -> None:
         await asyncio.gather(*[self._unload(engine, name) for engine in self._engines.values()])

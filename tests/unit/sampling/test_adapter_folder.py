@@ -1,0 +1,44 @@
+"""Files of published weights: all of them, or none."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.inference.adapters import AdapterFolder
+
+MODULE = "model.layers.0.self_attn.q_proj"
+WEIGHTS = WeightsSnapshot(
+    LoraConfig(rank=4),
+    {
+        f"{MODULE}.lora_A.weight": torch.zeros(4, 1 << 16),
+        f"{MODULE}.lora_B.weight": torch.zeros(8, 4),
+    },
+)
+
+
+@contextmanager
+def no_files_over(size_bytes: int) -> Iterator[None]:
+    """Let writes beyond a file's size fail, as those to a full disk do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_of_weights_that_there_is_no_room_for_nothing_is_left(tmp_path: Path) -> None:
+    folder = AdapterFolder(tmp_path, there=None, owner="head", base_path=tmp_path)
+
+    with no_files_over(1 << 19), pytest.raises(Unavailable, match="File too large; have its"):
+        folder.write(WEIGHTS, "tiny/llama")
+
+    assert list(tmp_path.iterdir()) == []
+    assert folder.find(folder.write(WEIGHTS, "tiny/llama")).size_of("adapter_config.json") > 0
