@@ -160,7 +160,7 @@ async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_a
             await after.resume("g1")
         monkeypatch.undo()
         with pytest.raises(KeyError):
-            after.trainer.export_state(str(MODEL))
+            after.backend.trainer.export_state(str(MODEL))
 
         await after.resume("g1")
         after.add(3)
@@ -256,4 +256,4 @@ async def test_a_last_checkpoint_is_an_ordinary_one_and_may_be_asked_for_again(
         expected = f"tinker://{MODEL}/weights/last-step-000001"
         assert paths == [[expected], [expected]]
         assert head.service.status().latest_checkpoint == expected
-        assert (await head.store.manifest(CheckpointPath.parse(expected))).step == 1
+        assert (await head.backend.store.manifest(CheckpointPath.parse(expected))).step == 1

@@ -263,13 +263,13 @@ async def test_weights_that_many_sessions_share_are_published_once_in_the_next_h
         drawn = [await before.drawn(session, 0) for session in range(5)]
         await before.service.suspend()
     with a_head(root, tmp_path, "g2") as after:
-        publish, published = after.sampler.publish, list[str]()
+        publish, published = after.backend.sampler.publish, list[str]()
 
         async def recorded(version: str, weights: WeightsSnapshot | None) -> None:
             published.append(version)
             await publish(version, weights)
 
-        monkeypatch.setattr(after.sampler, "publish", recorded)
+        monkeypatch.setattr(after.backend.sampler, "publish", recorded)
         await after.resume("g1")
 
         assert len(published) == 1

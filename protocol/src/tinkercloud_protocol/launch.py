@@ -244,6 +244,10 @@ class Limits(_Config):
     """Of all results kept; beyond it the oldest ones that have been read go first."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
     """Of sampler weights kept in memory; beyond it the least recently used go to scratch_dir."""
+    max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
+    """Of all sampler weights kept, in memory and in files, in float32; beyond it the least recently
+    used are let go: a checkpoint's are read again when needed, those saved under no name are lost.
+    Each model's latest stay, and what is being sampled from."""
 
 
 class Timings(_Config):

@@ -29,9 +29,7 @@ from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
-from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import NoBackground
-from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
@@ -47,9 +45,7 @@ class Head:
     """A head without its HTTP surface."""
 
     service: HeadService
-    store: CheckpointStore
-    trainer: Trainer
-    sampler: Sampler
+    backend: Backend
 
     async def begin(self) -> None:
         await self.service.create_model(MODEL, SPEC)
@@ -113,14 +109,14 @@ class Head:
         return [int(token) for token in np.frombuffer(sequence.tokens, dtype="<i4")]
 
     async def manifest(self) -> SuspendedManifest:
-        manifest = await self.store.find_suspended(str(MODEL))
+        manifest = await self.backend.store.find_suspended(str(MODEL))
         assert manifest is not None
         return manifest
 
     async def weights(self) -> dict[str, memoryview]:
         """Return the files of a checkpoint of everything as it is."""
         (path,) = await self.service.checkpoint()
-        _, files = await self.store.read(CheckpointPath.parse(path))
+        _, files = await self.backend.store.read(CheckpointPath.parse(path))
         return files
 
 
@@ -167,6 +163,6 @@ def a_head(
             thread.start(NoBackground())
         backend = Backend(config, engine.trainer, engine.sampler, thread, store, frozenset())
         service = HeadService(backend)
-        yield Head(service, store, engine.trainer, engine.sampler)
+        yield Head(service, backend)
         service.close()
         thread.stop()

@@ -26,14 +26,14 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
 def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[Tensor]]:
     """Return what becomes references to the tensors of every state that leaves the trainer."""
     exported: list[ReferenceType[Tensor]] = []
-    export_state = head.trainer.export_state
+    export_state = head.backend.trainer.export_state
 
     def export(model_id: str) -> TrainingState:
         state = export_state(model_id)
         exported.extend(ref(tensor) for tensor in (state.moments or {}).values())
         return state
 
-    monkeypatch.setattr(head.trainer, "export_state", export)
+    monkeypatch.setattr(head.backend.trainer, "export_state", export)
     return exported
 
 
@@ -48,14 +48,14 @@ def store_begins(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[asyncio.Event, asyncio.Event]:
     """Return what says that the store begins to write a checkpoint, and what lets it go on."""
-    write, arrived, go_on = head.store.write, asyncio.Event(), asyncio.Event()
+    write, arrived, go_on = head.backend.store.write, asyncio.Event(), asyncio.Event()
 
     async def write_slowly(*args: Any, **kwargs: Any) -> Manifest:
         arrived.set()
         await go_on.wait()
         return await write(*args, **kwargs)
 
-    monkeypatch.setattr(head.store, "write", write_slowly)
+    monkeypatch.setattr(head.backend.store, "write", write_slowly)
     return arrived, go_on
 
 
@@ -98,13 +98,13 @@ async def test_a_head_that_is_suspended_has_let_go_of_the_state_before_it_takes_
     await head.begin()
     head.add(1)
     await head.answer(1)
-    export_gradient = head.trainer.export_gradient
+    export_gradient = head.backend.trainer.export_gradient
 
     def export_after_the_state(model_id: str) -> Gradient | None:
         assert_let_go_of(exported)
         return export_gradient(model_id)
 
-    monkeypatch.setattr(head.trainer, "export_gradient", export_after_the_state)
+    monkeypatch.setattr(head.backend.trainer, "export_gradient", export_after_the_state)
     await head.service.suspend()
 
     assert GRADIENT in (await head.manifest()).files

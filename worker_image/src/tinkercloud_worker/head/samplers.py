@@ -2,11 +2,19 @@
 
 A snapshot session keeps the version it was made with. The inflight sessions of a model share one
 target, which each inflight save moves on (`tinker.types.SamplingClientKind`).
+
+Clients never say that they are done with a snapshot before their whole session ends, and many make
+one at every step. So beyond `Limits.max_snapshot_bytes` the least recently used weights are let go,
+whichever sampler keeps them: a checkpoint's are read again for the next sample, and a session of a
+snapshot fails from then on. What is being sampled from stays, and so does each model's latest.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+import structlog
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
@@ -15,6 +23,12 @@ from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.kept_weights import KeptWeights
+
+log = structlog.get_logger(__name__)
+
+_REMEMBERED = 1 << 14
+"""Sessions whose weights were let go that are known by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,52 +45,67 @@ class Samplers:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._sessions: dict[str, asyncio.Task[str] | str] = {}
-        """Session to its version: a name, or a task that publishes it."""
         self._specs: dict[str, SamplerSpec] = {}
-        """Session of the base model or of a checkpoint to what it was made of."""
+        """Session of the base model or of a checkpoint to what it is made of."""
+        self._loads: dict[str, asyncio.Task[str]] = {}
+        """Such a session to what publishes its version; one that was let go has none."""
+        self._snapshots: dict[str, str | None] = {}
+        """Session, also its version, to the model that published its weights, while that lives. In
+        order of publication."""
+        self._let_go: dict[str, str | None] = {}
+        """The same of those that were let go, the earliest first."""
         self._inflight: dict[str, str] = {}
         """Model to the version its inflight sessions sample from now."""
         self._inflight_sessions: dict[str, str] = {}
         """Inflight session to its model."""
-        self._snapshots: dict[str, str] = {}
-        """Session to the model that published its weights, in order of publication."""
+        self._kept = KeptWeights(backend.config.limits.max_snapshot_bytes)
+        """By session; those of inflight sessions by version."""
         self._published = 0
 
     def __len__(self) -> int:
-        return len(self._sessions) + len(self._inflight_sessions)
+        return len(self._specs) + len(self._snapshots) + len(self._inflight_sessions)
 
     def register(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
         """Make a session of the base model, or of a checkpoint, known. Repeating it is fine."""
         name = str(session_id)
-        if name not in self._sessions:
+        if name not in self._specs:
             self._specs[name] = spec
-            self._sessions[name] = asyncio.create_task(self._load(name, spec))
+            self._begin_load(name)
+
+    def _begin_load(self, name: str) -> asyncio.Task[str]:
+        task = self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))
+        return task
 
     async def _load(self, name: str, spec: SamplerSpec) -> str:
-        weights: WeightsSnapshot | None = None
-        if spec.model_path is not None:
-            store = self._backend.store
-            manifest = await store.manifest(CheckpointPath.parse(spec.model_path))
-            if manifest.base_model != self._backend.config.model.name:
-                raise InvalidRequest(
-                    f"{spec.model_path} was trained on {manifest.base_model!r}, but this server"
-                    f" holds {self._backend.config.model.name!r}"
-                )
-            wanted = formats.files_of_weights(manifest)
-            manifest, files = await store.read(manifest.path, wanted)
-            weights = await asyncio.to_thread(formats.decode_weights, manifest, files)
-        await self._backend.sampler.publish(name, weights)
-        return name
+        version = self._new_version(name)
+        if spec.model_path is None:
+            await self._backend.sampler.publish(version, None)
+            return version
+        store = self._backend.store
+        manifest = await store.manifest(CheckpointPath.parse(spec.model_path))
+        if manifest.base_model != self._backend.config.model.name:
+            raise InvalidRequest(
+                f"{spec.model_path} was trained on {manifest.base_model!r}, but this server"
+                f" holds {self._backend.config.model.name!r}"
+            )
+        wanted = formats.files_of_weights(manifest)
+        manifest, files = await store.read(manifest.path, wanted)
+        weights = await asyncio.to_thread(formats.decode_weights, manifest, files)
+        await self._publish(name, version, weights)
+        return version
+
+    def _new_version(self, whose: str) -> str:
+        self._published += 1
+        return f"{whose}@{self._published}"
 
     async def publish(
         self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
     ) -> None:
         """Make a session that keeps these weights of a model."""
         name = str(session_id)
-        await self._backend.sampler.publish(name, weights)
-        self._sessions[name] = name
+        await self._publish(name, name, weights)
         self._snapshots[name] = str(model_id)
+        await self._make_room()
 
     async def publish_inflight(
         self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
@@ -87,12 +116,42 @@ class Samplers:
         self._inflight_sessions[str(session_id)] = model
 
     async def _move_on(self, model: str, weights: WeightsSnapshot) -> None:
-        self._published += 1
-        version = f"{model}@{self._published}"
-        await self._backend.sampler.publish(version, weights)
+        version = self._new_version(model)
+        await self._publish(version, version, weights)
         previous, self._inflight[model] = self._inflight.get(model), version
         if previous is not None:
-            await self._backend.sampler.retire(previous)
+            await self._retire(previous, previous)
+
+    async def _publish(self, name: str, version: str, weights: WeightsSnapshot) -> None:
+        """Publish what is kept by a name, once there is room for it."""
+        self._kept.add(name, weights.size_bytes)
+        try:
+            with self._kept.used(name):
+                await self._make_room()
+                await self._backend.sampler.publish(version, weights)
+        except BaseException:
+            self._kept.remove(name)
+            raise
+
+    async def _make_room(self) -> None:
+        """Let go of what was used the longest ago, one after another, until the rest fits."""
+        while (name := self._kept.next_to_go(self._latest())) is not None:
+            load = self._loads.pop(name, None)
+            if load is None:
+                self._let_go[name] = self._snapshots.pop(name)
+                if len(self._let_go) > _REMEMBERED:
+                    del self._let_go[next(iter(self._let_go))]
+            log.info("weights are let go", session=name, can_be_read_again=load is not None)
+            await self._retire(name, name if load is None else load.result())
+
+    def _latest(self) -> set[str]:
+        """Return by which names the latest weights of models that live are kept."""
+        snapshots = {model: name for name, model in self._snapshots.items() if model is not None}
+        return {*snapshots.values(), *self._inflight.values()}
+
+    async def _retire(self, name: str, version: str) -> None:
+        self._kept.remove(name)
+        await self._backend.sampler.retire(version)
 
     def of_model(self, model_id: ModelId) -> list[Published]:
         """Return what lives only here of a model's weights, the latest first."""
@@ -103,6 +162,12 @@ class Samplers:
             sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
             published.insert(0, Published(version, sharing, is_inflight=True))
         return published
+
+    def sessions_of_model(self, model_id: ModelId) -> set[str]:
+        """Return the sessions of a model's own weights, also those whose weights were let go."""
+        everyone = (self._snapshots, self._let_go, self._inflight_sessions)
+        model = str(model_id)
+        return {name for owners in everyone for name, owner in owners.items() if owner == model}
 
     async def restore(
         self, model_id: ModelId, published: Published, weights: WeightsSnapshot
@@ -116,44 +181,67 @@ class Samplers:
         for name in published.sessions:
             await self.publish(SamplingSessionId.parse(name), model_id, weights)
 
-    async def version(self, session_id: SamplingSessionId) -> str:
-        """Return the version a session samples from now.
+    @asynccontextmanager
+    async def sampling(self, session_id: SamplingSessionId) -> AsyncIterator[str]:
+        """Have the version a session samples from now stay for as long as the context lasts.
 
         Raises:
-            NotFound: the session is unknown here.
+            NotFound: the session is unknown here, or its weights were let go.
             InvalidRequest: its checkpoint can't be read.
         """
         name = str(session_id)
+        with self._kept.used(name):
+            yield await self._version(name)
+
+    async def _version(self, name: str) -> str:
         if (model := self._inflight_sessions.get(name)) is not None:
             return self._inflight[model]
-        session = self._sessions.get(name)
-        if session is None:
-            raise NotFound(f"sampling session {name!r} is unknown to this head")
-        if isinstance(session, str):
-            return session
-        if session.done() and session.exception() is not None:
-            # A store or a server that was away a moment ago may be there by now.
-            session = asyncio.create_task(self._load(name, self._specs[name]))
-            self._sessions[name] = session
-        return await asyncio.shield(session)
+        if name in self._snapshots:
+            return name
+        if name not in self._specs:
+            raise NotFound(self._why_unknown(name))
+        load = self._loads.get(name)
+        # A store or a server that was away a moment ago may be there by now.
+        if load is None or (load.done() and load.exception() is not None):
+            load = self._begin_load(name)
+        return await asyncio.shield(load)
+
+    def _why_unknown(self, name: str) -> str:
+        if name not in self._let_go:
+            return (
+                f"sampling session {name!r} is unknown to this head: it was deleted, or its weights"
+                " were saved under no name, and it was too old to come along when the run moved to"
+                " this head; save the weights again"
+            )
+        return (
+            f"the weights of sampling session {name!r} were let go: they were saved under no name,"
+            " and newer ones took their place (limits.max_snapshot_bytes is"
+            f" {self._backend.config.limits.max_snapshot_bytes}). Weights that are to stay must be"
+            " saved under one: save_weights_for_sampler(name), then"
+            " create_sampling_client(model_path=...)"
+        )
 
     async def retire(self, session_id: SamplingSessionId) -> None:
         """Forget a session and, unless it shares them, its weights."""
         name = str(session_id)
         self._inflight_sessions.pop(name, None)
-        self._snapshots.pop(name, None)
+        self._let_go.pop(name, None)
         self._specs.pop(name, None)
-        session = self._sessions.pop(name, None)
-        if isinstance(session, asyncio.Task):
-            session.cancel()
-        if session is not None:
-            await self._backend.sampler.retire(name)
+        load = self._loads.pop(name, None)
+        if load is not None and not load.done():
+            load.cancel()
+        elif load is not None and load.exception() is None:
+            await self._retire(name, load.result())
+        elif name in self._snapshots:
+            del self._snapshots[name]
+            await self._retire(name, name)
 
     async def retire_model(self, model_id: ModelId) -> None:
         """Forget a model's inflight target and the sessions that share it."""
         model = str(model_id)
-        sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
-        for name in sharing:
+        for name in [name for name, owner in self._inflight_sessions.items() if owner == model]:
             del self._inflight_sessions[name]
+        for name in [name for name, owner in self._snapshots.items() if owner == model]:
+            self._snapshots[name] = None
         if (version := self._inflight.pop(model, None)) is not None:
-            await self._backend.sampler.retire(version)
+            await self._retire(version, version)

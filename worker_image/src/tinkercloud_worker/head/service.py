@@ -198,8 +198,8 @@ class HeadService:
         self._results.open(str(request_id), digest)
 
         async def draw() -> Result:
-            version = await self._samplers.version(session_id)
-            result = await backend.sampler.sample(version, sound)
+            async with self._samplers.sampling(session_id) as version:
+                result = await backend.sampler.sample(version, sound)
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
@@ -296,7 +296,7 @@ class HeadService:
     async def _suspend(self, model: LiveModel, room: asyncio.Semaphore) -> None:
         await model.queue.pause()
         async with room:
-            sessions = {s for p in self._samplers.of_model(model.model_id) for s in p.sessions}
+            sessions = self._samplers.sessions_of_model(model.model_id)
             samples = [sample.request for sample in self._samples.values()]
             unfinished = [r for r in samples if r.sampling_session_id in sessions]
             try:

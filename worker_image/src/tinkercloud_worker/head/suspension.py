@@ -141,8 +141,7 @@ class Suspension:
         )
 
     def _kept_results(self, model: LiveModel, state: QueueState) -> list[Kept]:
-        sessions = {name for p in self.samplers.of_model(model.model_id) for name in p.sessions}
-        targets = {str(model.model_id), *sessions}
+        targets = {str(model.model_id), *self.samplers.sessions_of_model(model.model_id)}
         waiting = {model.queue.request_id(waiting.seq_id) for waiting in state.waiting}
         kept = self.results.export(lambda request_id: request_id.rpartition(":")[0] in targets)
         # What runs in the background of a paused queue is an upload, whose place in the order is

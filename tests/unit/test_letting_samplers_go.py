@@ -1,0 +1,191 @@
+"""Weights to sample from do not gather without end: the least recently used are let go."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.launch import Limits, SamplerSpec
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head.samplers import Samplers
+
+CHECKPOINT = SamplingSessionId("s", 9)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> WeightsSnapshot:
+    with an_engine(tiny_llama(), tmp_path_factory.mktemp("engine")) as engine:
+        engine.trainer.add_model("one", LoraConfig(rank=2, seed=1))
+        return engine.trainer.snapshot("one")
+
+
+@pytest.fixture
+async def head(tmp_path: Path, adapter: WeightsSnapshot) -> AsyncIterator[Head]:
+    """A head with room for three adapters."""
+    limits = Limits(max_snapshot_bytes=3 * adapter.size_bytes)
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as running:
+        yield running
+
+
+async def publish(head: Head, *sessions: int) -> None:
+    """Make snapshots of a model that has begun; each is also the number of its request."""
+    for session in sessions:
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, session, sampling_session_seq_id=session)
+        assert b"sampling_session_id" in await head.answer(session)
+
+
+async def refused(head: Head, session: int, seq_id: int) -> dict[str, str]:
+    result = await head.service.retrieve(head.sample(session, seq_id))
+    assert result is not None
+    assert result.content_type != futures.PROTOBUF
+    failure: dict[str, str] = orjson.loads(result.body)
+    return failure
+
+
+async def test_the_least_recently_used_weights_go_and_who_samples_from_them_is_told_what_to_do(
+    head: Head,
+) -> None:
+    await head.begin()
+    await publish(head, 1, 2, 3)
+    drawn = await head.drawn(1, 0)
+
+    await publish(head, 4)
+
+    failure = await refused(head, 2, 0)
+    assert failure["category"] == "user"
+    assert "'s:sample:2' were let go" in failure["error"]
+    assert "save_weights_for_sampler(name)" in failure["error"]
+    assert [await head.drawn(session, 1) for session in (1, 3, 4)] == [drawn] * 3
+    with pytest.raises(NotFound):
+        await head.backend.sampler.export("s:sample:2")
+
+
+async def test_weights_that_are_being_sampled_from_stay(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, begun, may_go_on = head.backend.sampler.sample, asyncio.Event(), asyncio.Event()
+
+    async def held_up(version: str, request: SamplingRequest) -> SamplingResult:
+        begun.set()
+        await may_go_on.wait()
+        return await sample(version, request)
+
+    await head.begin()
+    await publish(head, 1)
+    with monkeypatch.context() as held:
+        held.setattr(head.backend.sampler, "sample", held_up)
+        waiting = head.sample(1, 0)
+        await begun.wait()
+        await publish(head, 2, 3, 4, 5)
+        may_go_on.set()
+        drawn = await head.service.retrieve(waiting)
+
+    assert drawn is not None
+    assert drawn.content_type == futures.PROTOBUF, drawn.body
+    assert "were let go" in (await refused(head, 2, 0))["error"]
+
+
+async def test_each_models_latest_weights_stay_however_small_the_room(
+    tmp_path: Path, adapter: WeightsSnapshot
+) -> None:
+    limits = Limits(max_snapshot_bytes=1)
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
+        samplers = Samplers(head.backend)
+        one, other = ModelId("s", 0), ModelId("s", 1)
+        sessions = [SamplingSessionId("s", index) for index in range(6)]
+        await samplers.publish(sessions[0], one, adapter)
+        await samplers.publish(sessions[1], one, adapter)
+        await samplers.publish_inflight(sessions[2], one, adapter)
+        await samplers.publish(sessions[3], other, adapter)
+        assert await known(samplers, sessions) == {1, 2, 3}
+
+        await samplers.retire_model(one)
+        await samplers.publish(sessions[4], other, adapter)
+
+        assert await known(samplers, sessions) == {4}
+
+
+async def known(samplers: Samplers, sessions: list[SamplingSessionId]) -> set[int]:
+    """Return which sessions can be sampled from."""
+    found = set()
+    for session in sessions:
+        try:
+            async with samplers.sampling(session):
+                found.add(session.index)
+        except NotFound:
+            continue
+    return found
+
+
+async def test_a_checkpoints_weights_that_were_let_go_are_read_again(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_there, published = head.backend.sampler.publish, list[str]()
+
+    async def recorded(version: str, weights: WeightsSnapshot | None) -> None:
+        published.append(version)
+        await publish_there(version, weights)
+
+    monkeypatch.setattr(head.backend.sampler, "publish", recorded)
+    await head.begin()
+    head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, path="x")
+    path = orjson.loads(await head.answer(1))["path"]
+    head.service.register_sampler(CHECKPOINT, SamplerSpec(model_path=path))
+    drawn = await head.drawn(CHECKPOINT.index, 0)
+    [first] = published
+    await publish(head, 2, 3, 4)
+    with pytest.raises(NotFound):
+        await head.backend.sampler.export(first)
+    assert head.service.status().samplers == 4
+
+    assert await head.drawn(CHECKPOINT.index, 1) == drawn
+    assert len(set(published)) == 5
+
+
+async def test_weights_that_could_not_be_published_take_no_room(
+    head: Head, adapter: WeightsSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(version: str, weights: WeightsSnapshot | None) -> None:
+        raise NotFound("no such server")
+
+    samplers = Samplers(head.backend)
+    sessions = [SamplingSessionId("s", index) for index in range(6)]
+    await samplers.publish(sessions[0], MODEL, adapter)
+    with monkeypatch.context() as away:
+        away.setattr(head.backend.sampler, "publish", refuse)
+        for session in sessions[1:4]:
+            with pytest.raises(NotFound, match="no such server"):
+                await samplers.publish(session, MODEL, adapter)
+    await samplers.publish(sessions[4], MODEL, adapter)
+    await samplers.publish(sessions[5], MODEL, adapter)
+
+    assert await known(samplers, sessions) == {0, 4, 5}
+
+
+async def test_what_was_drawn_from_weights_that_were_let_go_can_be_asked_for_in_the_next_head(
+    head: Head, tmp_path: Path
+) -> None:
+    await head.begin()
+    await publish(head, 1)
+    sampled = head.sample(1, 0)
+    drawn = await head.service.retrieve(sampled)
+    await publish(head, 2, 3, 4)
+    assert "were let go" in (await refused(head, 1, 1))["error"]
+    await head.service.suspend()
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g2") as after:
+        await after.resume("g1")
+
+        assert drawn is not None
+        again = await after.service.retrieve(sampled)
+        assert again is not None
+        assert again.body == drawn.body
