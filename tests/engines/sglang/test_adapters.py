@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_qwen3_moe
 from tinkercloud_testing.sglang import (
@@ -28,6 +30,9 @@ from tinkercloud_testing.sglang_sampling import (
     assert_sampled,
     publish,
 )
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
@@ -144,6 +149,28 @@ async def test_a_retired_version_goes_when_its_last_request_has_ended(
     assert len(sequence.tokens) == 200
     assert [fake.adapters for fake in fakes] == [{}, {}]
     assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
+
+
+async def test_snapshots_that_nobody_samples_from_gather_neither_in_engines_nor_in_the_folder(
+    engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    weights = an_adapter(engine, 1)
+    config = HeadConfig(
+        head="tiny",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="",
+        scratch_dir="",
+        limits=Limits(max_snapshot_bytes=3 * weights.size_bytes),
+    )
+    store = CheckpointStore(open_store(tmp_path.as_uri()))
+    samplers = Samplers(Backend(config, engine.trainer, sampler, engine.thread, store, frozenset()))
+
+    for step in range(8):
+        await samplers.publish(SamplingSessionId("s", step), ModelId("s", 0), weights)
+        await asyncio.gather(*sampler._cleaning)
+        assert sum(len(fake.adapters) for fake in fakes) == min(step + 1, 3)
+        assert len(list((tmp_path / "scratch" / "adapters").iterdir())) == min(step + 1, 3)
 
 
 async def test_a_head_that_ends_leaves_no_files_in_a_folder_and_takes_none_of_others(

@@ -38,6 +38,8 @@ CPU_TRAINERS = a_base_model(
         "resources": {"cpu": "7", "sharedMemory": "2Gi"},
     }
 )
+ON_A_VOLUME = {"volume": {"claimName": "models", "path": "qwen"}}
+LARGE_HEAD = {"image": "worker", "resources": {"scratch": "300Gi"}}
 QUEUED = a_base_model(trainer=TRAINERS, placement={"queueName": "research"})
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,12}[a-z0-9])?", fullmatch=True)
@@ -311,6 +313,24 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
     assert (config.limits.max_lora_rank, config.limits.max_context_length) == (64, 2048)
     assert config.timings.suspend_seconds == 90
     assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's
+
+
+@pytest.mark.parametrize(
+    ("offered", "room"),
+    [
+        ({"source": ON_A_VOLUME}, 4 << 30),
+        ({"source": ON_A_VOLUME, "head": LARGE_HEAD}, 150 << 30),
+        ({}, 2 << 30),
+        ({"trainer": TRAINERS, "sampler": ENGINES}, 4 << 30),
+    ],
+    ids=["scratch of 8Gi", "more", "that has the base model too", "of a head without weights"],
+)
+def test_weights_to_sample_from_are_let_go_before_they_fill_the_heads_scratch_space(
+    offered: Json, room: int
+) -> None:
+    config = surroundings.head_config(a_build(a_base_model(**offered)))
+
+    assert config.limits.max_snapshot_bytes == room
 
 
 def test_the_head_of_a_sampler_trains_nothing_and_has_the_dtype_of_its_base_model() -> None:

@@ -10,6 +10,7 @@ from tinkercloud_operator.children.pods import (
     Json,
     model_path,
 )
+from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import Shape
 from tinkercloud_protocol.launch import (
     BaseModelSource,
@@ -25,6 +26,10 @@ SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 
 _TERMINATION_LOG = "/dev/termination-log"
 """Where Kubernetes looks for what a container says about its end, unless it is told otherwise."""
+_SNAPSHOT_SHARE = 0.5
+"""Of the head's scratch space, what weights to sample from may have; half as much where the base
+model lies there too. The latest and what is in use stay beyond it, and new ones are being
+written."""
 _DNS_PORTS = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
 
 
@@ -54,11 +59,23 @@ def head_config(build: Build) -> HeadConfig:
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
+            max_snapshot_bytes=_snapshot_bytes(build.shape),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
         ),
     )
+
+
+def _snapshot_bytes(shape: Shape) -> int:
+    """Return what the head may keep of weights to sample from, next to what else is on its disk.
+
+    A pod whose scratch space overflows is evicted, and with it goes the run.
+    """
+    base_model = shape.base_model
+    has_base_model = base_model.source.volume is None and shape.head_computes
+    share = _SNAPSHOT_SHARE / 2 if has_base_model else _SNAPSHOT_SHARE
+    return max(1, int(parse_quantity(base_model.head.resources.scratch) * share))
 
 
 def _trainer_config(shape: Shape) -> TrainerConfig:

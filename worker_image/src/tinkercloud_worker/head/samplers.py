@@ -72,9 +72,8 @@ class Samplers:
             self._specs[name] = spec
             self._begin_load(name)
 
-    def _begin_load(self, name: str) -> asyncio.Task[str]:
-        task = self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))
-        return task
+    def _begin_load(self, name: str) -> None:
+        self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))
 
     async def _load(self, name: str, spec: SamplerSpec) -> str:
         version = self._new_version(name)
@@ -203,8 +202,8 @@ class Samplers:
         load = self._loads.get(name)
         # A store or a server that was away a moment ago may be there by now.
         if load is None or (load.done() and load.exception() is not None):
-            load = self._begin_load(name)
-        return await asyncio.shield(load)
+            self._begin_load(name)
+        return await asyncio.shield(self._loads[name])
 
     def _why_unknown(self, name: str) -> str:
         if name not in self._let_go:
