@@ -17,6 +17,7 @@ from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head import samplers as head_samplers
 from tinkercloud_worker.head.samplers import Samplers
 
 CHECKPOINT = SamplingSessionId("s", 9)
@@ -113,6 +114,23 @@ async def test_each_models_latest_weights_stay_however_small_the_room(
         await samplers.publish(sessions[4], other, adapter)
 
         assert await known(samplers, sessions) == {4}
+
+
+async def test_of_sessions_that_were_let_go_so_many_are_remembered(
+    head: Head, adapter: WeightsSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_samplers, "_REMEMBERED", 2)
+    samplers = Samplers(head.backend)
+    sessions = [SamplingSessionId("s", index) for index in range(6)]
+    for session in sessions:
+        await samplers.publish(session, MODEL, adapter)
+
+    for session, words in zip(
+        sessions, ("unknown to this head", "were let go", "were let go"), strict=False
+    ):
+        with pytest.raises(NotFound, match=words):
+            async with samplers.sampling(session):
+                pass
 
 
 async def known(samplers: Samplers, sessions: list[SamplingSessionId]) -> set[int]:
