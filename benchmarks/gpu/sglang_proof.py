@@ -198,7 +198,6 @@ def a_proof(
     """
     if find_spec("sglang") is None:
         raise Skipped("sglang is not installed (pip install sglang)")
-    engines = {**sampler["engines"], **({"loraTargetModules": [*modules]} if modules else {})}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         base = BaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)
@@ -209,7 +208,7 @@ def a_proof(
                 device=bench.device,
                 dtype=str(dtype).removeprefix("torch."),
                 max_lora_rank=RANK,
-                sampler={**sampler, "engines": engines, "gpusPerReplica": ranks},
+                sampler=_engines_of(sampler, modules, ranks),
             )
         )
         reference = stack.enter_context(a_sampler(base, 4, recorder=None))
@@ -236,6 +235,11 @@ def a_proof(
         proof = Proof(*samplers, server, dialect, folder, reference, trainer, runner, versions)
         proof.publish(*versions)
         yield proof
+
+
+def _engines_of(sampler: Json, modules: Sequence[str], ranks: int) -> Json:
+    told = {"loraTargetModules": [*modules]} if modules else {}
+    return {**sampler, "engines": {**sampler["engines"], **told}, "gpusPerReplica": ranks}
 
 
 def _run(runner: asyncio.Runner, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

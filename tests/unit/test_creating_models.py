@@ -24,4 +24,4 @@ async def test_a_model_that_does_not_fit_its_checkpoint_takes_no_memory(tmp_path
 
         assert refused is not None
         assert b'"category":"user"' in refused.body
-        assert list(head.trainer._models) == [str(MODEL)]  # type: ignore[attr-defined]
+        assert list(head.backend.trainer._models) == [str(MODEL)]  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ async def test_a_model_whose_gradient_was_lost_is_suspended_and_told_of_it_once(
                 await head.begin()
                 head.add(1)
                 await head.answer(1)
-                monkeypatch.setattr(head.trainer, "export_gradient", lose)
+                monkeypatch.setattr(head.backend.trainer, "export_gradient", lose)
             else:
                 await head.resume(previous)
             await head.service.suspend()
@@ -74,7 +74,7 @@ async def test_half_a_gradient_that_is_yet_to_be_dropped_is_not_kept(
     with a_head(root, tmp_path, "g1") as head:
         await head.begin()
         head.add(1)
-        monkeypatch.setattr(head.trainer, "discard_gradient", fail)
+        monkeypatch.setattr(head.backend.trainer, "discard_gradient", fail)
         head.send_broken(2)
         await head.answer(2)
         await head.service.suspend()
