@@ -32,6 +32,8 @@ CREATED_FOR = f"{GROUP}/created-for"
 first."""
 STARTED_WITH = f"{GROUP}/started-with"
 """Annotation on RayClusters: what they were made with, as spec of a BaseModel that offers it."""
+HEAD_CONFIG = f"{GROUP}/head-config"
+"""Annotation on RayClusters: what their head was told (`launch.HeadConfig`)."""
 
 OPERATOR_FIELD_MANAGER = "tinkercloud-operator"
 API_FIELD_MANAGER = "tinkercloud-api"

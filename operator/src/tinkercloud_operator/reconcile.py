@@ -41,7 +41,7 @@ from tinkercloud_operator.shape import (
     longest_lifetime,
     resolve,
 )
-from tinkercloud_operator.started import changes, started_with
+from tinkercloud_operator.started import changes, started_with, told_head
 from tinkercloud_operator.status import endpoint, status
 
 _RETRY_SECONDS = 5.0
@@ -82,14 +82,21 @@ def _offered(observed: Observed, settings: Settings) -> Shape | Refusal:
 def _in_force(observed: Observed, offered: Shape | Refusal, settings: Settings) -> Shape | Refusal:
     """Return what a session's children follow from: what its pods were started with, if it has any.
 
-    One that Kueue holds back has none: it is described anew, unless that is refused.
+    One that Kueue holds back has none, and where no head has run yet nothing is lost: it is
+    described anew, unless that is refused.
     """
     held = started_with(observed)
     if held is None or isinstance(_headed(observed, held, settings), Refusal):
         return offered
-    if isinstance(offered, Shape) and (observed.is_held_back or not changes(held, offered)):
-        return offered
-    return held
+    is_free = observed.is_held_back or not _has_begun(observed) or not changes(held, offered)
+    return offered if is_free and isinstance(offered, Shape) else held
+
+
+def _has_begun(observed: Observed) -> bool:
+    """Whether a head has run in the pods there are."""
+    head, before = observed.head, observed.status
+    is_started = head is not None and head.is_started
+    return is_started or before.incarnation not in {None, before.saved_incarnation}
 
 
 def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Refusal:
@@ -120,7 +127,7 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
     """Yield what makes a session run: its finalizer first, its pods last."""
     if not isinstance(shape, Shape):
         return
-    build = Build(Names(observed.name), shape, settings)
+    build = Build(Names(observed.name), shape, settings, told_head(observed, shape))
     if observed.spec.role == "Trainer" and not observed.has_finalizer:
         yield HoldFinalizer(held=True)
     if not observed.has_kuberay or observed.has_predecessors:

@@ -80,20 +80,27 @@ def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | Non
 
 
 def has_failed(manifest: Manifest) -> bool:
-    """Whether a pod was ended for good, or was never taken by its node."""
-    return bool(manifest.get("status", {}).get("phase") == "Failed")
+    """Whether its node has ended a pod for good, or never took it.
+
+    Of a pod that was deleted nobody gives a reason, however its containers ended.
+    """
+    status = manifest.get("status", {})
+    return status.get("phase") == "Failed" and "reason" in status
 
 
-def changed_at(manifest: Manifest) -> str:
-    """Return when a pod's conditions last changed, as Kubernetes writes it."""
-    conditions = manifest.get("status", {}).get("conditions", [])
-    moments = [str(item.get("lastTransitionTime", "")) for item in conditions]
-    return max([*moments, str(manifest["metadata"].get("creationTimestamp", ""))])
+def replaces(manifest: Manifest, failed: Manifest) -> bool:
+    """Whether a pod is ready in the place of one that has failed."""
+    here, gone = manifest["metadata"], failed["metadata"]
+    return (
+        pod(manifest).is_ready
+        and pod(manifest).component == pod(failed).component
+        and here.get("creationTimestamp", "") > gone.get("creationTimestamp", "")
+    )
 
 
 def _end(status: Mapping[str, Any]) -> Trouble:
     """Return why the kubelet has ended a pod for good, or never took it."""
-    why, message = str(status.get("reason", "Failed")), str(status.get("message", "")).strip()
+    why, message = str(status["reason"]), str(status.get("message", "")).strip()
     # It says so of a volume with a limit, and of all that a container, or a pod, has written.
     is_over_limit = why == "Evicted" and "exceed" in message
     reason = Reason.OUT_OF_DISK if is_over_limit else Reason.POD_FAILED

@@ -22,13 +22,12 @@ _NAMED_CHANGES = 8
 
 def record(shape: Shape) -> str:
     """Return what is written on a RayCluster that is made with this shape."""
-    return _description(shape).model_dump_json(by_alias=True, exclude_defaults=True)
+    return _description(shape).model_dump_json(by_alias=True)
 
 
 def started_with(observed: Observed) -> Shape | None:
     """Return what a session's pods were made with; None if nothing readable says so."""
-    cluster = observed.ray_cluster or {"metadata": {}}
-    text = cluster["metadata"].get("annotations", {}).get(labels.STARTED_WITH, "")
+    text = _annotations(observed).get(labels.STARTED_WITH, "")
     try:
         description = BaseModelSpec.model_validate_json(text)
     except ValidationError:
@@ -44,12 +43,30 @@ def started_with(observed: Observed) -> Shape | None:
     )
 
 
+def told_head(observed: Observed, shape: Shape) -> str | None:
+    """Return what the head of a session's pods was told; None if they are of another shape.
+
+    A head that starts over in its pod has the image that it had, which may know less than this
+    operator would tell one by now.
+    """
+    held = started_with(observed)
+    if held is None or observed.is_held_back or changes(held, shape):
+        return None
+    return _annotations(observed).get(labels.HEAD_CONFIG)
+
+
 def changes(held: Shape | Refusal, offered: Shape | Refusal) -> list[str]:
     """Return the fields, of a BaseModel's spec, in which two shapes differ, with their values."""
     if not isinstance(held, Shape) or not isinstance(offered, Shape):
         return []
     before, after = (_description(shape).model_dump(by_alias=True) for shape in (held, offered))
     return list(_differences(before, after))[:_NAMED_CHANGES]
+
+
+def _annotations(observed: Observed) -> Mapping[str, str]:
+    cluster = observed.ray_cluster or {"metadata": {}}
+    found: Mapping[str, str] = cluster["metadata"].get("annotations", {})
+    return found
 
 
 def _description(shape: Shape) -> BaseModelSpec:

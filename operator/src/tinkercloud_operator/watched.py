@@ -222,9 +222,17 @@ class Watched:
             _set(children, ChildKey(kind, name), kept)
             if not children:
                 del self._children[session]
-            # Of one that is deleted at once, its deletion alone may be seen.
-            if kind == "Pod" and seen.has_failed(manifest):
-                self._failures[session] = seen.slim(kind, manifest)
+            if kind == "Pod" and session in self.sessions:
+                self._remember(session, manifest)
+
+    def _remember(self, session: str, pod: Manifest) -> None:
+        """Remember a session's pod that has failed, until another is ready in its place."""
+        last = self._failures.get(session)
+        # Of one that is deleted at once, its deletion alone may be seen.
+        if seen.has_failed(pod):
+            self._failures[session] = seen.slim("Pod", pod)
+        elif last is not None and seen.replaces(pod, last):
+            del self._failures[session]
 
     def _all(self, kind: str) -> list[Manifest]:
         if kind == "TrainingSession":
@@ -259,19 +267,9 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
 
 
 def _failed(last: Manifest | None, children: Mapping[ChildKey, Manifest]) -> Pod | None:
-    """Return a session's last pod that has failed, unless another is ready in its place."""
+    """Return the pod of a session that has failed, if its RayCluster is there."""
     clusters = {_uid(item) for key, item in children.items() if key.kind == "RayCluster"}
-    if last is None or _ray_cluster_of(last) not in clusters:
-        return None
-    failed, ended = seen.pod(last), seen.changed_at(last)
-    is_replaced = any(
-        item["metadata"].get("creationTimestamp", "") >= ended
-        and seen.pod(item).is_ready
-        and seen.pod(item).component == failed.component
-        for key, item in children.items()
-        if key.kind == "Pod"
-    )
-    return None if is_replaced else failed
+    return seen.pod(last) if last is not None and _ray_cluster_of(last) in clusters else None
 
 
 def _ray_cluster_of(pod: Manifest) -> str | None:

@@ -169,20 +169,22 @@ SHORT = "The node was low on resource: memory. "
         ("Evicted", FULL, Reason.OUT_OF_DISK, f"Evicted: {FULL.strip()}"),
         ("Evicted", SHORT, Reason.POD_FAILED, f"Evicted: {SHORT.strip()}"),
         ("UnexpectedAdmissionError", "no GPU", Reason.POD_FAILED, "UnexpectedAdmissionError: no"),
-        (None, None, Reason.POD_FAILED, "Failed"),
     ],
 )
 def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say(
-    why: str | None, message: str | None, reason: Reason, told: str
+    why: str, message: str, reason: Reason, told: str
 ) -> None:
-    ended = {"reason": why, "message": message} if why else {}
-    manifest = a_pod_manifest(waiting("PodInitializing"), phase="Failed", **ended)
+    ended = {"phase": "Failed", "reason": why, "message": message}
 
-    trouble = seen.pod(manifest).trouble
+    trouble = seen.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).trouble
 
     assert trouble is not None
     assert trouble.reason is reason
     assert trouble.message.startswith(told)
+
+
+def test_a_pod_that_was_deleted_is_in_no_trouble_however_its_containers_ended() -> None:
+    assert seen.pod(a_pod_manifest(phase="Failed")).trouble is None
 
 
 def test_a_claim_that_does_not_exist_is_no_matter_of_room() -> None:

@@ -1,5 +1,6 @@
 """What runs goes on as it was started: changes wait until a session is suspended and resumed."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator.plan import Action, Apply
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_testing.session_world import (
     OFFERS,
@@ -103,6 +105,38 @@ def test_a_pod_in_the_place_of_a_lost_one_is_as_the_lost_one_was() -> None:
 
     assert world.children[RAY_CLUSTER]["spec"] == described
     assert "head.image (worker:1, now worker:2)" in accepted(world)[2]
+
+
+@pytest.mark.parametrize("offer", ["workers", "queue"])
+def test_a_head_that_starts_over_is_told_what_it_was_told(offer: str) -> None:
+    world = a_world(offer, "it settles")
+    newer = SETTINGS.model_copy(update={"drain_seconds": 21})
+
+    plan = reconcile(world.observe(), newer)
+    world.happen("its owner suspends it", "it settles", "its owner resumes it")
+    resumed = reconcile(world.observe(), newer)
+
+    assert not any(told_by(action) for action in plan.actions)
+    [told] = filter(None, map(told_by, resumed.actions))
+    assert told["timings"]["drain_seconds"] == newer.drain_seconds
+
+
+def told_by(action: Action) -> dict[str, Any] | None:
+    """Return what an action tells the head."""
+    if isinstance(action, Apply) and action.manifest["kind"] == "ConfigMap":
+        told: dict[str, Any] = json.loads(action.manifest["data"]["head.json"])
+        return told
+    return None
+
+
+def test_what_has_not_begun_is_changed_at_once() -> None:
+    world = a_world("workers", "the operator looks")
+
+    world.happen("its owner wants one trainer", "the operator looks")
+
+    [trainers, _] = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
+    assert trainers["replicas"] == 1
+    assert accepted(world)[1] == Reason.ACCEPTED
 
 
 def test_what_makes_no_pods_counts_at_once_and_is_no_change_that_waits() -> None:

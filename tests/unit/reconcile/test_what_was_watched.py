@@ -298,10 +298,19 @@ def test_a_pod_that_failed_is_forgotten_once_another_is_ready_in_its_place(
     watched.note("Pod", a_trainer("next", age=-1))
     assert last_failure(watched) == "lost"
 
-    ready = a_trainer("next", age=-1, **READY)
-    watched.note("Pod", ready | {"metadata": ready["metadata"] | {"resourceVersion": "2"}})
+    for version, status in (("2", READY), ("3", {})):
+        pod = a_trainer("next", age=-1, **status)
+        watched.note("Pod", pod | {"metadata": pod["metadata"] | {"resourceVersion": version}})
 
-    assert last_failure(watched) is None
+        assert last_failure(watched) is None
+
+
+def test_pods_that_end_after_their_session_are_not_remembered(watched: Watched) -> None:
+    watched.note("TrainingSession", session(version=9), is_gone=True)
+
+    watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
+
+    assert watched._failures == {}
 
 
 def test_a_failure_goes_with_its_raycluster_and_with_its_session(watched: Watched) -> None:

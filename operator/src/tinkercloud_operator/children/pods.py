@@ -111,6 +111,8 @@ class Build:
     names: Names
     shape: Shape
     settings: Settings
+    head_config: str | None = None
+    """What the head of pods that are there was told; None: what follows from the rest."""
 
 
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:

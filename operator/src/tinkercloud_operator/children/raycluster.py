@@ -20,6 +20,7 @@ from tinkercloud_operator.children.pods import (
     pod_template,
     probe,
 )
+from tinkercloud_operator.children.surroundings import head_json
 from tinkercloud_operator.observed import Manifest
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import RAY_NODE, Shape
@@ -72,7 +73,10 @@ def ray_cluster(build: Build) -> Json:
         "metadata": {
             "name": build.names.ray_cluster,
             "labels": {labels.QUEUE_LABEL: queue} if queue is not None else {},
-            "annotations": {labels.STARTED_WITH: record(build.shape)},
+            "annotations": {
+                labels.STARTED_WITH: record(build.shape),
+                labels.HEAD_CONFIG: head_json(build),
+            },
         },
         "spec": {
             "rayVersion": build.settings.ray_version,

@@ -100,14 +100,18 @@ def _trainer_config(shape: Shape) -> TrainerConfig:
     )
 
 
+def head_json(build: Build) -> str:
+    """Return the head's configuration as it reads it."""
+    return build.head_config or head_config(build).model_dump_json(exclude_defaults=True)
+
+
 def config_map(build: Build) -> Json:
     """Return the ConfigMap with the head's configuration."""
-    config = head_config(build)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": build.names.head_config},
-        "data": {"head.json": config.model_dump_json(exclude_defaults=True)},
+        "data": {"head.json": head_json(build)},
     }
 
 
