@@ -10,13 +10,19 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import urlsplit
 
+import obstore
 import pytest
+from obstore.exceptions import PreconditionError
+from obstore.store import ObjectStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_worker import fetch_model
+from tinkercloud_worker.checkpoints.store import open_store
 
 SOURCE = "hub:acme/tiny"
 CLUTTER = ("pytorch_model.bin", "modeling_acme.py", "consolidated.safetensors", "onnx/model.json")
@@ -186,6 +192,37 @@ def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
     ]
     assert not {path.name for path in folder.iterdir()} & {*CLUTTER, "onnx"}
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def test_a_large_file_comes_in_chunks_of_the_file_it_was_when_it_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, content = tmp_path / "kept", bytes(range(256)) * 10
+    kept.mkdir()
+    for name in ("large.json", "replaced.json"):
+        (kept / name).write_bytes(content)
+    (kept / "empty.json").touch()
+    store = open_store(kept.as_uri())
+    found = {file["path"]: file for batch in obstore.list(store) for file in batch}
+    (kept / "replaced.json").write_bytes(content[::-1])
+    asked: list[tuple[int, int]] = []
+    get = obstore.get
+
+    def noted(store: ObjectStore, path: str, *, options: Any) -> object:
+        asked.append(options["range"])
+        return get(store, path, options=options)
+
+    monkeypatch.setattr(obstore, "get", noted)
+    monkeypatch.setattr(fetch_model, "_CHUNK_BYTES", 1000)
+    fetch_model._copy(store, found["large.json"], tmp_path)
+    fetch_model._copy(store, found["empty.json"], tmp_path)
+
+    assert (tmp_path / "large.json").read_bytes() == content
+    assert (tmp_path / "empty.json").read_bytes() == b""
+    assert asked == [(0, 1000), (1000, 2000), (2000, 2560)]
+    with pytest.raises(PreconditionError):
+        fetch_model._copy(store, found["replaced.json"], tmp_path)
+    assert not (tmp_path / "replaced.json").exists()
 
 
 def test_what_describes_a_model_is_fetched_without_its_weights(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import obstore
 from huggingface_hub import snapshot_download
@@ -26,6 +27,9 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
 from tinkercloud_worker.checkpoints.store import open_store
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
 
 WEIGHTS = "*.safetensors"
 DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -38,7 +42,8 @@ _STORES = ("s3://", "gs://", "az://")
 _HUB = "hub:"
 _INDEX = "model.safetensors.index.json"
 _PARALLEL_FILES = 4
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 32 << 20
+"""Of a file that are asked for at once: a request has half a minute."""
 
 
 class FetchFailed(Exception):
@@ -96,12 +101,12 @@ def _from_hub(model_id: str, folder: Path, wanted: Sequence[str]) -> None:
 
 
 def _from_store(store: ObjectStore, folder: Path, wanted: Sequence[str]) -> None:
-    sizes = {meta["path"]: meta["size"] for batch in obstore.list(store) for meta in batch}
+    files = [file for batch in obstore.list(store) for file in batch]
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         copies = [
-            pool.submit(_copy, store, name, folder, size)
-            for name, size in sizes.items()
-            if _matches(name, wanted) and not _matches(name, UNWANTED)
+            pool.submit(_copy, store, file, folder)
+            for file in files
+            if _matches(file["path"], wanted) and not _matches(file["path"], UNWANTED)
         ]
         for copy in copies:
             copy.result()
@@ -111,17 +116,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _copy(store: ObjectStore, name: str, folder: Path, size: int) -> None:
+def _copy(store: ObjectStore, file: "ObjectMeta", folder: Path) -> None:
     """Copy one file, a chunk at a time; one that was copied before is known by its size."""
+    name, size = file["path"], file["size"]
     target = folder / name
     if target.exists() and target.stat().st_size == size:
         return
     scratch = folder / f".{name}"
-    with scratch.open("wb") as file:
-        for chunk in obstore.get(store, name).stream(min_chunk_size=_CHUNK_BYTES):
-            file.write(chunk)
-    if scratch.stat().st_size != size:
-        raise OSError(f"{name} has {size} bytes, of which {scratch.stat().st_size} came")
+    with scratch.open("wb") as written:
+        for start in range(0, size, _CHUNK_BYTES):
+            span = start, min(start + _CHUNK_BYTES, size)
+            # Of one file, even if another takes its place meanwhile.
+            answer = obstore.get(store, name, options={"range": span, "if_match": file["e_tag"]})
+            written.write(answer.bytes())
     scratch.rename(target)
 
 
