@@ -71,6 +71,20 @@ async def test_the_least_recently_used_weights_go_and_who_samples_from_them_is_t
         await head.backend.sampler.export("s:sample:2")
 
 
+async def test_what_is_sampled_from_at_every_step_outlives_what_was_published_at_each(
+    tmp_path: Path, adapter: WeightsSnapshot
+) -> None:
+    limits = Limits(max_snapshot_bytes=2 * adapter.size_bytes)
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
+        await head.begin()
+        await publish(head, 1)
+        for step in (2, 3, 4):
+            await publish(head, step)
+            assert await head.drawn(step, 0) == await head.drawn(1, step)
+
+        assert "were let go" in (await refused(head, 3, 1))["error"]
+
+
 async def test_weights_that_are_being_sampled_from_stay(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask engines with requests all the time, and lose them when they give no answer once."""
     monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 0.01)
     monkeypatch.setattr(client_of_engine, "_HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 0.0)
     monkeypatch.setattr(client_of_engine, "_RECOVERY_SECONDS", 0.01)
 
 
@@ -133,10 +134,11 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
 
 
 @pytest.mark.usefixtures("_counters", "_impatient")
-async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung(
-    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung_however_late(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = fakes[0]
+    now, fake = 0.0, fakes[0]
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now))
     sampler = a_sampler([fake], tmp_path, colocated=True)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     async with hanging(fake) as was_asked:
@@ -144,6 +146,8 @@ async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung
         await was_asked.wait()
         training = sampler.training()
         entering = asyncio.create_task(training.__aenter__())
+        await asyncio.sleep(0)
+        now += 1000.0
         await until(lambda: counted(fake, "requests", state="running") == 0)
         assert not entering.done()
 
@@ -183,6 +187,37 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     async with fake.holding("/generate") as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
+        warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
+        await warm._engines[fake.url].recovered()
+        assert not asked.done()
+
+    assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
+    assert [drawn(fake), drawn(other)] == [before[0] + 1, before[1]]
+    await warm.close()
+
+
+async def test_an_engine_that_is_not_well_for_a_while_keeps_the_requests_it_has(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    warm: InferenceSampler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 600.0)
+    looks, check = 0, sglang.SglangDialect.check_health
+
+    async def busy(dialect: sglang.SglangDialect) -> None:
+        nonlocal looks
+        looks += 1
+        if looks < 4:
+            raise ServerUnreachable("it loads weights")
+        await check(dialect)
+
+    fake, other = in_order(fakes)
+    before = [drawn(fake), drawn(other)]
+    async with fake.holding("/generate") as was_asked:
+        asked = asyncio.create_task(warm.sample("one", REQUEST))
+        await was_asked.wait()
+        monkeypatch.setattr(sglang.SglangDialect, "check_health", busy)
         warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
         await warm._engines[fake.url].recovered()
         assert not asked.done()

@@ -105,6 +105,5 @@ async def test_a_machine_that_vanishes_breaks_its_connections_within_a_minute(
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     )
     assert silent + between * asked <= 60
-    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
     server.may_answer.set()
     await call

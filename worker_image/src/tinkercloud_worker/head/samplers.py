@@ -90,7 +90,8 @@ class Samplers:
         wanted = formats.files_of_weights(manifest)
         manifest, files = await store.read(manifest.path, wanted)
         weights = await asyncio.to_thread(formats.decode_weights, manifest, files)
-        await self._publish(name, version, weights)
+        await self._backend.sampler.publish(version, weights)
+        self._kept.add(name, weights.size_bytes)
         return version
 
     def _new_version(self, whose: str) -> str:
@@ -102,7 +103,9 @@ class Samplers:
     ) -> None:
         """Make a session that keeps these weights of a model."""
         name = str(session_id)
-        await self._publish(name, name, weights)
+        await self._backend.sampler.publish(name, weights)
+        self._kept.add(name, weights.size_bytes)
+        # Only now may the model's latest before go, and what is used more often stay.
         self._snapshots[name] = str(model_id)
         await self._make_room()
 
@@ -116,21 +119,12 @@ class Samplers:
 
     async def _move_on(self, model: str, weights: WeightsSnapshot) -> None:
         version = self._new_version(model)
-        await self._publish(version, version, weights)
+        await self._backend.sampler.publish(version, weights)
+        self._kept.add(version, weights.size_bytes)
         previous, self._inflight[model] = self._inflight.get(model), version
         if previous is not None:
             await self._retire(previous, previous)
-
-    async def _publish(self, name: str, version: str, weights: WeightsSnapshot) -> None:
-        """Publish what is kept by a name, once there is room for it."""
-        self._kept.add(name, weights.size_bytes)
-        try:
-            with self._kept.used(name):
-                await self._make_room()
-                await self._backend.sampler.publish(version, weights)
-        except BaseException:
-            self._kept.remove(name)
-            raise
+        await self._make_room()
 
     async def _make_room(self) -> None:
         """Let go of what was used the longest ago, one after another, until the rest fits."""
@@ -203,7 +197,9 @@ class Samplers:
         # A store or a server that was away a moment ago may be there by now.
         if load is None or (load.done() and load.exception() is not None):
             self._begin_load(name)
-        return await asyncio.shield(self._loads[name])
+        version = await asyncio.shield(self._loads[name])
+        await self._make_room()
+        return version
 
     def _why_unknown(self, name: str) -> str:
         if name not in self._let_go:

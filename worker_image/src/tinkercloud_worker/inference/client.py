@@ -28,11 +28,9 @@ _KEEPALIVE = {
     "TCP_KEEPALIVE": 30,
     "TCP_KEEPINTVL": 10,
     "TCP_KEEPCNT": 3,
-    # In milliseconds. What has been sent to a machine that is gone is sent again for a quarter of
-    # an hour otherwise, without keepalive.
-    "TCP_USER_TIMEOUT": 60_000,
 }
-"""Break connections within a minute of silence from a machine; systems lack some of these."""
+"""Break connections on which an answer is awaited within a minute of silence from a machine;
+systems lack some of these."""
 _WORDS = 500
 """Characters of a server's message that are passed on."""
 

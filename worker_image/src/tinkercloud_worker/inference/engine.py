@@ -33,6 +33,9 @@ _SILENT_SECONDS = 60.0
 """
 _HUNG_SECONDS = 300.0
 """That a server with requests may not be well: SGLang's own watchdog gives one batch as long."""
+_UNWELL_SECONDS = 60.0
+"""That a lost server may not be well before all its requests are given up. SGLang says that it is
+not while it does nothing but load weights, or read a long prompt."""
 _PROBED_TOKENS = 16
 _TOLERANCE = 0.25
 """Mean difference of logprobs that rounding can explain, and another temperature can't."""
@@ -139,7 +142,7 @@ class Engine:
     def look_after(self, error: ServerUnreachable) -> None:
         """Wait for the server to come back; until then it is not up.
 
-        Its other requests are given up if it does not say at once that it is well.
+        Its other requests are given up if it does not say within a minute that it is well.
         """
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
@@ -223,13 +226,15 @@ class Engine:
         log.info("inference server", url=self.url, logprob_error=round(error, 6))
 
     async def _recover(self) -> None:
+        lost = _now()
         while True:
             await asyncio.sleep(_RECOVERY_SECONDS)
             try:
                 await self.dialect.check_health()
             except ServerError as error:
                 # Connections to a machine that is gone, or to a process that hangs, stay open.
-                self.dialect.client.give_up(f"{self.url} is lost: {error.message}")
+                if _now() - lost > _UNWELL_SECONDS:
+                    self.dialect.client.give_up(f"{self.url} is lost: {error.message}")
                 continue
             log.info("an inference server is back", url=self.url)
             self._recovery = None

@@ -177,18 +177,17 @@ class InferenceSampler:
         Raises:
             ServerError: one does not come back in time, or does not give its memory away.
         """
-        deadline = time.monotonic() + self._config.inference.recovery_seconds
         async with AsyncExitStack() as stack:
             for url, control in self._controls.items():
-                turn = await self._training_turn(self._engines[url], control, deadline)
+                turn = await self._training_turn(self._engines[url], control)
                 stack.push_async_exit(turn)
             yield
 
     async def _training_turn(
-        self, engine: Engine, control: SglangControl, deadline: float
+        self, engine: Engine, control: SglangControl
     ) -> AbstractAsyncContextManager[None]:
         """Return a turn that has been entered, to be left by who gets it."""
-        while True:
+        for attempt in range(1, _ATTEMPTS + 1):
             control.look_again()
             turn = control.turns.of(TRAINING)
             try:
@@ -196,13 +195,16 @@ class InferenceSampler:
             except ServerUnreachable as error:
                 engine.look_after(error)
                 control.lost()
-                await self._recovered(engine, deadline)
+                if attempt == _ATTEMPTS:
+                    raise
+                await self._recovered(engine)
             else:
                 return turn
+        raise AssertionError("the last attempt returns or raises")
 
-    async def _recovered(self, engine: Engine, deadline: float) -> None:
+    async def _recovered(self, engine: Engine) -> None:
         try:
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+            async with asyncio.timeout(self._config.inference.recovery_seconds):
                 await engine.recovered()
         except TimeoutError:
             raise ServerUnreachable(
