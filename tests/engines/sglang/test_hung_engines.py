@@ -176,28 +176,13 @@ async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
     await warm.close()
 
 
-async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_well(
-    engine: Engine, fakes: list[FakeSglang], warm: InferenceSampler
-) -> None:
-    fake, other = in_order(fakes)
-    before = [drawn(fake), drawn(other)]
-    async with fake.holding("/generate") as was_asked:
-        asked = asyncio.create_task(warm.sample("one", REQUEST))
-        await was_asked.wait()
-        warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
-        await warm._engines[fake.url].recovered()
-        assert not asked.done()
-
-    assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
-    assert [drawn(fake), drawn(other)] == [before[0] + 1, before[1]]
-    await warm.close()
-
-
-async def test_an_engine_that_is_not_well_for_a_while_keeps_the_requests_it_has(
+@pytest.mark.parametrize("unwell", [0, 3], ids=["well", "not well for a while"])
+async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_soon_well(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
+    unwell: int,
 ) -> None:
     monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 600.0)
     looks, check = 0, sglang.SglangDialect.check_health
@@ -205,7 +190,7 @@ async def test_an_engine_that_is_not_well_for_a_while_keeps_the_requests_it_has(
     async def busy(dialect: sglang.SglangDialect) -> None:
         nonlocal looks
         looks += 1
-        if looks < 4:
+        if looks <= unwell:
             raise ServerUnreachable("it loads weights")
         await check(dialect)
 
