@@ -9,7 +9,7 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import KwokNodes
+from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
 from tinkercloud_testing.cluster.operators import (
     RunningOperator,
     an_operator,
@@ -323,6 +323,27 @@ def test_a_pod_no_node_could_hold_never_fits(sessions: Sessions, kwok: KwokNodes
     sessions.wait_for("huge", "condition=Stalled")
 
     assert sessions.reason("huge") == "NeverFits"
+
+
+def test_a_session_waits_for_nodes_of_a_kind_that_is_not_there_yet(
+    sessions: Sessions, kwok: KwokNodes
+) -> None:
+    later = {**PLACEMENT, "nodeSelector": {"pool": "later"}}
+    trainer = {"replicas": 1, "gpusPerReplica": 4, "backend": "megatron"}
+    sessions.cluster.apply(
+        a_base_model(
+            sessions.namespace, "later", modelName="Later/Model", trainer=trainer, placement=later
+        )
+    )
+
+    sessions.make("later", baseModel="Later/Model")
+    sessions.wait_for_reason("later", "Unschedulable")
+
+    assert sessions.condition("later", "Stalled")["status"] == "False"
+    assert "match the BaseModel's placement" in sessions.condition("later", "Ready")["message"]
+    kwok.add("operator-later", gpus=8, labels={"pool": "later"})
+    sessions.wait_for("later", "condition=Ready")
+    kwok.remove("operator-later")
 
 
 def test_a_session_that_waits_for_gpus_is_busy_and_not_stalled(

@@ -26,6 +26,9 @@ _CONFIG = "config.json"
 _HEAD_IMAGE = "tinkercloud-worker"
 _MODELS_CLAIM = "models"
 _PACKAGE = "tinkercloud-api"
+_FOR_GPUS = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+"""The usual taint of nodes with GPUs, accepted: engines that share GPUs with trainers claim them as
+devices, and Kubernetes adds this to pods that ask for GPUs only, and not in every cluster."""
 
 
 class CannotPlan(Exception):
@@ -124,6 +127,7 @@ def base_model(plan: Plan, model: str) -> dict[str, Any]:
             "source": source,
             **spec,
             "head": {"image": f"{_HEAD_IMAGE}:{version(_PACKAGE)}", **spec["head"]},
+            "placement": {"tolerations": [_FOR_GPUS]},
         },
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
-from tinkercloud_operator.fits import never_fits
+from tinkercloud_operator.fits import never_fits, without_kin
 from tinkercloud_operator.lifetime import Decision, Wanted
 from tinkercloud_operator.observed import Manifest, Observed
 from tinkercloud_operator.quantities import parse_quantity
@@ -165,14 +165,22 @@ def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:
         if pod.trouble is None:
             continue
         if pod.trouble.reason is Reason.UNSCHEDULABLE:
-            reason = None
-            if isinstance(shape, Shape) and observed.nodes is not None:
-                reason = never_fits(shape, observed.nodes)
-            if reason is not None:
-                return Finding(is_reached=False, reason=Reason.NEVER_FITS, message=reason)
+            return _without_room(observed, shape, pod.name, pod.trouble.message)
         message = f"pod {pod.name}: {pod.trouble.message}"
         return Finding(is_reached=False, reason=pod.trouble.reason, message=message)
     return None
+
+
+def _without_room(observed: Observed, shape: Shape | Refusal, pod: str, told: str) -> Finding:
+    """Return what it means that the scheduler has no node for a pod."""
+    missing = None
+    if isinstance(shape, Shape) and observed.nodes is not None:
+        never = never_fits(shape, observed.nodes)
+        if never is not None:
+            return Finding(is_reached=False, reason=Reason.NEVER_FITS, message=never)
+        missing = without_kin(shape, observed.nodes)
+    message = "; ".join(part for part in (f"pod {pod}: {told}", missing) if part is not None)
+    return Finding(is_reached=False, reason=Reason.UNSCHEDULABLE, message=message)
 
 
 _QUOTA = re.compile(r"requested: ([^ ]+), used: ([^ ]+), limited: ([^ ]+)")

@@ -1,30 +1,78 @@
-"""Whether a pod could ever run: on some node of the cluster, if it were empty."""
+"""Whether a pod could ever run: on some node of the cluster, if it were empty.
+
+Nodes may be made on demand. So a node tells what those of its kind can hold, and nothing is said of
+kinds of which there is none: a pool of GPU nodes that shrinks to nothing is made again for a pod
+that waits.
+"""
 
 from collections.abc import Mapping, Sequence
 
 from tinkercloud_crds.shapes import NodeRequirement, Placement, Toleration
+from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.observed import Node
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import PodRequest, Shape
 
 _PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Kubernetes' own: a node that is cordoned, starting or lost will hold pods again."""
+_OF_KARPENTER = "karpenter.sh/nodepool"
+"""Label of nodes that Karpenter makes, of whatever size a pod needs."""
+_FOR_GPUS = Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule")
+"""What the admission plugin ExtendedResourceToleration adds to pods that ask for GPUs. Whether it
+is on can't be seen; where it is not, such a pod is not said never to fit."""
 
 
 def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
-    """Return why a pod of a session could not run on any node even if all were empty; or None."""
-    allowed = [node for node in nodes if _admits(node, shape.placement)]
-    for request in shape.pods:
-        if any(_holds(node, request) for node in allowed):
+    """Return why a pod of a session could not run on any node even if all were empty; or None.
+
+    None also where that can't be told: nodes of a kind that a pod wants are not there, or not
+    known, since nodes don't count GPUs that are claimed as devices.
+    """
+    if shape.devices is not None or any(_OF_KARPENTER in node.labels for node in nodes):
+        return None
+    kin = [(request, _of_kind(nodes, request, shape.placement)) for request in shape.pods]
+    if not all(found for _, found in kin):
+        return None
+    for request, found in kin:
+        if any(_holds(node, request) for node in found):
             continue
-        wanted = request.resources
-        gpus = f", {request.gpus} GPUs" if request.gpus else ""
         return (
-            f"no node could ever hold a {request.component} pod (cpu {wanted.cpu}, memory"
-            f" {wanted.memory}{gpus}): {len(allowed)} of {len(nodes)} nodes match the BaseModel's"
-            " placement, and none of those is large enough"
+            f"no node could ever hold a {_described(request)}: {len(found)} of {len(nodes)} nodes"
+            f" {_wanted_of_nodes(request)}, and none of those is large enough"
         )
     return None
+
+
+def without_kin(shape: Shape, nodes: Sequence[Node]) -> str | None:
+    """Return which pod of a session wants nodes of a kind of which there is none now; or None."""
+    for request in shape.pods:
+        if not _of_kind(nodes, request, shape.placement):
+            return (
+                f"none of the {len(nodes)} nodes there are now"
+                f" {_wanted_of_nodes(request)}, as a {_described(request)} needs; it waits for one"
+            )
+    return None
+
+
+def _described(request: PodRequest) -> str:
+    wanted = request.resources
+    gpus = f", {request.gpus} GPUs" if request.gpus else ""
+    return f"{request.component} pod (cpu {wanted.cpu}, memory {wanted.memory}{gpus})"
+
+
+def _wanted_of_nodes(request: PodRequest) -> str:
+    return f"match the BaseModel's placement{' and have GPUs' if request.gpus else ''}"
+
+
+def _of_kind(nodes: Sequence[Node], request: PodRequest, placement: Placement) -> list[Node]:
+    """Return the nodes that take such a pod, and have what it asks for, however much."""
+    added = [_FOR_GPUS] if request.gpus else []
+    return [
+        node
+        for node in nodes
+        if _admits(node, placement, [*placement.tolerations, *added])
+        and (node.gpus or not request.gpus)
+    ]
 
 
 def _holds(node: Node, request: PodRequest) -> bool:
@@ -35,12 +83,12 @@ def _holds(node: Node, request: PodRequest) -> bool:
     )
 
 
-def _admits(node: Node, placement: Placement) -> bool:
+def _admits(node: Node, placement: Placement, tolerations: Sequence[Toleration]) -> bool:
     return (
         all(node.labels.get(key) == value for key, value in placement.node_selector.items())
         and all(_meets(node, requirement) for requirement in placement.node_affinity)
         and all(
-            any(_tolerates(toleration, taint) for toleration in placement.tolerations)
+            any(_tolerates(toleration, taint) for toleration in tolerations)
             for taint in node.taints
             if taint.get("effect") in {"NoSchedule", "NoExecute"}
             and not taint.get("key", "").startswith(_PASSING_TAINTS)

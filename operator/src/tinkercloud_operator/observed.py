@@ -101,7 +101,7 @@ class Observed:
     """The last one that was ended for good; None once another is ready in its place. KubeRay
     deletes it at once."""
     nodes: tuple[Node, ...] | None
-    """All nodes; None if the operator may not see them, or if nodes come and go."""
+    """All nodes; None if the operator may not see them, or is not to judge them."""
     has_kuberay: bool
     """Whether the cluster knows RayClusters."""
     has_device_claims: bool

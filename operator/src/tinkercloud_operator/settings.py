@@ -72,8 +72,9 @@ class Settings(BaseSettings):
     last_checkpoint_seconds: Annotated[int, Field(ge=0)] = 60
     """How long the deletion of a session waits for its last checkpoint."""
     judges_nodes: bool = True
-    """Whether a pod that no existing node could hold is said never to fit. Switch it off where
-    nodes are made on demand; it needs the right to list nodes, without which it does nothing."""
+    """Whether a pod is said never to fit if all nodes of the kind it wants are too small. Switch it
+    off where larger ones are made on demand; where Karpenter makes nodes it is off. It needs the
+    right to list nodes, without which it does nothing."""
     kueue_groups: Annotated[int, Field(ge=3)] = 18
     """Groups of pods that the cluster's Kueue takes in one workload: 18 as of release 0.19, 8 in
     older ones. Head and trainers are a group each, and so is every engine."""

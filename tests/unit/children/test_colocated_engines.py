@@ -234,9 +234,9 @@ def test_devices_are_in_no_node_s_list_and_so_no_reason_why_a_pod_could_never_ru
     build = a_build(OFFERED)
 
     assert never_fits(build.shape, [a_node(gpus=0)]) is None
-    assert never_fits(a_build(a_base_model(trainer=TRAINERS)).shape, [a_node(gpus=0)]) is not None
+    # Nodes with such GPUs may be yet to come, and larger.
     large = a_build_with({"resources": {"cpu": "128"}})
-    assert "no node could ever hold a trainer pod" in str(never_fits(large.shape, [a_node(0)]))
+    assert never_fits(large.shape, [a_node(gpus=0)]) is None
 
 
 def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:

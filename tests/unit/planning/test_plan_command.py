@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
@@ -29,6 +30,7 @@ CONFIGS: dict[str, Any] = {
     ).items()
 }
 PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
 NO_HUB = "http://127.0.0.1:9"
 
 
@@ -121,6 +123,18 @@ def test_json_is_a_base_model_whose_sessions_train_and_sample_as_planned(qwen3_8
     build = a_build(spec, a_session(baseModel=spec.model_name))
     assert len(sampler_config(build).inference.urls) == sampler.replicas
     assert not build.shape.head_computes
+
+
+@pytest.mark.parametrize("gpus", ["8xH100", "1xB200"])
+def test_a_planned_base_model_accepts_the_taint_of_gpu_nodes_as_the_examples_do(
+    gpus: str, qwen3_8b: str
+) -> None:
+    example = yaml.safe_load((EXAMPLES / "qwen3-8b-one-node.yaml").read_text())
+
+    manifest = planned(qwen3_8b, "--gpus", gpus, "--sequence-length", "8192")
+
+    assert manifest["spec"]["placement"] == example["spec"]["placement"]
+    assert BaseModelSpec.model_validate(manifest["spec"]).placement.tolerations
 
 
 def test_a_model_that_megatron_refuses_is_planned_for_the_torch_trainer_with_the_reason(

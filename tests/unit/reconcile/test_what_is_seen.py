@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_operator import seen
-from tinkercloud_operator.fits import never_fits
+from tinkercloud_operator.fits import never_fits, without_kin
 from tinkercloud_operator.observed import ChildKey, Node, Pod, Trouble
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.reconcile import reconcile
@@ -232,6 +232,11 @@ def why_never(node: Node, **placement: Any) -> str | None:
     return never_fits(shape, [node])
 
 
+def what_is_missing(node: Node, **placement: Any) -> str | None:
+    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).shape
+    return without_kin(shape, [node])
+
+
 REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
 
 
@@ -255,44 +260,91 @@ REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
 )
 def test_a_pod_fits_where_a_node_could_hold_it(node: Node, placement: Json) -> None:
     assert why_never(node, **placement) is None
+    assert what_is_missing(node, **placement) is None
+
+
+@pytest.mark.parametrize("node", [a_node(gpus=3), a_node(cpu=0.5), a_node(memory=2.0**30)])
+def test_a_pod_that_no_node_of_its_kind_could_hold_never_fits(node: Node) -> None:
+    reason = why_never(node)
+
+    assert reason is not None
+    assert "no node could ever hold" in reason
 
 
 @pytest.mark.parametrize(
     ("node", "placement"),
     [
-        (a_node(gpus=3), {}),
-        (a_node(cpu=0.5), {}),
-        (a_node(memory=2.0**30), {}),
-        (a_node(), {"nodeSelector": {"pool": "cpu"}}),
+        (a_node(gpus=0), {}),
+        (a_node(cpu=0.5), {"nodeSelector": {"pool": "cpu"}}),
         (a_node(), {"nodeAffinity": [{**REQUIREMENT, "operator": "NotIn"}]}),
         (a_node(), {"nodeAffinity": [{"key": "pool", "operator": "DoesNotExist"}]}),
         (a_node(), {"nodeAffinity": [{"key": "zone", "operator": "Exists"}]}),
-        (a_node(taints=(TAINT,)), {}),
+        (a_node(taints=({**TAINT, "key": "team"},)), {}),
         (a_node(taints=(TAINT,)), {"tolerations": [{"key": "nvidia.com/gpu", "value": "x"}]}),
         (
-            a_node(taints=(TAINT,)),
+            a_node(taints=({**TAINT, "key": "team"},)),
             {"tolerations": [{"operator": "Exists", "effect": "NoExecute"}]},
         ),
     ],
 )
-def test_a_pod_that_no_node_could_hold_never_fits(node: Node, placement: Json) -> None:
-    reason = why_never(node, **placement)
+def test_a_pod_waits_for_nodes_of_a_kind_that_is_not_there_now(node: Node, placement: Json) -> None:
+    assert why_never(node, **placement) is None
+    missing = what_is_missing(node, **placement)
+    assert missing is not None
+    assert "none of the 1 nodes there are now" in missing
 
-    assert reason is not None
-    assert "no node could ever hold" in reason
+
+def test_a_head_too_large_for_the_nodes_there_are_waits_too_while_gpu_nodes_are_to_come() -> None:
+    # They may be larger.
+    assert why_never(a_node(gpus=0, cpu=0.5)) is None
+
+
+def test_nodes_of_other_sizes_may_come_where_karpenter_makes_them() -> None:
+    small = a_node(gpus=3, labels={"pool": "gpu", "karpenter.sh/nodepool": "default"})
+
+    assert why_never(small) is None
+
+
+BESIDE_GPUS = a_node(gpus=0)
+"""Where a head, which tolerates nothing, can be."""
+
+
+def test_kubernetes_lets_pods_that_ask_for_gpus_on_nodes_that_keep_others_off() -> None:
+    shape = a_build(a_base_model(trainer=TRAINERS)).shape
+    too_small, large_enough = (a_node(gpus=gpus, taints=(TAINT,)) for gpus in (3, 4))
+
+    assert without_kin(shape, [BESIDE_GPUS, large_enough]) is None
+    assert never_fits(shape, [BESIDE_GPUS, large_enough]) is None
+    assert "no node could ever hold a trainer pod" in str(
+        never_fits(shape, [BESIDE_GPUS, too_small])
+    )
+
+
+@pytest.mark.parametrize("taint", [{"key": "team"}, {"effect": "NoExecute"}])
+def test_kubernetes_adds_no_other_toleration(taint: Json) -> None:
+    shape = a_build(a_base_model(trainer=TRAINERS)).shape
+    node = a_node(taints=({**TAINT, **taint},))
+
+    assert "a trainer pod (cpu 1, memory 4Gi, 4 GPUs) needs" in str(
+        without_kin(shape, [BESIDE_GPUS, node])
+    )
 
 
 CLUSTER = ChildKey("RayCluster", "one")
 
 
 def ready_reason(**fields: Any) -> str:
+    return ready_condition(**fields).reason
+
+
+def ready_condition(**fields: Any) -> Condition:
     cluster: Json = {"metadata": {"name": "one"}, "spec": {}, "status": fields.pop("cluster", {})}
     base_model = a_base_model(trainer=TRAINERS)
     session = observed(base_model=base_model, children={CLUSTER: cluster}, **fields)
     status = reconcile(session, Settings()).status
     ready = find(status.conditions, ConditionType.READY) if status is not None else None
     assert ready is not None
-    return ready.reason
+    return ready
 
 
 WITHOUT_ROOM = a_pod(
@@ -305,15 +357,26 @@ WITHOUT_ROOM = a_pod(
     [
         (None, Reason.UNSCHEDULABLE),
         ((a_node(),), Reason.UNSCHEDULABLE),
-        ((a_node(gpus=0),), Reason.NEVER_FITS),
-        ((), Reason.NEVER_FITS),
+        ((a_node(gpus=3),), Reason.NEVER_FITS),
+        ((a_node(gpus=0),), Reason.UNSCHEDULABLE),
+        ((), Reason.UNSCHEDULABLE),
     ],
-    ids=["nodes unknown", "taken", "none large enough", "none at all"],
+    ids=["nodes unknown", "taken", "none large enough", "none with GPUs", "none at all"],
 )
 def test_waiting_for_room_differs_from_never_fitting(
     nodes: tuple[Node, ...] | None, reason: Reason
 ) -> None:
     assert ready_reason(pods=(WITHOUT_ROOM,), nodes=nodes) == reason
+
+
+def test_a_session_says_that_no_node_of_a_kind_it_wants_is_there() -> None:
+    ready = ready_condition(pods=(WITHOUT_ROOM,), nodes=(a_node(gpus=0),))
+
+    assert ready.message == (
+        "pod one-trainer: 0/1 nodes; none of the 1 nodes there are now match the BaseModel's"
+        " placement and have GPUs, as a trainer pod (cpu 1, memory 4Gi, 4 GPUs) needs; it waits for"
+        " one"
+    )
 
 
 @pytest.mark.parametrize(
