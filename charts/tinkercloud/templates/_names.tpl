@@ -52,6 +52,11 @@
 {{- toYaml (merge (include "tinkercloud.selector" . | fromYaml) $ours $root.Values.commonLabels) -}}
 {{- end -}}
 
+{{/* Labels of a pod that is given more of them: (list . "api" .Values...podLabels). */}}
+{{- define "tinkercloud.podLabels" -}}
+{{- toYaml (merge (include "tinkercloud.labels" . | fromYaml) (index . 2)) -}}
+{{- end -}}
+
 {{/* Labels of an object that others find by labels of theirs, which win: (list . "api" .Values...labels). */}}
 {{- define "tinkercloud.foundLabels" -}}
 {{- toYaml (merge (deepCopy (index . 2)) (include "tinkercloud.labels" . | fromYaml)) -}}

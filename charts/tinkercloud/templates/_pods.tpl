@@ -129,11 +129,14 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Egress rules that API server and operator share: names, and the Kubernetes API server, which no label finds. */}}
+{{/* Egress rules that API server and operator share: names, and the Kubernetes API server, which no label finds.
+     OpenShift's DNS pods listen at 5353, and its network judges what is sent to a Service by the pod that it reaches. */}}
 {{- define "tinkercloud.commonEgress" -}}
 - ports:
-    - { protocol: UDP, port: 53 }
-    - { protocol: TCP, port: 53 }
+    {{- range list 53 5353 }}
+    - { protocol: UDP, port: {{ . }} }
+    - { protocol: TCP, port: {{ . }} }
+    {{- end }}
 - ports:
     {{- range .Values.networkPolicy.kubernetesPorts }}
     - { protocol: TCP, port: {{ . }} }

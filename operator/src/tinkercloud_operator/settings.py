@@ -50,6 +50,8 @@ class Settings(BaseSettings):
     """Secret whose entries become environment variables of every head: the store's credentials."""
     service_account: str = "default"
     """Service account of session pods; its token is not mounted."""
+    pod_labels: dict[str, str] = {}
+    """Labels of session pods, beside our own and KubeRay's, which stay as they are."""
     image_pull_secrets: list[str] = []
     """Secrets to pull session images with."""
     run_as_user: int | None = 65532

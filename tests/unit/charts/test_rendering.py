@@ -291,6 +291,29 @@ def test_the_operator_and_its_session_pods_may_be_told_no_user() -> None:
     assert told["TINKERCLOUD_OPERATOR_RUN_AS_USER"] == "null"
 
 
+WORKLOAD_IDENTITY = "azure\\.workload\\.identity/use=true"
+
+
+def test_pods_of_the_api_server_are_labelled_as_a_cloud_wants_it_and_still_found() -> None:
+    ours = "apiServer.podLabels.app\\.kubernetes\\.io/component=theirs"
+    options = ("--set-string", f"apiServer.podLabels.{WORKLOAD_IDENTITY}", "--set", ours)
+
+    spec = one("Deployment", API, *options)["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+
+    assert labels["azure.workload.identity/use"] == "true"
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_operator_is_told_the_labels_of_session_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--set-string", f"sessions.podLabels.{WORKLOAD_IDENTITY}")
+    name = "TINKERCLOUD_OPERATOR_POD_LABELS"
+
+    monkeypatch.setenv(name, environment(one("Deployment", OPERATOR, *options))[name])
+
+    assert OperatorSettings().pod_labels == {"azure.workload.identity/use": "true"}
+
+
 @pytest.mark.parametrize(
     ("options", "image"),
     [

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.charts import CASES, CHART, NAMESPACE, objects, of_kind, one, pod_specs
+from tinkercloud_testing.charts import (
+    CASES,
+    CHART,
+    NAMESPACE,
+    environment,
+    objects,
+    of_kind,
+    one,
+    pod_specs,
+)
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
@@ -93,6 +102,47 @@ def test_roles_are_bound_to_accounts_that_exist_and_sessions_get_none(case: Path
     assert set(accounts) == {"api", "operator", "session"}
     assert {subject["name"] for subject in subjects} == {accounts["api"], accounts["operator"]}
     assert {subject["namespace"] for subject in subjects} == {NAMESPACE}
+
+
+ACCOUNTS = {"apiServer": "api", "operator": "operator", "sessions": "session"}
+each_account = pytest.mark.parametrize("field", ACCOUNTS)
+
+
+@each_account
+def test_an_account_that_exists_is_used_and_not_made(field: str) -> None:
+    account = f"{field}.serviceAccount"
+    options = ("--set", f"{account}.create=false,{account}.name=existing")
+
+    made = {each["metadata"]["name"] for each in of_kind("ServiceAccount", *options)}
+    bound = {
+        subject["name"] for each in of_kind("RoleBinding", *options) for subject in each["subjects"]
+    }
+    used = {spec.get("serviceAccountName") for _, spec in pod_specs(*options)}
+    told = environment(one("Deployment", OPERATOR, *options))
+
+    others = {f"tinker-tinkercloud-{name}" for key, name in ACCOUNTS.items() if key != field}
+    assert made == others
+    if field == "sessions":
+        assert told["TINKERCLOUD_OPERATOR_SERVICE_ACCOUNT"] == "existing"
+    else:
+        assert "existing" in bound
+        assert "existing" in used
+
+
+@pytest.mark.parametrize("name", [API, OPERATOR])
+def test_names_are_asked_for_at_the_port_of_the_service_and_at_that_of_openshifts_dns_pods(
+    name: str,
+) -> None:
+    dns = one("NetworkPolicy", name)["spec"]["egress"][0]
+
+    assert dns == {
+        "ports": [
+            {"protocol": "UDP", "port": 53},
+            {"protocol": "TCP", "port": 53},
+            {"protocol": "UDP", "port": 5353},
+            {"protocol": "TCP", "port": 5353},
+        ]
+    }
 
 
 @every_case

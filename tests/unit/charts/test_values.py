@@ -87,6 +87,15 @@ def test_a_value_nobody_reads_or_of_the_wrong_kind_is_refused(option: str, compl
         ("httpRoute.enabled=true", "httpRoute.parentRefs is empty"),
         ("apiServer.env.TINKERCLOUD_STATE_DIR=/x", "TINKERCLOUD_STATE_DIR is set by the chart"),
         ("operator.env.TINKERCLOUD_OPERATOR_NAMESPACE=x", "OPERATOR_NAMESPACE is set by the chart"),
+        (
+            "operator.serviceAccount.create=false",
+            "operator.serviceAccount.create is false, and no account is named",
+        ),
+        (
+            "sessions.serviceAccount.create=false,sessions.serviceAccount.name=mine"
+            ",sessions.serviceAccount.annotations.a=b",
+            "annotate mine yourself",
+        ),
         ("fullnameOverride=9-lives", 'named "9-lives", which no Service can be: set fullnameO'),
         ("fullnameOverride=My_App", 'named "My_App", which no Service can be: set fullnameO'),
         ("kuberay.enabled=true", "helm dependency build charts/tinkercloud/charts/kuberay"),

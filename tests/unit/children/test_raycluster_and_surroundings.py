@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
 from tinkercloud_operator.children import surroundings
 from tinkercloud_operator.children.pods import Build
@@ -227,6 +228,20 @@ def test_no_pod_of_a_session_may_be_evicted_for_convenience(build: Build, pods: 
     }
 
 
+@pytest.mark.parametrize("base_model", [WORKERS, ENGINE_PODS], ids=["workers", "engines"])
+def test_every_pod_has_the_platforms_labels_beside_ours(base_model: BaseModelSpec) -> None:
+    wanted = {"azure.workload.identity/use": "true", "tinkercloud.dev/session": "another"}
+
+    spec = ray_cluster(a_build(base_model, pod_labels=wanted))["spec"]
+
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    of_pods = [group["template"]["metadata"]["labels"] for group in groups]
+    assert len(of_pods) > 1
+    assert {each["azure.workload.identity/use"] for each in of_pods} == {"true"}
+    assert {each["tinkercloud.dev/session"] for each in of_pods} == {"one"}
+    assert of_pods[0]["tinkercloud.dev/component"] == "head"
+
+
 def test_the_service_leads_to_the_head_of_its_session_alone() -> None:
     service = surroundings.head_service(a_build())
 
@@ -247,7 +262,13 @@ def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
     policy = surroundings.network_policy(a_build(client_labels=clients))
 
     own = {"podSelector": {"matchLabels": {"tinkercloud.dev/session": "one"}}}
-    dns = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
+    # OpenShift's DNS pods listen at 5353.
+    dns = [
+        {"protocol": "UDP", "port": 53},
+        {"protocol": "TCP", "port": 53},
+        {"protocol": "UDP", "port": 5353},
+        {"protocol": "TCP", "port": 5353},
+    ]
     assert policy["spec"] == {
         **own,
         "policyTypes": ["Ingress", "Egress"],

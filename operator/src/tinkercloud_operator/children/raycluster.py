@@ -118,7 +118,7 @@ def _head(build: Build) -> Json:
         "livenessProbe": probe(_get("/healthz"), period=10, failures=6),
     }
     body["volumeMounts"] = [*body["volumeMounts"], *engines.head_mounts(build)]
-    template = pod_template(build, "head", body, head.resources)
+    template = _labelled(build, pod_template(build, "head", body, head.resources))
     template["spec"]["volumes"].extend(engines.volumes(build))
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
     # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
@@ -219,7 +219,7 @@ def _group(
         "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
         "lifecycle": OUTLIVE_HEAD,
     }
-    template = pod_template(build, component, body, worker.resources)
+    template = _labelled(build, pod_template(build, component, body, worker.resources))
     # KubeRay's shell would be deaf to SIGTERM as the first process.
     template["spec"]["shareProcessNamespace"] = True
     params = {"node-manager-port": str(_RAYLET_PORT), "num-cpus": str(ranks)}
@@ -230,6 +230,14 @@ def _group(
         "maxReplicas": worker.replicas,
         "rayStartParams": _RAY_PARAMS | params | _object_store(worker.resources),
         "template": template,
+    }
+
+
+def _labelled(build: Build, template: Json) -> Json:
+    """Return a pod's template with the platform's labels beside ours."""
+    metadata = template["metadata"]
+    return template | {
+        "metadata": metadata | {"labels": build.settings.pod_labels | metadata["labels"]}
     }
 
 

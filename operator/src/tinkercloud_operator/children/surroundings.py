@@ -30,7 +30,11 @@ _SNAPSHOT_SHARE = 0.5
 """Of the head's scratch space, what weights to sample from may have; half as much where the base
 model lies there too. The latest and what is in use stay beyond it, and new ones are being
 written."""
-_DNS_PORTS = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+_DNS_PORTS = [
+    {"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")
+]
+"""OpenShift's DNS pods listen at 5353, and its network (OVN) judges what is sent to a Service by
+the pod that it reaches."""
 
 
 def token_secret(build: Build) -> Json:
