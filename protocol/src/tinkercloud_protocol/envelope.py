@@ -2,8 +2,10 @@
 
 The API server forwards training bodies as bytes. Of a protobuf body it reads the first two fields
 (`model_id` = 1, `seq_id` = 2), which every serializer writes first; of a JSON body the value of
-one key. The head parses the whole and compares it with what the proxy routed by
-(`routes.TARGET_HEADER`), so a body that shows the proxy one id and the head another is refused.
+one key. Both formats let a field occur twice, and a whole parser takes the last one. The head
+parses the whole and compares it with what the proxy routed by (`routes.TARGET_HEADER`) and with
+what it peeked at itself (`TrainingEnvelope.check`), so a body that shows one reader one id and the
+next reader another is refused.
 
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """
@@ -26,6 +28,18 @@ class TrainingEnvelope:
 
     model_id: str
     seq_id: int
+
+    def check(self, model_id: str, seq_id: int) -> None:
+        """Check that a whole body is about what its beginning says.
+
+        Raises:
+            InvalidRequest: it names another model or number further on.
+        """
+        if (model_id, seq_id) != (self.model_id, self.seq_id):
+            raise InvalidRequest(
+                f"the body begins with model_id {self.model_id!r} and seq_id {self.seq_id}, but"
+                f" names {model_id!r} and {seq_id} further on: send each field once"
+            )
 
 
 def peek_training(prefix: bytes) -> TrainingEnvelope:

@@ -181,12 +181,13 @@ def densify(
     if len(shape) != 2:
         raise InvalidRequest(f"{where}: a sparse tensor needs a shape of two sizes")
     rows, columns = int(shape[0]), int(shape[1])
-    counts = np.diff(crow)
+    # Compared, not subtracted: differences of what a client sent may wrap round to any sum.
     sound = (
         crow.size == rows + 1
         and values.size == col.size
-        and (rows == 0 or (crow[0] == 0 and crow[-1] == col.size))
-        and bool(np.all(counts >= 0))
+        and crow[0] == 0
+        and crow[-1] == col.size
+        and bool(np.all(crow[1:] >= crow[:-1]))
         and bool(np.all((col >= 0) & (col < columns)))
     )
     if not sound:
@@ -195,7 +196,7 @@ def densify(
             " must rise from 0 to the number of values, col_indices lie within the columns"
         )
     dense = np.full((rows, columns), fill, dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), counts), col] = values
+    dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
     return dense
 
 

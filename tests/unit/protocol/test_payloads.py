@@ -1,6 +1,7 @@
 """The protobuf codec against the SDK's own converters, in both directions."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.payloads import (
     PromptScores,
     SampledSequence,
@@ -149,3 +151,26 @@ def test_cells_a_sparse_tensor_does_not_list_take_the_fill() -> None:
     )
 
     assert dense.tolist() == [[-1, -1, -1], [-1, 7, -1]]
+
+
+@pytest.mark.parametrize(
+    "crow",
+    [
+        # Differences of 64 bits that wrap round to counts of 2**62 and more.
+        [0, 2**62, 2**63 - 1, -(2**63), -(2**62), 1],
+        [0, 1, 0, 1, 1, 1],
+        [0, 2, 2, 2, 2, 1],
+        [0, -1, -1, 0, 0, 1],
+        [1, 1, 1, 1, 1, 1],
+        [0, 0, 0, 0, 0, 2],
+        [0, 1],
+        [],
+    ],
+)
+def test_row_indices_that_do_not_rise_from_zero_to_the_number_of_values_are_refused(
+    crow: list[int],
+) -> None:
+    one = np.zeros(1, np.int64)
+
+    with pytest.raises(InvalidRequest, match="crow_indices must rise"):
+        densify(one, np.array(crow, np.int64), one, shape=[5, 1000], where="x")

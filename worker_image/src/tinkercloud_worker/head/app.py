@@ -154,14 +154,14 @@ class HeadApp:
         try:
             body = await request.body(self._limits.max_body_bytes)
         except BodyTooLarge as error:
-            self._refuse_place(request.plain_prefix(envelope.PREFIX_BYTES), error)
+            self._refuse_place(request, error)
             raise
         place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
         self._check_target(request, place.model_id)
         if place.seq_id < 1:
             raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
         try:
-            decoded = await _off_loop(lambda body: requests.read(request.path, body), body)
+            decoded = await _off_loop(lambda body: requests.read_batch(body, place), body)
         except InvalidRequest as error:
             request_id = self._service.refuse(
                 place.model_id, place.seq_id, request.path, body, error
@@ -170,10 +170,12 @@ class HeadApp:
             request_id = self._service.submit(request.path, decoded, body)
         return Response(futures.promise(request_id, model_id=place.model_id))
 
-    def _refuse_place(self, prefix: bytes, error: BodyTooLarge) -> None:
+    def _refuse_place(self, request: Request, error: BodyTooLarge) -> None:
         """Let an oversized body take its place in the order, if its beginning names one."""
+        prefix = request.plain_prefix(envelope.PREFIX_BYTES)
         try:
             place = envelope.peek_training(prefix)
+            self._check_target(request, place.model_id)
             if place.seq_id >= 1:
                 request_id = self._service.refuse(
                     place.model_id, place.seq_id, routes.FORWARD_BACKWARD, prefix, error

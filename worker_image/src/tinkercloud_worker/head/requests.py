@@ -7,6 +7,7 @@ import orjson
 from pydantic import BaseModel
 
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.envelope import TrainingEnvelope
 from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_protocol.payloads import ForwardBackwardRequest, decode_forward_backward
 from tinkercloud_protocol.training import (
@@ -52,6 +53,17 @@ def read(path: str, body: bytes) -> OrderedRequest:
     if path in NOT_SERVED:
         raise InvalidRequest(NOT_SERVED[path])
     return parse_json(JSON_REQUESTS[path], body)
+
+
+def read_batch(body: bytes, place: TrainingEnvelope) -> ForwardBackwardRequest:
+    """Read a forward_backward request whose beginning named its place.
+
+    Raises:
+        InvalidRequest: the body is not such a request, or has another place as a whole.
+    """
+    request = decode_forward_backward(body)
+    place.check(request.model_id, request.seq_id)
+    return request
 
 
 def role_of_unread(path: str) -> Role:

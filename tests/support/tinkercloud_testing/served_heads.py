@@ -1,0 +1,119 @@
+"""A head over its HTTP surface, in this process."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import orjson
+import uvicorn
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, SamplerSpec
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
+
+TOKEN = "known-to-both"
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    body: bytes
+
+    @property
+    def detail(self) -> str:
+        """Why a request was refused."""
+        return str(orjson.loads(self.body)["detail"])
+
+    @property
+    def request_id(self) -> str:
+        """The id of a request that was taken in."""
+        assert self.status == 200, self.body
+        return str(orjson.loads(self.body)["request_id"])
+
+
+@dataclass(frozen=True)
+class ServedHead:
+    """A head, asked as an API server asks it."""
+
+    lifecycle: Lifecycle
+    url: str
+    client: aiohttp.ClientSession
+
+    async def send(
+        self, path: str, body: bytes, target: str, *, method: str = "POST", **headers: str
+    ) -> Answer:
+        """Send a request that was routed by `target`."""
+        sent = {routes.HEAD_TOKEN_HEADER: TOKEN, routes.TARGET_HEADER: target, **headers}
+        async with self.client.request(method, self.url + path, data=body, headers=sent) as answer:
+            return Answer(answer.status, await answer.read())
+
+    async def begin(self, model_id: str, spec: ModelSpec) -> None:
+        """Create a model."""
+        path = f"{routes.HEAD_MODELS}/{model_id}"
+        await self.send(path, spec.model_dump_json().encode(), model_id, method="PUT")
+        await self.result(f"{model_id}:0")
+
+    async def sampler(self, session: str) -> None:
+        """Make a sampling session of the base model known."""
+        spec = SamplerSpec().model_dump_json().encode()
+        await self.send(f"{routes.HEAD_SAMPLERS}/{session}", spec, session, method="PUT")
+
+    async def result(self, request_id: str) -> Answer:
+        """Wait for what became of a request."""
+        body = orjson.dumps({"request_id": request_id})
+        return await self.send(routes.RETRIEVE_FUTURE, body, request_id.rpartition(":")[0])
+
+    async def failure(self, request_id: str) -> str:
+        """Return why a request failed."""
+        return str(orjson.loads((await self.result(request_id)).body)["error"])
+
+
+@asynccontextmanager
+async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIterator[ServedHead]:
+    """Serve a head of the tiny model."""
+    limits = limits or Limits()
+    config = HeadConfig(
+        head="h",
+        generation="g1",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root=(folder / "store").as_uri(),
+        scratch_dir=str(folder / "scratch"),
+        limits=limits,
+    )
+    token_file = folder / "token"
+    token_file.write_text(TOKEN)
+    with an_engine(tiny_llama(), folder / "scratch") as engine:
+        store = CheckpointStore(open_store(config.checkpoint_root))
+        backend = Backend(config, engine.trainer, engine.sampler, engine.thread, store, frozenset())
+        lifecycle = Lifecycle(config.timings, lambda: backend)
+        listener = socket.create_server(("127.0.0.1", 0))
+        app = HeadApp(lifecycle, limits, HeadToken(token_file), config.generation)
+        server = _Server(uvicorn.Config(app, log_config=None))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        async with aiohttp.ClientSession() as client:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            head = ServedHead(lifecycle, url, client)
+            ready = await head.send(routes.HEAD_WAIT_READY, b"", "", method="GET")
+            assert ready.status == 200
+            yield head
+        server.should_exit = True
+        await serving
