@@ -13,6 +13,7 @@ import logging
 import pickle
 import socket
 import subprocess
+import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -53,16 +54,21 @@ _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 def sglang_sources() -> Path:
     """Return a folder with the files of SGLang's wheel that define its API."""
     folder = cache_folder() / f"sglang-{SGLANG}"
-    if not all((folder / file).exists() for file in _FILES):
-        place = str(folder / "wheel")
+    if all((folder / file).exists() for file in _FILES):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    # Tests in other processes may fetch the same at once, and be killed: what is there is whole.
+    with tempfile.TemporaryDirectory(dir=folder) as place:
         download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
         # The workspace's own environment has no pip.
         python = Path(__file__).parents[3] / ".uv" / "bin" / "python"
         subprocess.run([str(python), "-m", "pip", *download, f"sglang=={SGLANG}"], check=True)
-        [wheel] = (folder / "wheel").glob("*.whl")
+        [wheel] = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, _FILES)
-        wheel.unlink()
+            archive.extractall(place, _FILES)
+        for file in _FILES:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (Path(place) / file).replace(folder / file)
     return folder
 
 
