@@ -211,7 +211,12 @@ def children(
         **shapes,
     )
     session = a_session(baseModel="tiny/llama", lora={"rank": 4})
-    build = a_build(base_model, session, checkpoint_claim="checkpoints", run_as_user=NOBODY)
+    settings: dict[str, Any] = {
+        "checkpoint_claim": "checkpoints",
+        "run_as_user": NOBODY,
+        "fs_group": NOBODY,
+    }
+    build = a_build(base_model, session, **settings)
     secret = surroundings.token_secret(build)
     secret["stringData"] = dict.fromkeys(surroundings.SECRET_KEYS, token)
     made = [secret, *reconcile.children(build)]

@@ -56,8 +56,8 @@ class ModelSource(Part):
     uri: Annotated[str, Field(max_length=1024, pattern=r"^(s3|gs|az)://.+$")] | None = None
     """A folder in an object store, downloaded when a head starts."""
     secret_name: ObjectName | None = None
-    """Secret whose entries become environment variables of the head: HF_TOKEN, or the store's
-    credentials."""
+    """Secret whose entries become environment variables of what downloads the model: HF_TOKEN, or
+    the store's credentials."""
 
 
 class Limits(Part):

@@ -47,15 +47,23 @@ class Settings(BaseSettings):
     checkpoint_claim: str | None = None
     """PersistentVolumeClaim mounted at /checkpoints in every head, for file:///checkpoints."""
     checkpoint_secret: str | None = None
-    """Secret whose entries become environment variables of every head: the store's credentials."""
+    """Secret whose entries become environment variables of every head, and of what downloads models
+    beforehand: the store's credentials."""
     service_account: str = "default"
     """Service account of session pods; its token is not mounted."""
     pod_labels: dict[str, str] = {}
     """Labels of session pods, beside our own and KubeRay's, which stay as they are."""
     image_pull_secrets: list[str] = []
     """Secrets to pull session images with."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When session images are pulled; null leaves it to Kubernetes."""
     run_as_user: int | None = 65532
     """User of session pods; null leaves it to the namespace (OpenShift)."""
+    fs_group: int | None = 65532
+    """Group that owns the volumes of session pods; null leaves it to the namespace."""
+    reserve_scratch: bool = False
+    """Whether a session pod asks its node for what it may write to scratch space, as
+    `ephemeral-storage`. Nodes must have that to give, and so must Kueue's ClusterQueues."""
     client_labels: Annotated[
         list[Annotated[dict[str, str], Field(min_length=1)]], Field(min_length=1)
     ] = [{"app.kubernetes.io/part-of": "tinkercloud"}]

@@ -287,8 +287,23 @@ def test_the_operator_and_its_session_pods_may_be_told_no_user() -> None:
     spec = one("Deployment", OPERATOR, *options)["spec"]["template"]["spec"]
     told = environment(one("Deployment", OPERATOR, *options))
 
-    assert "runAsUser" not in spec["securityContext"]
+    assert not spec["securityContext"].keys() & {"runAsUser", "fsGroup"}
     assert told["TINKERCLOUD_OPERATOR_RUN_AS_USER"] == "null"
+    assert told["TINKERCLOUD_OPERATOR_FS_GROUP"] == "null"
+
+
+def test_the_operator_is_told_what_session_pods_share_with_those_of_the_chart() -> None:
+    options = (
+        "podSecurity.fsGroup=2000",
+        "image.pullPolicy=Always",
+        "sessions.reserveScratch=true",
+    )
+
+    told = environment(one("Deployment", OPERATOR, "--set", ",".join(options)))
+
+    assert told["TINKERCLOUD_OPERATOR_FS_GROUP"] == "2000"
+    assert told["TINKERCLOUD_OPERATOR_IMAGE_PULL_POLICY"] == "Always"
+    assert told["TINKERCLOUD_OPERATOR_RESERVE_SCRATCH"] == "true"
 
 
 WORKLOAD_IDENTITY = "azure\\.workload\\.identity/use=true"

@@ -313,7 +313,7 @@ def test_engines_have_no_credentials_of_stores() -> None:
 
     engine = engine_of(a_build(base_model, checkpoint_secret="store"))
 
-    assert engine["envFrom"] == []
+    assert "envFrom" not in engine
     assert all("valueFrom" not in item for item in engine["env"])
 
 

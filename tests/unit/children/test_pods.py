@@ -46,7 +46,8 @@ BUILDS = {
     "volume": a_build(a_base_model(source=VOLUME, trainer=TRAINERS), checkpoint_claim="kept"),
     "uri": a_build(a_base_model(source={"uri": "s3://models/qwen", "secretName": "store"})),
     "placed": a_build(a_base_model(trainer=TRAINERS, placement=PLACEMENT)),
-    "no user of its own": a_build(WORKERS, run_as_user=None),
+    "no user of its own": a_build(WORKERS, run_as_user=None, fs_group=None),
+    "scratch space reserved": a_build(WORKERS, reserve_scratch=True),
 }
 HARMLESS_VOLUMES = {
     "configMap",
@@ -296,13 +297,112 @@ def test_checkpoints_on_a_volume_are_mounted_where_the_head_writes_them() -> Non
     assert {"name": "checkpoints", "mountPath": "/checkpoints"} in container["volumeMounts"]
 
 
-def test_credentials_of_the_checkpoint_store_come_from_a_secret() -> None:
-    build = a_build(checkpoint_secret="store-credentials")
+ALL_WITH_A_STORE = [
+    {"trainer": TRAINERS, "sampler": SAMPLERS},
+    {"trainer": TRAINERS, "sampler": ENGINES},
+    {"trainer": TRAINERS, "sampler": COLOCATED},
+]
+with_workers = pytest.mark.parametrize(
+    "shapes", ALL_WITH_A_STORE, ids=["workers", "engines", "colocated engines"]
+)
 
-    [container] = pod_specs(build)["head"]["containers"]
 
-    assert container["envFrom"] == [{"secretRef": {"name": "store-credentials"}}]
-    assert all("valueFrom" not in item for item in container["env"])
+@with_workers
+def test_nobody_but_the_head_has_the_volume_of_checkpoints(shapes: Json) -> None:
+    pods = pod_specs(a_build(a_base_model(**shapes), checkpoint_claim="kept"))
+
+    assert {
+        (name, item["name"])
+        for name, pod in pods.items()
+        for item in containers(pod)
+        for mount in item["volumeMounts"]
+        if mount["name"] == "checkpoints"
+    } == {("head", "head")}
+    assert [
+        name
+        for name, pod in pods.items()
+        if any(volume["name"] == "checkpoints" for volume in pod["volumes"])
+    ] == ["head"]
+
+
+@with_workers
+def test_containers_have_the_credentials_of_stores_that_they_open_and_no_others(
+    shapes: Json,
+) -> None:
+    source = {"uri": "s3://models/qwen", "secretName": "of-models"}
+    build = a_build(a_base_model(source=source, **shapes), checkpoint_secret="of-checkpoints")
+
+    found = {
+        (name, item["name"]): [each["secretRef"]["name"] for each in item.get("envFrom", [])]
+        for name, pod in pod_specs(build).items()
+        for item in containers(pod)
+    }
+
+    # Of equal entries the last one's counts.
+    wanted = {"head": ["of-checkpoints"], "fetch-model": ["of-checkpoints", "of-models"]}
+    assert found == {(name, item): wanted.get(item, []) for name, item in found}
+    everything = [item for pod in pod_specs(build).values() for item in containers(pod)]
+    assert all("valueFrom" not in entry for item in everything for entry in item["env"])
+
+
+def test_pods_run_as_the_given_user_and_their_volumes_are_the_given_groups() -> None:
+    pods = pod_specs(a_build(WORKERS, run_as_user=1000, fs_group=2000)).values()
+
+    assert [pod["securityContext"] for pod in pods] == [
+        {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "runAsUser": 1000,
+            "runAsGroup": 1000,
+            "fsGroup": 2000,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        }
+    ] * 3
+
+
+def test_users_and_groups_may_be_left_to_the_namespace() -> None:
+    head = pod_specs(BUILDS["no user of its own"])["head"]
+
+    assert head["securityContext"].keys() == {"runAsNonRoot", "seccompProfile"}
+    with_group = pod_specs(a_build(run_as_user=None, fs_group=2000))["head"]["securityContext"]
+    assert (with_group.get("runAsUser"), with_group["fsGroup"]) == (None, 2000)
+
+
+@with_workers
+def test_each_pod_may_ask_its_node_for_its_scratch_space_once(shapes: Json) -> None:
+    small, large = {"scratch": "4Gi"}, {"scratch": "40Gi"}
+    base_model = a_base_model(
+        head={"image": "worker:1", "resources": small},
+        **{part: {**shape, "resources": large} for part, shape in shapes.items()},
+    )
+
+    asked, unasked = (
+        {
+            (name.partition("-")[0], item["resources"]["requests"].get("ephemeral-storage"))
+            for name, pod in pod_specs(a_build(base_model, reserve_scratch=reserves)).items()
+            for item in pod["containers"]
+        }
+        for reserves in (True, False)
+    )
+
+    worker = {name for name, _ in asked} - {"head"}
+    assert {pair for pair in asked if pair[1] is not None} == {
+        ("head", "4Gi"),
+        *((name, "40Gi") for name in worker),
+    }
+    assert {size for _, size in unasked} == {None}
+
+
+@pytest.mark.parametrize("policy", ["Always", None])
+def test_all_images_of_a_session_are_pulled_when_the_operator_is_told_to(
+    policy: str | None,
+) -> None:
+    base_model = a_base_model(trainer=TRAINERS, sampler=ENGINES)
+
+    pods = pod_specs(a_build(base_model, image_pull_policy=policy)).values()
+
+    policies = {item.get("imagePullPolicy") for pod in pods for item in containers(pod)}
+    assert policies == {policy}
 
 
 def test_images_are_pulled_with_the_given_secrets() -> None:

@@ -176,7 +176,6 @@ def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
         "command": ["/bin/bash", "-c", _START, name],
         "args": _arguments(build, port),
         "env": [{"name": variable, "value": value} for variable, value in environment.items()],
-        "envFrom": [],
         "volumeMounts": [*mounts, *adapters],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
         **probes,

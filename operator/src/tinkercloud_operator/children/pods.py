@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import BaseModelSpec, ModelSource
+from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.shapes import Placement, Resources
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Devices, Shape
@@ -124,7 +124,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.stop_seconds + 15,
         "securityContext": _pod_security(settings),
-        "containers": [container],
+        "containers": [_with_scratch(container, resources, settings)],
         "volumes": _volumes(build, resources),
         **_placement(build.shape.placement),
     }
@@ -135,7 +135,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
     if source.volume is None:
         needs_weights = component != "head" or build.shape.head_computes
         part = [] if needs_weights else ["description"]
-        spec["initContainers"] = [_fetching(container, source, part)]
+        spec["initContainers"] = [_fetching(build, container, part)]
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     return {
@@ -155,17 +155,19 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
 
 
 def container(build: Build, name: str, image: str, resources: Resources, gpus: int) -> Json:
-    """Return a container that runs as `pod_template` wants it."""
+    """Return a container that runs as `pod_template` wants it, without credentials of stores."""
+    policy = build.settings.image_pull_policy
     return {
         "name": name,
         "image": image,
+        **({} if policy is None else {"imagePullPolicy": policy}),
         "resources": _needs(build.shape, resources, gpus),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
-        "volumeMounts": _mounts(build.settings),
+        "volumeMounts": _mounts(),
         "env": [
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
@@ -175,7 +177,6 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
             {"name": "RAY_worker_register_timeout_seconds", "value": "600"},
             {"name": "RAY_gcs_server_port_wait_time_s", "value": "120"},
         ],
-        "envFrom": _store_environment(build),
         # The last lines of its log say in the pod's status why it ended.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -192,6 +193,15 @@ def _needs(shape: Shape, resources: Resources, gpus: int) -> Json:
     return {"requests": requests, "limits": limits}
 
 
+def _with_scratch(container: Json, resources: Resources, settings: Settings) -> Json:
+    """Return a pod's first container, which asks for what the pod may write to scratch space."""
+    if not settings.reserve_scratch:
+        return container
+    needs = container["resources"]
+    requests = {**needs["requests"], "ephemeral-storage": resources.scratch}
+    return {**container, "resources": {**needs, "requests": requests}}
+
+
 def probe(question: Json, *, period: int, failures: int) -> Json:
     """Return a probe that asks every `period` seconds and believes `failures` in a row."""
     return question | {
@@ -201,19 +211,22 @@ def probe(question: Json, *, period: int, failures: int) -> Json:
     }
 
 
-def _store_environment(build: Build) -> list[Json]:
-    secrets = [build.settings.checkpoint_secret, build.shape.base_model.source.secret_name]
+def environment_of(*secrets: str | None) -> list[Json]:
+    """Return where a container's environment comes from; of equal entries the last counts."""
     return [{"secretRef": {"name": name}} for name in secrets if name is not None]
 
 
 def _pod_security(settings: Settings) -> Json:
-    user = settings.run_as_user
-    ids = {} if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}
+    user, group = settings.run_as_user, settings.fs_group
+    ids: Json = {} if user is None else {"runAsUser": user, "runAsGroup": user}
+    if group is not None:
+        # A volume of many files would otherwise be gone through whenever it is mounted.
+        ids |= {"fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
 
 
-def _mounts(settings: Settings) -> list[Json]:
-    mounts: list[Json] = [
+def _mounts() -> list[Json]:
+    return [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
         {"name": "scratch", "mountPath": SCRATCH_FOLDER},
@@ -221,20 +234,17 @@ def _mounts(settings: Settings) -> list[Json]:
         {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - as above
         {"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True},
     ]
-    if settings.checkpoint_claim is not None:
-        mounts.append({"name": "checkpoints", "mountPath": CHECKPOINT_FOLDER})
-    return mounts
 
 
 def _volumes(build: Build, resources: Resources) -> list[Json]:
-    names, settings = build.names, build.settings
+    names = build.names
     volume = build.shape.base_model.source.volume
     model: Json = (
         {"emptyDir": {"sizeLimit": "1Mi"}}
         if volume is None
         else {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}}
     )
-    volumes: list[Json] = [
+    return [
         {"name": "config", "configMap": {"name": names.head_config}},
         {"name": "token", "secret": {"secretName": names.token_secret, "defaultMode": 0o440}},
         {"name": "scratch", "emptyDir": {"sizeLimit": resources.scratch}},
@@ -245,23 +255,17 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
         },
         {"name": "model", **model},
     ]
-    if settings.checkpoint_claim is not None:
-        claim = {"claimName": settings.checkpoint_claim}
-        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
-    return volumes
 
 
-def _fetching(container: Json, source: ModelSource, part: list[str]) -> Json:
-    """Return the container that downloads the model, or a part, before the pod's others start."""
+def _fetching(build: Build, container: Json, part: list[str]) -> Json:
+    """Return the container that downloads the model, or a part, before the pod's others start.
+
+    It has the checkpoint store's credentials, since models may lie there too, and over these those
+    of the model's own source, which no other container has.
+    """
+    source = build.shape.base_model.source
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
-    kept = (
-        "image",
-        "securityContext",
-        "volumeMounts",
-        "env",
-        "envFrom",
-        "terminationMessagePolicy",
-    )
+    kept = ("image", "imagePullPolicy", "securityContext", "env", "terminationMessagePolicy")
     return {
         "name": "fetch-model",
         "command": [
@@ -272,7 +276,9 @@ def _fetching(container: Json, source: ModelSource, part: list[str]) -> Json:
             "requests": {"cpu": "1", "memory": "1Gi"},
             "limits": {"memory": "1Gi"},
         },
-        **{key: container[key] for key in kept},
+        "volumeMounts": _mounts(),
+        "envFrom": environment_of(build.settings.checkpoint_secret, source.secret_name),
+        **{key: container[key] for key in kept if key in container},
     }
 
 

@@ -12,11 +12,13 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import OBJECT_STORE_SHARE, Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
+    CHECKPOINT_FOLDER,
     CONFIG_FOLDER,
     OUTLIVE_HEAD,
     Build,
     Json,
     container,
+    environment_of,
     pod_template,
     probe,
 )
@@ -117,15 +119,32 @@ def _head(build: Build) -> Json:
         "readinessProbe": probe(_get("/readyz"), period=5, failures=2),
         "livenessProbe": probe(_get("/healthz"), period=10, failures=6),
     }
-    body["volumeMounts"] = [*body["volumeMounts"], *engines.head_mounts(build)]
+    # The store of checkpoints is the head's alone, with its credentials.
+    body["envFrom"] = environment_of(build.settings.checkpoint_secret)
+    mounts = [*_checkpoint_mounts(build), *engines.head_mounts(build)]
+    body["volumeMounts"] = [*body["volumeMounts"], *mounts]
     template = _labelled(build, pod_template(build, "head", body, head.resources))
-    template["spec"]["volumes"].extend(engines.volumes(build))
+    template["spec"]["volumes"].extend([*_checkpoint_volumes(build), *engines.volumes(build)])
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
     # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
     # only after seconds of imports, and must bury what Ray's processes leave. Here it is not first.
     template["spec"]["shareProcessNamespace"] = True
     params = _RAY_PARAMS | _RAY_HEAD_PARAMS | _object_store(head.resources)
     return {"rayStartParams": params, "template": template}
+
+
+def _checkpoint_volumes(build: Build) -> list[Json]:
+    claim = build.settings.checkpoint_claim
+    if claim is None:
+        return []
+    return [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}}]
+
+
+def _checkpoint_mounts(build: Build) -> list[Json]:
+    return [
+        {"name": volume["name"], "mountPath": CHECKPOINT_FOLDER}
+        for volume in _checkpoint_volumes(build)
+    ]
 
 
 def _object_store(resources: Resources) -> Json:

@@ -209,7 +209,7 @@ def disruption_budget(build: Build) -> Json:
     """Return the PodDisruptionBudget: no pod of a session is evicted for convenience.
 
     A number of pods, not `maxUnavailable`: that one needs the scale subresource, which
-    RayClusters lack.
+    RayClusters lack. A pod that is not ready serves nobody, and holds up no drain.
     """
     return {
         "apiVersion": "policy/v1",
@@ -217,6 +217,7 @@ def disruption_budget(build: Build) -> Json:
         "metadata": {"name": build.names.disruption_budget},
         "spec": {
             "minAvailable": sum(kind.count for kind in build.shape.pods),
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
         },
     }
