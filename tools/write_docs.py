@@ -1,21 +1,26 @@
 """Write the pages of docs/ that are derived from the code; with --check, only compare.
 
-docs/configuration.md      from `tinkercloud_api.settings.Settings`
+docs/configuration.md      from `Settings` of the API server and of the operator
 """
 
+import json
 import sys
 from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from tinkercloud_api.settings import CONFIG_FILE_VARIABLE, ENV_PREFIX, Settings
+from tinkercloud_operator import settings as operator
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = f"""# Configuration
 
 <!-- Written by `make docs` from the settings' own definitions. Do not edit. -->
+
+Of the API server and the `tinkercloud` command, and [of the operator](#the-operator).
+
+## The API server
 
 Every setting is an environment variable. The same names, in lower case and without the prefix, are
 keys of a TOML file named by `{CONFIG_FILE_VARIABLE}`; nested ones are tables there:
@@ -33,9 +38,28 @@ max_lora_rank = 64
 Options of `tinkercloud serve` are stronger than the environment, which is stronger than the file.
 A key that is not listed here is refused, wherever it stands.
 
+With `TINKERCLOUD_PROVIDER=kubernetes` heads are started by the operator, and are told what
+BaseModels and the operator say. So what is for heads is refused there, by a message that says where
+it is set: `models`, `preload`, `orphan_grace_seconds`, `head_start_seconds`, `trainer`, `sampler`,
+`limits` but `max_body_bytes` (which may be lowered), and `timings` but `long_poll_seconds`.
+
+"""
+OPERATOR_HEAD = """
+## The operator
+
+Environment variables alone; lists and tables are JSON. The chart sets most of them from its values;
+`operator.env` sets the others. A variable with this prefix that is not listed here is refused.
+
+"""
+TABLE = """\
 | Environment variable | Default | Meaning |
 | --- | --- | --- |
 """
+OF_THE_PLACE = {
+    "state_dir": "a folder in the user's data home",
+    "identity": "the name of the pod",
+}
+"""Defaults that each machine has its own of."""
 
 
 def rows(model: type[BaseModel], prefix: str) -> list[str]:
@@ -47,18 +71,17 @@ def rows(model: type[BaseModel], prefix: str) -> list[str]:
         if isinstance(nested, type) and issubclass(nested, BaseModel):
             lines += rows(nested, f"{variable}__")
         else:
-            lines.append(f"| `{variable}` | {default(field)} | {meaning(field)} |")
+            shown = OF_THE_PLACE.get(name) or default(field)
+            lines.append(f"| `{variable}` | {shown} | {meaning(field)} |")
     return lines
 
 
 def default(field: FieldInfo) -> str:
     """Return what a field is when nobody sets it."""
-    if field.default is None:
+    value = field.get_default(call_default_factory=True)
+    if value is None:
         return ""
-    if field.default is PydanticUndefined:
-        value = {} if field.annotation == dict[str, str] else "a folder in the user's data home"
-        return f"`{value}`" if value == {} else str(value)
-    return f"`{field.default}`"
+    return f"`{json.dumps(value) if isinstance(value, dict | list) else value}`"
 
 
 def meaning(field: FieldInfo) -> str:
@@ -68,7 +91,11 @@ def meaning(field: FieldInfo) -> str:
 
 def main() -> None:
     """Write the pages, or say which are stale."""
-    text = HEAD + "\n".join(rows(Settings, ENV_PREFIX)) + "\n"
+    tables = [
+        TABLE + "\n".join(rows(model, prefix)) + "\n"
+        for model, prefix in ((Settings, ENV_PREFIX), (operator.Settings, operator.ENV_PREFIX))
+    ]
+    text = HEAD + tables[0] + OPERATOR_HEAD + tables[1]
     if "--check" in sys.argv:
         if not PAGE.exists() or PAGE.read_text() != text:
             sys.exit(f"{PAGE} is stale: run `make docs`")

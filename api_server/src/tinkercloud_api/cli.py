@@ -13,7 +13,9 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import aiohttp
 import typer
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tinkercloud_api import diagnosis, logs, planning, server
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[red]error:[/red] {message}", highlight=False)
+    Console(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)
     raise typer.Exit(1)
 
 
@@ -62,8 +64,8 @@ def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Sett
         return load_settings(**overrides)
     except ValidationError as error:
         _fail(f"settings: {describe(error)}")
-    except (UnknownSettingError, FileNotFoundError) as error:
-        _fail(str(error))
+    except (UnknownSettingError, SettingsError, FileNotFoundError) as error:
+        _fail(f"settings: {error}")
 
 
 def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:

@@ -49,6 +49,6 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, ValidationError):
-        return JSONResponse({"detail": describe(error)}, 400)
+        return JSONResponse({"detail": describe(error, "request body")}, 400)
     log.error("request failed unexpectedly", path=request.url.path, exc_info=error)
     return JSONResponse({"detail": "internal error; the server's log has the details"}, 500)

@@ -6,17 +6,22 @@ by `TINKERCLOUD_CONFIG_FILE`. A key nobody knows is refused wherever it stands: 
 nothing must not pass for one that works.
 """
 
+import importlib
+import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_protocol.launch import (
     Limits,
@@ -29,6 +34,34 @@ from tinkercloud_protocol.launch import (
 ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
 KEY_PREFIX = "tml-"
+
+_POSTGRESQL, _SQLITE = "postgresql+asyncpg", "sqlite+aiosqlite"
+_OF_LIBPQ = {"sslmode": "ssl"}
+"""What PostgreSQL's own clients call an option, and what its driver here does."""
+_OF_SQLALCHEMY = {"prepared_statement_cache_size"}
+"""Options of a URL that are not handed to the driver."""
+_HEAD_BODY_BYTES = Limits().max_body_bytes
+"""What heads of TrainingSessions take in one request."""
+_USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
+"""Of what else is for the heads that a server starts itself."""
+_INSTEAD_ON_KUBERNETES = {
+    "models": "it serves the BaseModels of its namespace",
+    "preload": "heads start when clients ask for them",
+    "orphan_grace_seconds": "heads outlive every server",
+    "head_start_seconds": "heads have half an hour, and trainers `trainer.startTimeoutSeconds` of"
+    " the BaseModel",
+    "trainer": "set `trainer` of the BaseModel",
+    "sampler": "set `sampler` of the BaseModel",
+    "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
+    "limits.max_context_length": "set `maxContextLength` of the BaseModel",
+    "limits.max_snapshot_bytes": "set `head.resources.scratch` of the BaseModel, half of which it"
+    " is",
+    "timings.drain_seconds": "set `sessions.drainSeconds` of the chart"
+    " (TINKERCLOUD_OPERATOR_DRAIN_SECONDS)",
+    "timings.suspend_seconds": "set `sessions.suspendSeconds` of the chart"
+    " (TINKERCLOUD_OPERATOR_SUSPEND_SECONDS)",
+}
+"""What is for the heads that a server starts itself, and where the same is said of others."""
 
 
 def _default_state_dir() -> Path:
@@ -44,6 +77,8 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
+        # Among what came there are a key and a password.
+        hide_input_in_errors=True,
         use_attribute_docstrings=True,
     )
 
@@ -65,7 +100,9 @@ class Settings(BaseSettings):
     state_dir: Path = Field(default_factory=_default_state_dir)
     """Folder for everything that must survive: catalog, checkpoints, heads."""
     database_url: SecretStr | None = None
-    """SQLAlchemy URL of the catalog; by default an SQLite file in `state_dir`."""
+    """SQLAlchemy URL of the catalog, `postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE`, with
+    `?ssl=require` for a connection that is encrypted, or `sqlite+aiosqlite:///FILE`; by default an
+    SQLite file in `state_dir`."""
     checkpoint_root: str | None = None
     """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://...; by
     default a folder in `state_dir`. Credentials come from the environment as usual for the store.
@@ -101,20 +138,22 @@ class Settings(BaseSettings):
     timings: Timings = Timings()
     """Durations of session heads."""
 
-    @field_validator("bootstrap_key")
-    @classmethod
-    def _is_a_key(cls, key: SecretStr | None) -> SecretStr | None:
+    # Not of the fields alone: what is said of a field shows what came for it.
+    @model_validator(mode="after")
+    def _has_secrets_that_can_be_used(self) -> "Settings":
+        key = self.bootstrap_key
         if key is not None and not key.get_secret_value().startswith(KEY_PREFIX):
-            raise ValueError(f"must begin with {KEY_PREFIX!r}: the SDK refuses other keys")
-        return key
+            raise ValueError(
+                f"bootstrap_key: must begin with {KEY_PREFIX!r}: the SDK refuses other keys"
+            )
+        if self.database_url is not None:
+            _check_database_url(self.database_url.get_secret_value())
+        return self
 
     @model_validator(mode="after")
     def _fits_its_provider(self) -> "Settings":
-        if self.provider == "kubernetes" and self.models:
-            raise ValueError(
-                "models: can't be given together with provider=kubernetes, which serves the"
-                " BaseModels of its namespace; leave it out"
-            )
+        if self.provider == "kubernetes":
+            _refuse_what_heads_are_told_elsewhere(self)
         if self.provider == "kubernetes" and self.checkpoint_root is None:
             raise ValueError(
                 "checkpoint_root: required with provider=kubernetes; give the object store that"
@@ -158,6 +197,79 @@ class Settings(BaseSettings):
         return self.checkpoint_root or (self.state_dir.absolute() / "checkpoints").as_uri()
 
 
+def _check_database_url(text: str) -> None:
+    """Refuse what no driver here takes; what came is not shown, since it holds a password.
+
+    Raises:
+        ValueError: the message names the field, and says what to write.
+    """
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise ValueError(
+            f"database_url: is no URL; write {_POSTGRESQL}://USER:PASSWORD@HOST/DATABASE, where"
+            " signs such as @ : / of a password are %40 %3A %2F"
+        ) from None
+    if url.drivername not in {_POSTGRESQL, _SQLITE}:
+        raise ValueError(
+            f"database_url: begins with {url.drivername}://, and {_POSTGRESQL}:// and {_SQLITE}://"
+            " are accepted; the rest of the URL stays as it is"
+        )
+    if url.drivername == _SQLITE:
+        return
+    try:
+        driver = importlib.import_module("asyncpg")
+    except ImportError:
+        raise ValueError(
+            "database_url: PostgreSQL's driver is not installed; it comes with"
+            " `pip install 'tinkercloud-api[postgres]'`"
+        ) from None
+    known = {*inspect.signature(driver.connect).parameters, *_OF_SQLALCHEMY}
+    for name in url.query:
+        if name not in known:
+            there = _OF_LIBPQ.get(name)
+            instead = f"write {there}={url.query[name]} in its place" if there else "leave it out"
+            raise ValueError(
+                f"database_url: asyncpg, PostgreSQL's driver, has no option {name}; {instead}"
+            )
+
+
+def _refuse_what_heads_are_told_elsewhere(settings: Settings) -> None:
+    """Refuse settings of heads that a server with provider=kubernetes does not start.
+
+    Raises:
+        ValueError: the message names each, and says where it is set.
+    """
+    unused = [name for name in _given(settings) if name not in _USED_ON_KUBERNETES]
+    if unused:
+        instead = [
+            f"{name}: not used with provider=kubernetes: {_instead(name)}" for name in unused
+        ]
+        raise ValueError("; ".join([*instead, "leave it out here"]))
+    if settings.limits.max_body_bytes > _HEAD_BODY_BYTES:
+        raise ValueError(
+            f"limits.max_body_bytes: is {settings.limits.max_body_bytes}, and session heads take"
+            f" {_HEAD_BODY_BYTES} with provider=kubernetes; give that or less"
+        )
+
+
+def _given(settings: Settings) -> Iterator[str]:
+    """Yield the settings of heads that somebody has set, nested ones as `limits.max_lora_rank`."""
+    heads = {name.partition(".")[0] for name in (*_INSTEAD_ON_KUBERNETES, *_USED_ON_KUBERNETES)}
+    for name in sorted(heads & settings.model_fields_set):
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from (f"{name}.{part}" for part in sorted(value.model_fields_set))
+        else:
+            yield name
+
+
+def _instead(name: str) -> str:
+    group = name.partition(".")[0]
+    known = _INSTEAD_ON_KUBERNETES
+    return known.get(name) or known.get(group) or "heads there have its default"
+
+
 class UnknownSettingError(Exception):
     """A setting that does not exist; the message names it."""
 
@@ -171,6 +283,7 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of 
     Raises:
         UnknownSettingError: the environment holds a TINKERCLOUD_ variable nobody reads.
         pydantic.ValidationError: a value is not acceptable; the message names its field.
+        pydantic_settings.SettingsError: a list or a table of the environment is not JSON.
         FileNotFoundError: the configuration file does not exist.
     """
     known = {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}

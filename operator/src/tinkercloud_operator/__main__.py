@@ -10,6 +10,8 @@ from contextlib import suppress
 import aiohttp
 import structlog
 from kubernetes.aio import client, config
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from tinkercloud_operator.cluster import Cluster, ClusterError
 from tinkercloud_operator.controller import Controller
@@ -17,7 +19,8 @@ from tinkercloud_operator.handlers import WatchingFailed, watch
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.leader import Leadership
 from tinkercloud_operator.probes import Probes
-from tinkercloud_operator.settings import Settings, load_settings
+from tinkercloud_operator.settings import Settings, UnknownSettingError, load_settings
+from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
 
@@ -152,8 +155,13 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
 
 
 def main() -> None:
-    """Run the operator that the environment describes."""
-    settings = load_settings()
+    """Run the operator that the environment describes; one that it does not describe is told."""
+    try:
+        settings = load_settings()
+    except ValidationError as error:
+        sys.exit(f"settings: {describe(error)}")
+    except (UnknownSettingError, SettingsError) as error:
+        sys.exit(f"settings: {error}")
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
     structlog.configure(

@@ -112,6 +112,7 @@ def load_settings() -> Settings:
     Raises:
         UnknownSettingError: the environment holds a TINKERCLOUD_OPERATOR_ variable nobody reads.
         pydantic.ValidationError: a value is not acceptable; the message names its field.
+        pydantic_settings.SettingsError: a list or a table is not JSON.
     """
     known = {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}
     for name in os.environ:

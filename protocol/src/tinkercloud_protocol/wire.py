@@ -51,17 +51,27 @@ def parse_json(model: type[ModelT], body: bytes) -> ModelT:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise InvalidRequest(describe(error)) from None
+        raise InvalidRequest(describe(error, "request body")) from None
 
 
-def describe(error: ValidationError) -> str:
-    """Return a sentence a user can act on: field, fault and the value that came."""
+def describe(error: ValidationError, whole: str = "") -> str:
+    """Return a sentence a user can act on: field, fault and the value that came.
+
+    Args:
+        error: what pydantic found.
+        whole: what to call all that came, in faults of no one field. Without it those are told by
+            their own words alone, and what came is not shown.
+    """
     faults = error.errors(include_url=False, include_context=False)
     sentences = []
     for fault in faults[:MAX_ERRORS_SHOWN]:
-        where = ".".join(str(part) for part in fault["loc"]) or "request body"
+        where = ".".join(str(part) for part in fault["loc"]) or whole
+        message = fault["msg"].removeprefix("Value error, ")
+        if not where:
+            sentences.append(message)
+            continue
         got = "" if fault["type"] in {"missing", "json_invalid"} else f" (got {_short(fault)})"
-        sentences.append(f"{where}: {fault['msg']}{got}")
+        sentences.append(f"{where}: {message}{got}")
     if len(faults) > MAX_ERRORS_SHOWN:
         sentences.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
     return "; ".join(sentences)

@@ -91,6 +91,12 @@ def test_the_key_that_the_chart_makes_is_random_and_one_the_sdk_accepts() -> Non
     assert keys[0] != keys[1]
 
 
+FROM_SECRETS = {
+    "TINKERCLOUD_BOOTSTRAP_KEY": "tml-from-elsewhere",
+    "TINKERCLOUD_DATABASE_URL": "postgresql+asyncpg://u:p@postgres/tinkercloud",
+}
+
+
 def test_no_key_is_made_where_a_secret_is_named() -> None:
     assert of_kind("Secret", "--set", "apiServer.bootstrapKey.existingSecret=mine") == []
 
@@ -105,7 +111,7 @@ def test_the_api_server_knows_every_setting_it_gets(
         if each["metadata"]["labels"]["app.kubernetes.io/component"] == "api"
     )
     given = {
-        name: value or "tml-from-elsewhere"
+        name: value or FROM_SECRETS.get(name, "from-elsewhere")
         for name, value in environment(deployment).items()
         if name.startswith("TINKERCLOUD_")
     }

@@ -1,6 +1,7 @@
 """The chart's values: one documented source, closed, with defaults that are acceptable."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tinkercloud_api.settings import Settings
 from tinkercloud_testing.charts import CHART, ROOT, HelmFailed, template
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -51,6 +53,17 @@ def test_values_and_schema_name_the_same_fields() -> None:
     absent_by_default = {"global", "kuberay.global"}
 
     assert set(given(VALUES, SCHEMA)) == {path for path, _ in described(SCHEMA)} - absent_by_default
+
+
+def test_the_setting_that_the_chart_gives_as_an_example_is_one_of_a_server_on_kubernetes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = SCHEMA["properties"]["apiServer"]["properties"]["env"]["description"]
+    ((name, value),) = re.findall(r'`(TINKERCLOUD_\w+): "(\w+)"`', text)
+
+    monkeypatch.setenv(name, value)
+
+    Settings(provider="kubernetes", checkpoint_root="s3://bucket/x")
 
 
 def test_the_defaults_are_acceptable() -> None:

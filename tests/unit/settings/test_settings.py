@@ -1,12 +1,17 @@
 """Settings: sources and their order, and that nothing unknown passes."""
 
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from tinkercloud_api.cli import app
 from tinkercloud_api.settings import UnknownSettingError, load_settings
+from tinkercloud_protocol.launch import Limits
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +102,161 @@ def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
 
     assert getattr(load_settings().sampler.inference, setting) == value
+
+
+def on_kubernetes(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Set what the chart does, and more."""
+    chosen = {"PROVIDER": "kubernetes", "CHECKPOINT_ROOT": "s3://checkpoints/x", **variables}
+    for name, value in chosen.items():
+        monkeypatch.setenv(f"TINKERCLOUD_{name}", value)
+
+
+def refusal(*arguments: str) -> str:
+    """Return what the command says of settings that it does not take, on one line."""
+    result = CliRunner().invoke(app, ["keys", "list", *arguments])
+    assert result.exit_code == 1
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("MODELS", '{"a": "b"}', "models: .*the BaseModels of its namespace"),
+        ("PRELOAD", "false", "preload: .*when clients ask for them"),
+        ("ORPHAN_GRACE_SECONDS", "9", "orphan_grace_seconds: .*outlive every server"),
+        ("HEAD_START_SECONDS", "9", "head_start_seconds: .*trainer.startTimeoutSeconds"),
+        ("TRAINER__DTYPE", "bfloat16", "trainer.dtype: .*set `trainer` of the BaseModel"),
+        ("SAMPLER__MAX_QUEUED_REQUESTS", "9", "sampler.max_queued_requests: .*set `sampler` of"),
+        ("LIMITS__MAX_LORA_RANK", "64", "limits.max_lora_rank: .*set `limits.maxLoraRank` of the"),
+        ("LIMITS__MAX_CONTEXT_LENGTH", "9", "max_context_length: .*set `maxContextLength` of the"),
+        ("LIMITS__MAX_SNAPSHOT_BYTES", "9", "max_snapshot_bytes: .*head.resources.scratch"),
+        (
+            "LIMITS__MAX_RESULT_BYTES",
+            "9",
+            "limits.max_result_bytes: .*heads there have its default",
+        ),
+        ("TIMINGS__DRAIN_SECONDS", "9", "timings.drain_seconds: .*sessions.drainSeconds"),
+        ("TIMINGS__SUSPEND_SECONDS", "9", "timings.suspend_seconds: .*sessions.suspendSeconds"),
+        ("TIMINGS__GAP_SECONDS", "9", "timings.gap_seconds: .*heads there have its default"),
+    ],
+)
+def test_what_heads_are_told_elsewhere_on_kubernetes_is_refused_with_where(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    on_kubernetes(monkeypatch, **{name: value})
+
+    with pytest.raises(ValidationError, match=told):
+        load_settings()
+
+    monkeypatch.setenv("TINKERCLOUD_PROVIDER", "local")
+    load_settings()
+
+
+def test_what_the_server_itself_uses_is_taken_on_kubernetes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_kubernetes(
+        monkeypatch,
+        TIMINGS__LONG_POLL_SECONDS="3",
+        LIMITS__MAX_BODY_BYTES="1000",
+        HF_MIRROR="false",
+    )
+
+    settings = load_settings()
+
+    assert settings.timings.long_poll_seconds == 3
+    assert settings.limits.max_body_bytes == 1000
+
+
+def test_no_body_is_taken_that_heads_of_kubernetes_would_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    largest = Limits().max_body_bytes
+    on_kubernetes(monkeypatch, LIMITS__MAX_BODY_BYTES=str(largest + 1))
+
+    with pytest.raises(
+        ValidationError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
+    ):
+        load_settings()
+
+    monkeypatch.setenv("TINKERCLOUD_LIMITS__MAX_BODY_BYTES", str(largest))
+    load_settings()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+asyncpg://u:p@host/tinkercloud",
+        "postgresql+asyncpg://u:p@host:6432/tinkercloud?ssl=require&prepared_statement_cache_size=0",
+        "sqlite+aiosqlite:////var/lib/catalog.db",
+    ],
+)
+def test_a_catalog_is_named_by_the_drivers_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", url)
+
+    assert load_settings().catalog_url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("postgresql://u:hush@host/d", r"postgresql://, and postgresql\+asyncpg:// and sqlite"),
+        ("postgres://u:hush@host/d", r"begins with postgres://, and postgresql\+asyncpg://"),
+        ("sqlite:///catalog.db", r"begins with sqlite://, .*sqlite\+aiosqlite:// are accepted"),
+        ("postgresql+asyncpg://u:hush@h/d?sslmode=require", "write ssl=require in its place"),
+        (
+            "postgresql+asyncpg://u:hush@h/d?channel_binding=require",
+            "channel_binding; leave it out",
+        ),
+        ("postgresql+asyncpg://u@host:hush/d", r"no URL; write postgresql\+asyncpg://USER"),
+        ("hush", r"is no URL; write postgresql\+asyncpg://USER"),
+    ],
+)
+def test_a_catalog_that_no_driver_opens_is_refused_with_what_to_write_and_no_password(
+    monkeypatch: pytest.MonkeyPatch, url: str, told: str
+) -> None:
+    monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", url)
+
+    message = refusal()
+
+    assert message.startswith("error: settings: database_url: ")
+    assert re.search(told, message)
+    assert "hush" not in message
+
+
+def test_a_missing_driver_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:p@h/d")
+
+    assert "pip install 'tinkercloud-api[postgres]'" in refusal()
+
+
+def test_a_fault_of_several_settings_is_told_in_its_own_words_and_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINKERCLOUD_PROVIDER", "kubernetes")
+    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush")
+
+    message = refusal()
+
+    assert message.startswith("error: settings: checkpoint_root: required with provider=kubernetes")
+    assert "hush" not in message
+
+
+def test_a_key_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "hush")
+
+    assert refusal() == (
+        "error: settings: bootstrap_key: must begin with 'tml-': the SDK refuses other keys"
+    )
+
+
+def test_a_table_that_is_not_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERCLOUD_MODELS", "a=b")
+
+    assert 'settings: error parsing value for field "models"' in refusal()
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
