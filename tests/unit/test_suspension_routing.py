@@ -16,7 +16,7 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, open_store
-from tinkercloud_api.providers.base import HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_api.providers.base import HeadRoute, Placement, Waiting
 from tinkercloud_api.router import Router
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import StateLost
@@ -33,6 +33,7 @@ from tinkercloud_protocol.paths import CheckpointKind
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.providers import OneHead
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
@@ -42,44 +43,6 @@ from tinkercloud_worker.head.token import HeadToken
 RUN = "s:train:0"
 TOKEN = "the token of the heads"
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
-
-
-class OneHead:
-    """A provider (`providers.base.SessionProvider`) of the head it was given last."""
-
-    def __init__(self) -> None:
-        self.route: HeadRoute | None = None
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def models(self) -> list[ServedModel]:
-        return [ServedModel("tiny", 512)]
-
-    async def admit(self, placement: Placement) -> ModelSpec:
-        assert placement.model is not None
-        return placement.model
-
-    def find(self, _placement: Placement) -> HeadRoute | None:
-        return self.route
-
-    async def acquire(self, _placement: Placement) -> HeadRoute:
-        assert self.route is not None
-        return self.route
-
-    def waiting(self, _placement: Placement) -> Waiting:
-        return Waiting("active", "no reason")
-
-    def runs(self) -> list[str]:
-        return []
-
-    async def is_gone(self, _placement: Placement) -> bool:
-        return False
-
-    def mistrust(self, route: HeadRoute) -> None: ...
-
-    async def release(self, _placement: Placement) -> None: ...
 
 
 class _Server(uvicorn.Server):

@@ -2,25 +2,26 @@
 
 The head writes checkpoints; the server learns of one when it forwards the request for it, and
 looks at the manifest when somebody asks. So a checkpoint is listed if and only if its manifest
-exists, whichever of the two processes died in between.
+exists, whichever of the two processes died in between. Two things are in the catalog alone: whether
+everybody may read a checkpoint, and when it expires, if that was changed after it was saved.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-import obstore
 import structlog
 from obstore.store import ObjectStore, from_url
 from pydantic import ValidationError
 
 from tinkercloud_api.auth import Principal
-from tinkercloud_api.catalog.store import Catalog, Page
+from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.objects import Objects
 from tinkercloud_protocol.catalogue import CheckpointInfo
 from tinkercloud_protocol.checkpoints import Manifest, SuspendedManifest, suspended_key
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.paths import (
     CheckpointKind,
     CheckpointPath,
@@ -32,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 _GIVE_UP = timedelta(hours=6)
 """How long the manifest of a requested checkpoint is looked for."""
+_LOOKS_AT_ONCE = 16
+"""Manifests that one request reads at a time."""
 
 
 def open_store(url: str) -> ObjectStore:
@@ -46,12 +49,15 @@ class Checkpoints:
 
     def __init__(self, catalog: Catalog, store: ObjectStore) -> None:
         self._catalog = catalog
-        self._store = store
+        self._objects = Objects(store)
 
     async def ping(self) -> None:
-        """Return if the object store answers."""
-        with contextlib.suppress(FileNotFoundError):
-            await obstore.head_async(self._store, "ping")
+        """Return if the object store answers.
+
+        Raises:
+            Unavailable: it does not; every other method may raise it too.
+        """
+        await self._objects.ping()
 
     async def expect(self, path: CheckpointPath, owner: str) -> None:
         """Note that a head is about to be asked for a checkpoint."""
@@ -62,39 +68,50 @@ class Checkpoints:
 
         Raises:
             NotFound: it does not.
+            InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        manifest = await self._read(path)
-        if manifest is None or manifest.is_expired(datetime.now(UTC)):
-            raise NotFound(f"checkpoint {path} does not exist, or belongs to another owner")
+        manifest = await self._required(path)
         row = await self._catalog.checkpoint(path)
+        if row is not None and row.created_at == manifest.created_at:
+            manifest = manifest.model_copy(update={"expires_at": row.expires_at})
+        if manifest.is_expired(datetime.now(UTC)):
+            raise _not_found(path)
         if row is None or not row.is_public:
             principal.require(manifest.owner, f"checkpoint {path}")
         return manifest
 
     async def of_run(self, run_id: str) -> list[CheckpointInfo]:
         """Return a run's checkpoints, oldest first."""
-        await self._refresh()
-        return [info(row) for row in await self._catalog.checkpoints_of_run(run_id)]
+        return (await self.of_runs([run_id]))[run_id]
+
+    async def of_runs(self, run_ids: Sequence[str]) -> dict[str, list[CheckpointInfo]]:
+        """Return the checkpoints of each of some runs, oldest first."""
+        await self._refresh(await self._catalog.unindexed_checkpoints_of_runs(run_ids))
+        found: dict[str, list[CheckpointInfo]] = {run_id: [] for run_id in run_ids}
+        for row in await self._catalog.checkpoints_of_runs(run_ids):
+            found[row.run_id].append(info(row))
+        return found
 
     async def discover(self, run_id: str) -> None:
         """Note the training checkpoints that a head has written of its own accord."""
         folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
-        listed = await obstore.list_with_delimiter_async(self._store, folder)
-        for prefix in listed["common_prefixes"]:
-            name = prefix.rstrip("/").rpartition("/")[2]
+        for name in await self._objects.folders(folder):
             path = CheckpointPath(run_id, CheckpointKind.TRAINING, name)
-            if await self._catalog.checkpoint(path) is None:
+            if await self._catalog.checkpoint(path) is not None:
+                continue
+            try:
                 manifest = await self._read(path)
+            except InvalidRequest as error:
+                log.warning("a checkpoint can't be listed", path=str(path), error=error.message)
+            else:
                 if manifest is not None:
                     await self._catalog.index_checkpoint(manifest)
 
     async def is_suspended(self, run_id: str, generation: str) -> bool:
         """Whether the head of that generation has left what a run had become in it."""
-        try:
-            answer = await obstore.get_async(self._store, suspended_key(run_id))
-        except FileNotFoundError:
+        content = await self._objects.read(suspended_key(run_id))
+        if content is None:
             return False
-        content = bytes(await answer.bytes_async())
         try:
             return SuspendedManifest.model_validate_json(content).goes_on_from(generation)
         except ValidationError:
@@ -103,23 +120,31 @@ class Checkpoints:
 
     async def delete_suspended(self, run_id: str) -> None:
         """Delete what a head has left of a run, its manifest first. Nothing is fine."""
-        with contextlib.suppress(FileNotFoundError):
-            await obstore.delete_async(self._store, suspended_key(run_id))
-        await self._delete_folder(suspended_prefix(run_id))
+        await self._objects.delete(suspended_key(run_id))
+        await self._objects.delete_folder(suspended_prefix(run_id))
 
     async def page(self, owner: str | None, page: Page) -> tuple[list[CheckpointInfo], int]:
         """Return checkpoints, newest first, and how many there are; owner None: everybody's."""
-        await self._refresh()
+        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         rows, total = await self._catalog.checkpoints(owner, page)
         return [info(row) for row in rows], total
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
-        """Delete a checkpoint.
+        """Delete a checkpoint, or what is left of one whose deletion was broken off.
 
         Raises:
             NotFound: it does not exist for this principal.
         """
-        principal.require((await self._required(path)).owner, f"checkpoint {path}")
+        manifest = await self._read(path)
+        row = await self._catalog.checkpoint(path)
+        if manifest is not None:
+            principal.require(manifest.owner, f"checkpoint {path}")
+            await self._index(manifest)
+        elif row is not None and row.is_indexed:
+            principal.require(row.owner, f"checkpoint {path}")
+        else:
+            # Nothing, or one that is being saved.
+            raise _not_found(path)
         await self._delete(path)
 
     async def publish(self, path: CheckpointPath, principal: Principal, *, is_public: bool) -> None:
@@ -128,14 +153,17 @@ class Checkpoints:
         Raises:
             NotFound: it does not exist for this principal.
         """
-        principal.require((await self._required(path)).owner, f"checkpoint {path}")
-        await self._catalog.index_checkpoint(await self._required(path))
+        manifest = await self._required(path)
+        principal.require(manifest.owner, f"checkpoint {path}")
+        await self._index(manifest)
         await self._catalog.set_public(path, is_public=is_public)
 
     async def set_ttl(
         self, path: CheckpointPath, principal: Principal, ttl_seconds: int | None
     ) -> None:
         """Let a checkpoint expire so many seconds from now; None means never.
+
+        Only the catalog knows: a head may be about to replace the manifest.
 
         Raises:
             NotFound: it does not exist for this principal.
@@ -145,65 +173,105 @@ class Checkpoints:
         expires_at = None
         if ttl_seconds is not None:
             expires_at = datetime.now(UTC) + timedelta(seconds=ttl_seconds)
-        changed = manifest.model_copy(update={"expires_at": expires_at})
-        content = changed.model_dump_json(indent=2).encode()
-        await obstore.put_async(self._store, path.manifest_key, content)
-        await self._catalog.index_checkpoint(changed)
+        await self._index(manifest)
+        await self._catalog.set_expiry(path, expires_at)
 
     async def delete_expired(self) -> None:
-        """Delete the checkpoints whose time to live has passed."""
-        await self._refresh()
+        """Delete the checkpoints whose time to live has passed.
+
+        One that can't be deleted now keeps no other from it, and is tried again the next time.
+        """
+        await self._refresh(await self._catalog.unindexed_checkpoints(None))
         for row in await self._catalog.expired_checkpoints(datetime.now(UTC)):
-            path = _path(row)
-            manifest = await self._read(path)
-            if manifest is not None and not manifest.is_expired(datetime.now(UTC)):
-                await self._catalog.index_checkpoint(manifest)
-                continue
-            log.info("checkpoint expired", path=str(path))
-            await self._delete(path)
+            try:
+                await self._end(row)
+            except WireError as error:
+                log.warning("can't let a checkpoint expire", path=_name(row), error=error.message)
+
+    async def _end(self, row: Checkpoint) -> None:
+        """Delete a checkpoint that has expired, unless another was saved in its place."""
+        path = _path(row)
+        manifest = await self._read(path)
+        if manifest is not None and manifest.created_at != row.created_at:
+            await self._catalog.reindex_checkpoint(manifest)
+            return
+        log.info("checkpoint expired", path=str(path))
+        await self._delete(path)
 
     async def _required(self, path: CheckpointPath) -> Manifest:
         manifest = await self._read(path)
         if manifest is None:
-            raise NotFound(f"checkpoint {path} does not exist, or belongs to another owner")
+            raise _not_found(path)
         return manifest
 
     async def _read(self, path: CheckpointPath) -> Manifest | None:
-        try:
-            answer = await obstore.get_async(self._store, path.manifest_key)
-        except FileNotFoundError:
+        content = await self._objects.read(path.manifest_key)
+        if content is None:
             return None
         try:
-            return Manifest.model_validate_json(bytes(await answer.bytes_async()))
+            return Manifest.model_validate_json(content)
         except ValidationError as error:
             raise InvalidRequest(
-                f"{path} can't be read: its manifest is damaged ({error})"
+                f"{path} can't be read: its manifest is damaged or of a newer format ({error})"
             ) from None
 
+    async def _index(self, manifest: Manifest) -> None:
+        """Have the index say what a manifest says.
+
+        If it does already, it goes on to wait for the checkpoint that is saved in its place.
+        """
+        row = await self._catalog.checkpoint(manifest.path)
+        if row is None or row.created_at != manifest.created_at:
+            await self._catalog.index_checkpoint(manifest)
+
     async def _delete(self, path: CheckpointPath) -> None:
-        """Delete the manifest, with which the checkpoint ends, and then the files."""
-        await obstore.delete_async(self._store, path.manifest_key)
-        await self._delete_folder(path.prefix)
+        """Delete the manifest, with which the checkpoint ends, and then the files.
+
+        It has expired from then on: if this process dies before the end, `delete_expired` goes on.
+        """
+        await self._catalog.set_expiry(path, datetime.now(UTC))
+        await self._objects.delete(path.manifest_key)
+        await self._objects.delete_folder(path.prefix)
         await self._catalog.forget_checkpoint(path)
 
-    async def _delete_folder(self, prefix: str) -> None:
-        async for batch in obstore.list(self._store, f"{prefix}/"):
-            await obstore.delete_async(self._store, [entry["path"] for entry in batch])
+    async def _refresh(self, rows: Sequence[Checkpoint]) -> None:
+        """Look at the manifests of checkpoints that were asked for and not seen yet.
 
-    async def _refresh(self) -> None:
-        """Look at the manifests of all checkpoints that were asked for and not seen yet."""
-        rows = await self._catalog.unindexed_checkpoints()
-        await asyncio.gather(*[self._look_at(row) for row in rows])
+        One that can't be looked at now keeps no other from it, and is looked at the next time.
+        """
+        limit = asyncio.Semaphore(_LOOKS_AT_ONCE)
+
+        async def look_at(row: Checkpoint) -> None:
+            async with limit:
+                try:
+                    await self._look_at(row)
+                except WireError as error:
+                    log.warning("can't look at a checkpoint", path=_name(row), error=error.message)
+
+        await asyncio.gather(*[look_at(row) for row in rows])
 
     async def _look_at(self, row: Checkpoint) -> None:
-        manifest = await self._read(_path(row))
         is_given_up = datetime.now(UTC) - row.asked_at > _GIVE_UP
+        try:
+            manifest = await self._read(_path(row))
+        except InvalidRequest:
+            if not is_given_up:
+                raise
+            manifest = None
         # An overwrite is over when the manifest is another one; comparing it with the time of the
         # request would compare the clocks of two machines.
         if manifest is not None and (is_given_up or manifest.created_at != row.created_at):
-            await self._catalog.index_checkpoint(manifest)
+            await self._catalog.reindex_checkpoint(manifest)
         elif manifest is None and is_given_up:
             await self._catalog.forget_checkpoint(_path(row))
+
+
+def _not_found(path: CheckpointPath) -> NotFound:
+    return NotFound(f"checkpoint {path} does not exist, or belongs to another owner")
+
+
+def _name(row: Checkpoint) -> str:
+    return str(_path(row))
 
 
 def _path(row: Checkpoint) -> CheckpointPath:

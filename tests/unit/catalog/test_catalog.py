@@ -15,7 +15,8 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
 from tinkercloud_api.catalog import database
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
-from tinkercloud_api.catalog.store import Catalog, Page
+from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, Table, TrainingRun
 from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
@@ -206,17 +207,17 @@ async def test_the_first_reason_a_session_is_finished_for_stays(catalog: Catalog
 
 async def test_a_checkpoint_exists_once_its_manifest_has_been_seen(catalog: Catalog) -> None:
     await catalog.expect_checkpoint(PATH, "me")
-    assert await catalog.checkpoints_of_run(PATH.run_id) == []
-    assert len(await catalog.unindexed_checkpoints()) == 1
+    assert await catalog.checkpoints_of_runs([PATH.run_id]) == []
+    assert len(await catalog.unindexed_checkpoints(None)) == 1
 
     await catalog.index_checkpoint(a_manifest(datetime(2026, 1, 1, tzinfo=UTC)))
 
-    (row,) = await catalog.checkpoints_of_run(PATH.run_id)
+    (row,) = await catalog.checkpoints_of_runs([PATH.run_id])
     assert (row.size_bytes, row.owner) == (3, "me")
-    assert await catalog.unindexed_checkpoints() == []
+    assert await catalog.unindexed_checkpoints(None) == []
     await catalog.expect_checkpoint(PATH, "me")
-    assert len(await catalog.checkpoints_of_run(PATH.run_id)) == 1
-    assert len(await catalog.unindexed_checkpoints()) == 1
+    assert len(await catalog.checkpoints_of_runs([PATH.run_id])) == 1
+    assert len(await catalog.unindexed_checkpoints(None)) == 1
 
 
 async def test_expired_checkpoints_are_found(catalog: Catalog) -> None:

@@ -4,70 +4,29 @@ Every statement may be repeated: creating what exists returns what exists. One t
 does not answer raises Unavailable, which asks the client to send its request again.
 """
 
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import TypeVar
 
-import structlog
-from sqlalchemy import (
-    ColumnElement,
-    CursorResult,
-    Delete,
-    Select,
-    Update,
-    and_,
-    delete,
-    func,
-    or_,
-    select,
-    update,
-)
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 
-from tinkercloud_api import metrics
-from tinkercloud_api.catalog.database import NO_ANSWER, WRONG_STATEMENT
+from tinkercloud_api.catalog.statements import Page, Statements
 from tinkercloud_api.catalog.tables import (
     ApiKey,
     Checkpoint,
     SamplingSession,
     Session,
-    Table,
     TrainingRun,
     now,
 )
 from tinkercloud_protocol.checkpoints import Manifest
-from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
-
-log = structlog.get_logger(__name__)
-
-RowT = TypeVar("RowT", bound=Table)
 
 _MAX_SWEPT = 100
 """Runs that one round of housekeeping sweeps up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A part of a list."""
-
-    offset: int
-    limit: int
-
-
-class Catalog:
+class Catalog(Statements):
     """Queries and statements over one database."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._sessions = async_sessionmaker(engine, expire_on_commit=False)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._engine.dispose()
 
     async def ping(self) -> None:
         """Return if the database answers."""
@@ -262,47 +221,67 @@ class Catalog:
             )
 
     async def index_checkpoint(self, manifest: Manifest) -> None:
-        """Record what a manifest says."""
-        path = manifest.path
-        await self.expect_checkpoint(path, manifest.owner)
-        await self._change(
-            update(Checkpoint)
-            .where(_is(path))
-            .values(
-                is_indexed=True,
-                created_at=manifest.created_at,
-                size_bytes=manifest.size_bytes,
-                user_metadata=manifest.user_metadata,
-                expires_at=manifest.expires_at,
-            )
-        )
+        """Record what a manifest says, of a checkpoint that nobody may have asked for."""
+        await self.expect_checkpoint(manifest.path, manifest.owner)
+        await self.reindex_checkpoint(manifest)
 
-    async def unindexed_checkpoints(self) -> Sequence[Checkpoint]:
-        """Return the checkpoints whose manifests must be looked at."""
-        return await self._all(select(Checkpoint).where(Checkpoint.is_indexed.is_(False)))
+    async def reindex_checkpoint(self, manifest: Manifest) -> None:
+        """Record what the manifest says of a checkpoint in the index; one that is not stays so.
+
+        If it was recorded before, what was set since (`set_expiry`) stays.
+        """
+        path = manifest.path
+        is_another = Checkpoint.created_at.is_distinct_from(manifest.created_at)
+        async with self._writing() as session:
+            await session.execute(
+                update(Checkpoint)
+                .where(_is(path), is_another)
+                .values(
+                    created_at=manifest.created_at,
+                    size_bytes=manifest.size_bytes,
+                    user_metadata=manifest.user_metadata,
+                    expires_at=manifest.expires_at,
+                )
+            )
+            await session.execute(update(Checkpoint).where(_is(path)).values(is_indexed=True))
+
+    async def unindexed_checkpoints(self, owner: str | None) -> Sequence[Checkpoint]:
+        """Return the checkpoints whose manifests must be looked at; owner None: everybody's."""
+        query = select(Checkpoint).where(Checkpoint.is_indexed.is_(False))
+        if owner is not None:
+            query = query.where(Checkpoint.owner == owner)
+        return await self._all(query)
+
+    async def unindexed_checkpoints_of_runs(self, run_ids: Sequence[str]) -> Sequence[Checkpoint]:
+        """Return the checkpoints of some runs whose manifests must be looked at."""
+        query = select(Checkpoint).where(Checkpoint.is_indexed.is_(False))
+        return await self._all(query.where(Checkpoint.run_id.in_(run_ids)))
 
     async def checkpoint(self, path: CheckpointPath) -> Checkpoint | None:
         """Return a checkpoint that exists."""
         query = select(Checkpoint).where(_is(path)).where(Checkpoint.created_at.is_not(None))
         return await self._one(query)
 
-    async def checkpoints_of_run(self, run_id: str) -> Sequence[Checkpoint]:
-        """Return a run's checkpoints, oldest first."""
-        query = select(Checkpoint).where(
-            Checkpoint.run_id == run_id, Checkpoint.created_at.is_not(None)
-        )
+    async def checkpoints_of_runs(self, run_ids: Sequence[str]) -> Sequence[Checkpoint]:
+        """Return the checkpoints of some runs, oldest first."""
+        query = select(Checkpoint).where(Checkpoint.run_id.in_(run_ids), _is_listed())
         return await self._all(query.order_by(Checkpoint.created_at, Checkpoint.name))
 
     async def checkpoints(self, owner: str | None, page: Page) -> tuple[Sequence[Checkpoint], int]:
         """Return checkpoints, newest first, and how many there are in all."""
-        query = select(Checkpoint).where(Checkpoint.created_at.is_not(None))
+        query = select(Checkpoint).where(_is_listed())
         if owner is not None:
             query = query.where(Checkpoint.owner == owner)
         return await self._page(query.order_by(Checkpoint.created_at.desc()), page)
 
+    async def set_expiry(self, path: CheckpointPath, expires_at: datetime | None) -> None:
+        """Let a checkpoint in the index expire at a moment; None means never."""
+        await self._change(update(Checkpoint).where(_is(path)).values(expires_at=expires_at))
+
     async def expired_checkpoints(self, moment: datetime) -> Sequence[Checkpoint]:
-        """Return the checkpoints whose time to live has passed."""
-        return await self._all(select(Checkpoint).where(Checkpoint.expires_at <= moment))
+        """Return the checkpoints whose time to live has passed and that nobody saves anew."""
+        query = select(Checkpoint).where(Checkpoint.is_indexed.is_(True))
+        return await self._all(query.where(Checkpoint.expires_at <= moment))
 
     async def forget_checkpoint(self, path: CheckpointPath) -> None:
         """Drop a checkpoint from the index."""
@@ -312,66 +291,10 @@ class Catalog:
         """Let everybody read a checkpoint, or only its owner."""
         await self._change(update(Checkpoint).where(_is(path)).values(is_public=is_public))
 
-    # How
 
-    @asynccontextmanager
-    async def _reading(self) -> AsyncIterator[AsyncSession]:
-        with _an_answer():
-            async with self._sessions() as session:
-                yield session
-
-    @asynccontextmanager
-    async def _writing(self) -> AsyncIterator[AsyncSession]:
-        with _an_answer():
-            async with self._sessions.begin() as session:
-                yield session
-
-    async def _insert(self, row: RowT, existing: Select[RowT]) -> RowT:
-        try:
-            async with self._writing() as session:
-                session.add(row)
-        except IntegrityError:
-            found = await self._one(existing)
-            if found is None:
-                raise
-            return found
-        return row
-
-    async def _one(self, query: Select[RowT]) -> RowT | None:
-        async with self._reading() as session:
-            return await session.scalar(query)
-
-    async def _all(self, query: Select[RowT]) -> Sequence[RowT]:
-        async with self._reading() as session:
-            return (await session.scalars(query)).all()
-
-    async def _page(self, query: Select[RowT], page: Page) -> tuple[Sequence[RowT], int]:
-        async with self._reading() as session:
-            count = select(func.count()).select_from(query.order_by(None).subquery())
-            rows = await session.scalars(query.offset(page.offset).limit(page.limit))
-            return rows.all(), await session.scalar(count) or 0
-
-    async def _change(self, statement: Update | Delete) -> bool:
-        async with self._writing() as session:
-            result = await session.execute(statement)
-            return isinstance(result, CursorResult) and bool(result.rowcount)
-
-
-@contextmanager
-def _an_answer() -> Iterator[None]:
-    """Tell a database that does not answer from a statement that it refuses.
-
-    Raises:
-        Unavailable: it does not answer.
-    """
-    try:
-        yield
-    except WRONG_STATEMENT:
-        raise
-    except NO_ANSWER as error:
-        metrics.CATALOG_ERRORS.inc()
-        log.warning("the catalog's database did not answer", error=str(error))
-        raise Unavailable("the catalog does not answer; send the request again") from error
+def _is_listed() -> ColumnElement[bool]:
+    is_left = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now())
+    return and_(Checkpoint.created_at.is_not(None), is_left)
 
 
 def _is(path: CheckpointPath) -> ColumnElement[bool]:

@@ -285,7 +285,13 @@ async def retrieve_future(call: Call) -> None:
     retrieve = _retrieve_sample if is_sample else _retrieve_training
     try:
         with call.server.waiters.waiting():
-            await retrieve(call, request_id, body)
+            try:
+                await retrieve(call, request_id, body)
+            except Unavailable as error:
+                # The SDK asks again without any delay of its own.
+                await asyncio.sleep(_RETRY_SECONDS)
+                pending = futures.pending(str(request_id), reason=error.message)
+                await answer(call.send, pending, status=futures.PENDING_STATUS)
     except Dismissed:
         # This server is stopping: the client asks again, the next one or another replica.
         if not call.has_answered:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 
 from tinkercloud_api.auth import Principal
-from tinkercloud_api.catalog.store import Page
+from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.checkpoints import latest
 from tinkercloud_api.context import Caller, Context, Server
@@ -46,7 +46,8 @@ async def list_runs(
     """List training runs, newest first; those of a project if one is named."""
     owner = caller.listed_owner(access_scope)
     rows, total = await server.catalog.runs(owner, Page(offset, limit), project_id)
-    infos = [_run_info(row, await server.checkpoints.of_run(row.id)) for row in rows]
+    checkpoints = await server.checkpoints.of_runs([row.id for row in rows])
+    infos = [_run_info(row, checkpoints[row.id]) for row in rows]
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return TrainingRunList(training_runs=infos, cursor=cursor)
 

@@ -6,7 +6,7 @@ import structlog
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from tinkercloud_api.catalog.store import Page
+from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import Session
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.choices import Choices, gathered

@@ -1,0 +1,42 @@
+"""Providers of session heads that tests decide about."""
+
+from tinkercloud_api.providers.base import HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_protocol.launch import ModelSpec
+
+
+class OneHead:
+    """A provider (`providers.base.SessionProvider`) of the head it was given last."""
+
+    def __init__(self) -> None:
+        self.route: HeadRoute | None = None
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def models(self) -> list[ServedModel]:
+        return [ServedModel("tiny", 512)]
+
+    async def admit(self, placement: Placement) -> ModelSpec:
+        assert placement.model is not None
+        return placement.model
+
+    def find(self, _placement: Placement) -> HeadRoute | None:
+        return self.route
+
+    async def acquire(self, _placement: Placement) -> HeadRoute:
+        assert self.route is not None
+        return self.route
+
+    def waiting(self, _placement: Placement) -> Waiting:
+        return Waiting("active", "no reason")
+
+    def runs(self) -> list[str]:
+        return []
+
+    async def is_gone(self, _placement: Placement) -> bool:
+        return False
+
+    def mistrust(self, route: HeadRoute) -> None: ...
+
+    async def release(self, _placement: Placement) -> None: ...

@@ -1,0 +1,366 @@
+"""What the server lists, deletes and lets expire, whatever one checkpoint or the store is like."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from obstore.exceptions import PermissionDeniedError
+from obstore.store import ObjectStore, S3Store
+from sqlalchemy import update
+
+from tinkercloud_api.auth import Principal, Role
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_protocol.checkpoints import Manifest, suspended_key
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.servers import free_port
+
+ME = Principal(1, "key", "me", Role.USER)
+PAGE = Page(0, 100)
+HOUR = timedelta(hours=1)
+
+
+def path(name: str, run_id: str = "s:train:0") -> CheckpointPath:
+    return CheckpointPath(run_id, CheckpointKind.TRAINING, name)
+
+
+def a_manifest(where: CheckpointPath, owner: str = "me", **changes: object) -> Manifest:
+    fields: dict[str, object] = {
+        "tinker_path": str(where),
+        "owner": owner,
+        "base_model": "m",
+        "lora": None,
+        "step": 1,
+        "created_at": datetime.now(UTC),
+        "files": {},
+    }
+    return Manifest.model_validate(fields | changes)
+
+
+@dataclass
+class World:
+    catalog: Catalog
+    store: ObjectStore
+    checkpoints: Checkpoints
+
+    async def put(self, manifest: Manifest) -> None:
+        """Write a checkpoint of one file, as a head does."""
+        await obstore.put_async(self.store, f"{manifest.path.prefix}/f", b"content")
+        key = manifest.path.manifest_key
+        await obstore.put_async(self.store, key, manifest.model_dump_json().encode())
+
+    async def save(self, name: str, **changes: object) -> Manifest:
+        """Ask for a checkpoint, write it, and look at it."""
+        manifest = a_manifest(path(name), **changes)  # type: ignore[arg-type]
+        await self.checkpoints.expect(manifest.path, "me")
+        await self.put(manifest)
+        await self.names()
+        return manifest
+
+    async def save_of_a_newer_format(self, name: str) -> None:
+        """Ask for a checkpoint, and write it as a later release might."""
+        await self.checkpoints.expect(path(name), "me")
+        content = a_manifest(path(name)).model_dump_json()
+        newer = content.replace('"format_version":1', '"format_version":2')
+        await obstore.put_async(self.store, path(name).manifest_key, newer.encode())
+
+    async def age(self, name: str, by: timedelta) -> None:
+        """Have a checkpoint asked for so long ago."""
+        async with self.catalog._writing() as session:
+            change = update(Checkpoint).where(Checkpoint.name == name)
+            await session.execute(change.values(asked_at=datetime.now(UTC) - by))
+
+    async def names(self) -> set[str]:
+        infos, _total = await self.checkpoints.page("me", PAGE)
+        return {info.checkpoint_id.partition("/")[2] for info in infos}
+
+    async def files(self) -> set[str]:
+        """Return the names of the checkpoints of which there are files."""
+        entries = await obstore.list(self.store).collect_async()
+        return {entry["path"].split("/")[-2] for entry in entries}
+
+
+@pytest.fixture
+async def world(database_url: str, tmp_path: Path) -> AsyncIterator[World]:
+    engine = open_database(database_url)
+    await migrate(engine)
+    store = open_store((tmp_path / "store").as_uri())
+    catalog = Catalog(engine)
+    yield World(catalog, store, Checkpoints(catalog, store))
+    await engine.dispose()
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Keys that the store refuses to read."""
+    keys: set[str] = set()
+    get_async = obstore.get_async
+
+    async def get(store: ObjectStore, key: str) -> Any:
+        if key in keys:
+            raise PermissionDeniedError("ExpiredToken")
+        return await get_async(store, key)
+
+    monkeypatch.setattr(obstore, "get_async", get)
+    return keys
+
+
+async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
+    world: World, refused: set[str]
+) -> None:
+    await world.save("good")
+    await world.save_of_a_newer_format("newer")
+    await world.checkpoints.expect(path("refused"), "me")
+    refused.add(path("refused").manifest_key)
+
+    assert await world.names() == {"good"}
+    assert [info.tinker_path for info in await world.checkpoints.of_run("s:train:0")] == [
+        str(path("good"))
+    ]
+    await world.checkpoints.discover("s:train:0")
+
+
+async def test_a_checkpoint_of_a_newer_format_is_given_up_in_time_and_one_the_store_keeps_is_not(
+    world: World, refused: set[str]
+) -> None:
+    await world.save_of_a_newer_format("newer")
+    await world.save_of_a_newer_format("later")
+    await world.checkpoints.expect(path("refused"), "me")
+    refused.add(path("refused").manifest_key)
+    for name in ("newer", "refused"):
+        await world.age(name, timedelta(hours=7))
+
+    await world.checkpoints.delete_expired()
+
+    rows = await world.catalog.unindexed_checkpoints(None)
+    assert {row.name for row in rows} == {"later", "refused"}
+
+
+async def test_checkpoints_expire_though_one_of_them_can_not_be_read(
+    world: World, refused: set[str]
+) -> None:
+    past = datetime.now(UTC) - HOUR
+    for name in ("a", "b", "c"):
+        await world.save(name, expires_at=past)
+    refused.add(path("a").manifest_key)
+
+    await world.checkpoints.delete_expired()
+    assert await world.files() == {"a"}
+
+    refused.clear()
+    await world.checkpoints.delete_expired()
+    assert await world.files() == set()
+
+
+class Died(Exception):
+    """Stands for the death of a server."""
+
+
+@pytest.mark.parametrize("last", ["delete", "delete_folder"])
+async def test_a_deletion_that_was_broken_off_is_finished_by_housekeeping(
+    world: World, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    await world.save("a")
+    objects = world.checkpoints._objects
+    do = getattr(objects, last)
+
+    async def die_after(where: str) -> None:
+        await do(where)
+        raise Died
+
+    with monkeypatch.context() as dying:
+        dying.setattr(objects, last, die_after)
+        with pytest.raises(Died):
+            await world.checkpoints.delete(path("a"), ME)
+    assert await world.names() == set()
+
+    await world.checkpoints.delete_expired()
+
+    assert await world.files() == set()
+    assert await world.catalog.checkpoint(path("a")) is None
+
+
+async def test_what_a_deletion_has_left_is_its_owners_to_delete(world: World) -> None:
+    await world.save("a")
+    await obstore.delete_async(world.store, path("a").manifest_key)
+
+    with pytest.raises(NotFound):
+        await world.checkpoints.delete(path("a"), Principal(2, "key", "you", Role.USER))
+    await world.checkpoints.delete(path("a"), ME)
+
+    assert await world.names() == await world.files() == set()
+    with pytest.raises(NotFound):
+        await world.checkpoints.delete(path("a"), ME)
+
+
+async def test_a_checkpoint_that_is_being_saved_is_not_deleted_under_its_head(
+    world: World,
+) -> None:
+    await world.checkpoints.expect(path("a"), "me")
+    await obstore.put_async(world.store, f"{path('a').prefix}/f", b"content")
+
+    with pytest.raises(NotFound):
+        await world.checkpoints.delete(path("a"), ME)
+
+    assert await world.files() == {"a"}
+
+
+async def test_two_may_delete_a_checkpoint_at_once(world: World) -> None:
+    await world.save("a")
+    for index in range(50):
+        await obstore.put_async(world.store, f"{path('a').prefix}/{index}", b"content")
+
+    deletions = [world.checkpoints.delete(path("a"), ME) for _ in range(2)]
+    answers = await asyncio.gather(*deletions, return_exceptions=True)
+
+    assert {type(answer) for answer in answers} <= {type(None), NotFound}
+    assert await world.names() == await world.files() == set()
+
+
+async def test_what_is_wrong_with_the_store_is_no_fault_of_the_server(world: World) -> None:
+    away = S3Store(
+        "bucket",
+        endpoint=f"http://127.0.0.1:{free_port()}",
+        region="r",
+        access_key_id="x",
+        secret_access_key="x",
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+    checkpoints = Checkpoints(world.catalog, away)
+    await world.save("a")
+
+    for attempt in (
+        checkpoints.ping(),
+        checkpoints.manifest(path("a"), ME),
+        checkpoints.delete(path("a"), ME),
+        checkpoints.set_ttl(path("a"), ME, 60),
+        checkpoints.is_suspended("s:train:0", "g1"),
+        checkpoints.delete_suspended("s:train:0"),
+        checkpoints.discover("s:train:0"),
+    ):
+        with pytest.raises(Unavailable, match="object store"):
+            await attempt
+    assert suspended_key("s:train:0") not in await world.files()
+    assert len(await checkpoints.of_run("s:train:0")) == 1
+
+
+async def test_an_expiry_that_is_set_leaves_the_manifest_to_the_head(world: World) -> None:
+    old = await world.save("a")
+    key = old.path.manifest_key
+    before = (await obstore.head_async(world.store, key))["e_tag"]
+
+    await world.checkpoints.set_ttl(path("a"), ME, 3600)
+
+    (info,) = await world.checkpoints.of_run("s:train:0")
+    assert info.expires_at is not None
+    assert (await obstore.head_async(world.store, key))["e_tag"] == before
+
+
+async def test_an_expiry_that_is_set_counts_more_than_the_one_that_was_saved(world: World) -> None:
+    soon = datetime.now(UTC) + timedelta(milliseconds=1)
+    for name in ("longer", "never"):
+        await world.put(a_manifest(path(name), expires_at=soon))
+    await world.save("shorter", expires_at=soon + HOUR)
+    await world.checkpoints.set_ttl(path("longer"), ME, 3600)
+    await world.checkpoints.set_ttl(path("never"), ME, None)
+    await world.checkpoints.set_ttl(path("shorter"), ME, 0)
+    # Asked for once more, and refused by the head as the name is taken: it stays what it was.
+    await world.checkpoints.expect(path("never"), "me")
+    await world.age("never", timedelta(hours=7))
+
+    await world.checkpoints.delete_expired()
+
+    assert await world.names() == await world.files() == {"longer", "never"}
+    assert (await world.checkpoints.manifest(path("never"), ME)).expires_at is None
+    with pytest.raises(NotFound):
+        await world.checkpoints.manifest(path("shorter"), ME)
+
+
+async def test_a_checkpoint_that_takes_an_expired_ones_place_stays(world: World) -> None:
+    await world.save("a", expires_at=datetime.now(UTC) - HOUR)
+    await world.checkpoints.expect(path("a"), "me")
+
+    await world.checkpoints.delete_expired()
+    assert await world.files() == {"a"}
+    await world.put(a_manifest(path("a")))
+    await world.checkpoints.delete_expired()
+
+    assert await world.names() == await world.files() == {"a"}
+
+
+async def test_what_was_deleted_while_it_was_looked_at_is_not_listed_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.checkpoints.expect(path("a"), "me")
+    await world.put(a_manifest(path("a")))
+    read = world.checkpoints._objects.read
+
+    async def read_and_delete(key: str) -> bytes | None:
+        content = await read(key)
+        with monkeypatch.context() as undone:
+            undone.setattr(world.checkpoints._objects, "read", read)
+            await world.checkpoints.delete(path("a"), ME)
+        return content
+
+    monkeypatch.setattr(world.checkpoints._objects, "read", read_and_delete)
+    assert await world.names() == set()
+    monkeypatch.undo()
+
+    assert await world.names() == set()
+
+
+@pytest.fixture
+def looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys that were read, in order; no more than 16 are read at a time."""
+    read, keys, reading = world.checkpoints._objects.read, list[str](), set[str]()
+
+    async def counted(key: str) -> bytes | None:
+        keys.append(key)
+        reading.add(key)
+        assert len(reading) <= 16
+        try:
+            return await read(key)
+        finally:
+            reading.discard(key)
+
+    monkeypatch.setattr(world.checkpoints._objects, "read", counted)
+    return keys
+
+
+async def test_a_list_of_runs_looks_at_each_of_their_new_checkpoints_once(
+    world: World, looked_at: list[str]
+) -> None:
+    mine = [path(f"n{index}", f"s:train:{index % 5}") for index in range(50)]
+    for wanted in [*mine, path("x", "other:train:0")]:
+        await world.checkpoints.expect(wanted, "me")
+
+    listed = await world.checkpoints.of_runs([f"s:train:{index}" for index in range(5)])
+
+    assert sorted(looked_at) == sorted(wanted.manifest_key for wanted in mine)
+    assert listed == {f"s:train:{index}": [] for index in range(5)}
+
+
+async def test_a_list_of_ones_own_looks_at_nobody_elses(world: World, looked_at: list[str]) -> None:
+    await world.checkpoints.expect(path("mine"), "me")
+    await world.checkpoints.expect(path("yours", "other:train:0"), "you")
+
+    await world.names()
+
+    assert looked_at == [path("mine").manifest_key]
+
+
+async def test_a_damaged_manifest_is_refused_with_a_reason(world: World) -> None:
+    await world.save_of_a_newer_format("newer")
+
+    with pytest.raises(InvalidRequest, match="newer format"):
+        await world.checkpoints.manifest(path("newer"), ME)
