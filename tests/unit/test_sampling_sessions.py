@@ -74,7 +74,7 @@ async def test_samples_that_are_none_for_the_next_head_do_not_keep_their_model_f
         monkeypatch.setattr(service, "prepare", as_an_older_head_did)
         unsound = head.sample(0, 0, max_tokens=10**6)
         of_none = a_sample(0, 1, 400).model_copy(update={"num_samples": 0})
-        unreadable = str(head.service.sample(of_none))
+        unreadable = str(head.service.sample(head.service.prepare(of_none)))
         await head.service.suspend()
         assert head.service.status().pending_requests == 2
         head.service.release_waiters()

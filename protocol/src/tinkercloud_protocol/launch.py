@@ -239,7 +239,9 @@ class Limits(_Config):
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Of one request, before and after decompression."""
     max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20
-    """Of all requests a model has waiting."""
+    """Of all requests a model has waiting, and of all sampling requests that wait or run, each as
+    large as it came or as it is when read, if that is more. Beyond it a request is answered 429 and
+    the SDK backs off."""
     max_result_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Of all results kept; beyond it the oldest ones that have been read go first."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30

@@ -24,8 +24,14 @@ Array = npt.NDArray[np.float32 | np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-MAX_DENSE_CELLS = 1 << 26
-"""Largest dense size of one tensor; a sparse one may claim any shape in a few bytes."""
+MAX_SPREAD_BYTES = 256 << 20
+"""What all sparse tensors of a request may take once they are dense: a few bytes claim any shape.
+The most that the SDK sends at once, 5 MB of 20 bytes a position, stays below it up to 80 targets a
+position."""
+
+MAX_PARTS = 1 << 18
+"""Datums of a request, chunks of their inputs and tensors, together: each is an object here, of
+more bytes than it may have on the wire. The SDK sends 1024 datums at most."""
 
 EMPTY_TOP_TOKEN = 0
 EMPTY_TOP_LOGPROB = -99999.0
@@ -57,6 +63,14 @@ class ForwardBackwardRequest:
     loss_fn_config: Mapping[str, float | str]
     forward_only: bool
 
+    @property
+    def num_bytes(self) -> int:
+        """What its tokens and tensors take, decoded."""
+        return sum(
+            datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
+            for datum in self.data
+        )
+
     def digest(self) -> bytes:
         """Return a digest of the content, equal for equal requests however they were encoded."""
         hasher = hashlib.blake2b(digest_size=16)
@@ -75,13 +89,15 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Decode a protobuf ForwardBackwardRequest.
 
     Raises:
-        InvalidRequest: not such a message, or a tensor whose bytes, dtype and shape disagree.
+        InvalidRequest: not such a message, one that would take much more memory than it has bytes,
+            or a tensor whose bytes, dtype and shape disagree.
     """
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequest(f"forward_backward body is not valid protobuf: {error}") from None
+    _check_size(message)
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -90,6 +106,30 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         loss_fn_config=_loss_config(message),
         forward_only=message.forward_only,
     )
+
+
+def _check_size(message: pb.ForwardBackwardRequest) -> None:
+    """Check, before any of it is decoded, that what is decoded has some bound."""
+    data = message.data
+    parts = sum(1 + len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
+    if parts > MAX_PARTS:
+        raise InvalidRequest(
+            f"data: {len(data)} datums have {parts} datums, chunks and tensors together, at most"
+            f" {MAX_PARTS} are accepted: send less data in one request (the SDK's own limit is 1024"
+            " datums a chunk)"
+        )
+    spread = sum(
+        8 * math.prod(max(size, 1) for size in tensor.shape)
+        for datum in data
+        for tensor in datum.loss_fn_inputs.values()
+        if tensor.WhichOneof("encoding") == "sparse_csr"
+    )
+    if spread > MAX_SPREAD_BYTES:
+        raise InvalidRequest(
+            f"data: its sparse tensors would take {spread} bytes when dense (8 for each cell of"
+            f" their shapes), at most {MAX_SPREAD_BYTES} are accepted: send less data in one"
+            " request, or fewer targets at each position"
+        )
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -105,7 +145,7 @@ def _datum(message: pb.Datum, where: str) -> Datum:
     parts = [_chunk_tokens(chunk, where) for chunk in message.model_input]
     tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
     inputs = {
-        name: _tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]")
+        name: _tensor(tensor, len(tokens), f"{where}.loss_fn_inputs[{name!r}]")
         for name, tensor in message.loss_fn_inputs.items()
     }
     return Datum(tokens, inputs)
@@ -125,7 +165,7 @@ def _chunk_tokens(chunk: pb.Chunk, where: str) -> Int32Array:
     return np.frombuffer(data, dtype="<i4")
 
 
-def _tensor(message: pb.Tensor, where: str) -> Array:
+def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
     dtype = _NUMPY_DTYPE.get(message.dtype)
     if dtype is None:
         raise InvalidRequest(
@@ -134,11 +174,12 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
     shape = tuple(message.shape)
     if any(size < 0 for size in shape) or len(shape) > 2:
         raise InvalidRequest(f"{where}: shape {list(shape)} must have one or two sizes >= 0")
-    if math.prod(shape) > MAX_DENSE_CELLS:
-        raise InvalidRequest(
-            f"{where}: shape {list(shape)} has more than {MAX_DENSE_CELLS} cells; split the datum"
-        )
     if message.WhichOneof("encoding") == "sparse_csr":
+        if shape and shape[0] != num_tokens:
+            raise InvalidRequest(
+                f"{where} has {shape[0]} rows, but model_input has {num_tokens} tokens; they must"
+                " be equal"
+            )
         return _dense_from_csr(message.sparse_csr, dtype, shape, where)
     values = _array(message.dense, dtype, where)
     if not shape:

@@ -4,17 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tinkercloud_protocol.wire import Name, Uri, WireModel
+from tinkercloud_protocol.wire import Items, Name, Uri, WireModel
 
 MAX_TOP_LOGPROBS = 1024
 TokenId = int
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Chunk(WireModel):
     """One piece of a prompt. Only text is served; other types are refused by name."""
 
     type: Name = "encoded_text"
-    tokens: list[TokenId] | None = None
+    tokens: Items[TokenId] | None = None
 
     @model_validator(mode="after")
     def _is_text(self) -> "Chunk":
@@ -28,7 +29,7 @@ class Chunk(WireModel):
 class ModelInput(WireModel):
     """A prompt: the concatenation of its chunks."""
 
-    chunks: Annotated[list[Chunk], Field(max_length=65536)]
+    chunks: Annotated[Items[Chunk], Field(max_length=65536)]
 
     def token_ids(self) -> list[TokenId]:
         """Return the prompt's token ids."""
@@ -44,7 +45,7 @@ class SamplingParams(WireModel):
     """Most tokens to draw; absent means up to the model's context length."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """The k-th of a request's samples is drawn with seed + k; absent means a random seed."""
-    stop: str | list[str] | list[TokenId] | None = None
+    stop: str | Items[str] | Items[TokenId] | None = None
     """None stops at the model's end tokens; strings or token ids stop there too; [] never stops."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0 takes the most likely token. Returned logprobs are always those of temperature 1."""
@@ -57,11 +58,11 @@ class SamplingParams(WireModel):
 class WireTensor(WireModel):
     """A tensor in JSON, dense or CSR (rows x columns)."""
 
-    data: list[int] | list[float]
+    data: Items[Int64] | Items[float]
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Items[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
+    sparse_crow_indices: Items[Int64] | None = None
+    sparse_col_indices: Items[Int64] | None = None
 
 
 class SampleRequest(WireModel):

@@ -12,6 +12,11 @@ from tinkercloud_protocol.errors import InvalidRequest
 
 MAX_ERRORS_SHOWN = 3
 
+ItemT = TypeVar("ItemT")
+
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that a client sends: read up to its first mistake, as each one is remembered whole."""
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Uri = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 UserMetadata = Annotated[

@@ -1,5 +1,7 @@
 """A sample that can't be drawn is refused at once."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tinkercloud_testing.raw_run import CONTEXT, MODEL, VOCAB_SIZE, Run
@@ -25,6 +27,16 @@ def chunks(*chunk: dict[str, object]) -> dict[str, object]:
     return {"prompt": {"chunks": list(chunk)}}
 
 
+def targets(data: list[float], **fields: object) -> dict[str, object]:
+    return {"target_prompt_logprobs": {"data": data, "dtype": "int64", "shape": [2, 1], **fields}}
+
+
+def sparse(
+    shape: list[int], *, crow: Sequence[int] = (0, 1, 1), col: Sequence[int] = (0,)
+) -> dict[str, object]:
+    return targets([5], shape=shape, sparse_crow_indices=crow, sparse_col_indices=col)
+
+
 BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "no prompt": (chunks(), "prompt has 0 tokens"),
     "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not served"),
@@ -44,6 +56,24 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "targets of another length": (
         {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
         "int64 tensor of shape [2, K]",
+    ),
+    "targets of fractions": (targets([1, 1e300]), "whole numbers of 64 bits, got 1e+300"),
+    "a target of 65 bits": (targets([1, 2**64 - 1]), "whole numbers of 64 bits, got 1.8"),
+    "targets of no shape": (targets([], shape=[2, -5]), "target_prompt_logprobs.shape.1"),
+    "targets in negative columns": (sparse([2, -5]), "target_prompt_logprobs.shape.1"),
+    "targets in very many columns": (sparse([2, 2**45]), "at most 1024 are accepted"),
+    "targets in columns that do not exist": (
+        sparse([2, 2], col=[2**63]),
+        "target_prompt_logprobs.sparse_col_indices.0",
+    ),
+    "targets in rows that do not exist": (
+        sparse([2, 2], crow=[0, 2**63, 1]),
+        "target_prompt_logprobs.sparse_crow_indices.1",
+    ),
+    "targets in rows that fall": (sparse([2, 2], crow=[0, 2, 1]), "crow_indices must rise"),
+    "a prompt of wrong tokens": (
+        chunks({"type": "encoded_text", "tokens": [[]] * 10_000}),
+        "prompt.chunks.0.tokens.0: Input should be a valid integer (got [])",
     ),
     "stability": ({"record_stability_info": True}, "no public definition"),
     "too many last": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "last_n"),

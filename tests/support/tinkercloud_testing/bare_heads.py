@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import (
@@ -74,18 +75,23 @@ class Head:
         self._send(path, orjson.dumps({"model_id": str(MODEL), "seq_id": seq_id, **fields}))
 
     def _send(self, path: str, body: bytes) -> None:
-        self.service.submit(path, requests.read(path, body), body)
+        if path == routes.FORWARD_BACKWARD:
+            received = requests.receive_batch(body, peek_training(body))
+        else:
+            received = requests.receive_json(path, body)
+        self.service.submit(received)
 
     def apply_as_an_older_head_did(self, seq_id: int, **adam_params: object) -> None:
         """Send an optim_step whose parameters were accepted once."""
         step = {"model_id": str(MODEL), "seq_id": seq_id, "adam_params": ADAM}
-        parsed = requests.read(routes.OPTIM_STEP, orjson.dumps(step))
-        sent = step | {"adam_params": {**ADAM, **adam_params}}
-        self.service.submit(routes.OPTIM_STEP, parsed, orjson.dumps(sent))
+        received = requests.receive_json(routes.OPTIM_STEP, orjson.dumps(step))
+        sent = orjson.dumps(step | {"adam_params": {**ADAM, **adam_params}})
+        self.service.submit(replace(received, body=sent))
 
     def send_broken(self, seq_id: int) -> None:
-        error = InvalidRequest("broken batch")
-        self.service.refuse(str(MODEL), seq_id, routes.FORWARD_BACKWARD, b"broken", error)
+        place, error = TrainingEnvelope(str(MODEL), seq_id), InvalidRequest("broken batch")
+        refused = requests.receive_unread(routes.FORWARD_BACKWARD, b"broken", place, error)
+        self.service.submit(refused)
 
     async def answer(self, seq_id: int) -> bytes:
         result = await self.service.retrieve(f"{MODEL}:{seq_id}")
@@ -98,7 +104,8 @@ class Head:
 
     def sample(self, session: int, seq_id: int, max_tokens: int = 12) -> str:
         """Ask for a little to be drawn; return the request's id."""
-        return str(self.service.sample(a_sample(session, seq_id, max_tokens)))
+        prepared = self.service.prepare(a_sample(session, seq_id, max_tokens))
+        return str(self.service.sample(prepared))
 
     async def drawn(self, session: int, seq_id: int) -> list[int]:
         """Sample a little; return the tokens."""

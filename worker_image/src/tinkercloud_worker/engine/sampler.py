@@ -19,11 +19,20 @@ from tinkercloud_protocol.payloads import (
     SampledSequence,
     densify,
 )
-from tinkercloud_protocol.sampling import SampleRequest, SamplingParams, WireTensor
+from tinkercloud_protocol.sampling import (
+    MAX_TOP_LOGPROBS,
+    SampleRequest,
+    SamplingParams,
+    WireTensor,
+)
 from tinkercloud_worker.engine.batch import TokenLimits, check_tokens
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 _SEED_MASK = (1 << 63) - 1
+
+MAX_PROMPT_CELLS = 1 << 24
+"""Values that may be asked for about one prompt: its tokens times what is asked at each of them.
+The answer has 4 to 12 bytes for each, whether a request names a token there or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,12 @@ class SamplingRequest:
     top_logprobs: int = 0
     """Most likely tokens wanted at each drawn position."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its prompt and the token ids to score take."""
+        targets = self.questions.targets
+        return self.prompt.nbytes + (targets.nbytes if targets is not None else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,6 +196,7 @@ def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> Prom
             f"prompt_logprobs_last_n: {last_n} is more than the {length - 1} tokens after the"
             " prompt's first one"
         )
+    _check_cells(request, length)
     wants_logprobs = bool(request.prompt_logprobs)
     start = length - last_n if last_n is not None else 1
     return PromptQuestions(
@@ -189,6 +205,25 @@ def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> Prom
         targets=_target_ids(request.target_prompt_logprobs, length, limits),
         alternatives_k=request.prompt_alt_tokens_k,
     )
+
+
+def _check_cells(request: SampleRequest, length: int) -> None:
+    """Check that the answer about a prompt has a bound, before room is made for any of it."""
+    tensor = request.target_prompt_logprobs
+    shape = (tensor.shape if tensor is not None else None) or []
+    columns = shape[1] if len(shape) == 2 else 0
+    if columns > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"target_prompt_logprobs: shape {shape} has {columns} token ids at each"
+            f" position, at most {MAX_TOP_LOGPROBS} are accepted"
+        )
+    asked = request.topk_prompt_logprobs + request.prompt_alt_tokens_k + columns
+    if asked * length > MAX_PROMPT_CELLS:
+        raise InvalidRequest(
+            "topk_prompt_logprobs, prompt_alt_tokens_k and the columns of target_prompt_logprobs"
+            f" are {asked} together; a prompt of {length} tokens may be asked for"
+            f" {MAX_PROMPT_CELLS // length}: ask for fewer in one request"
+        )
 
 
 def _target_ids(
@@ -203,6 +238,11 @@ def _target_ids(
             f"{where} must be an int64 tensor of shape [{length - 1}, K] (prompt length - 1), got"
             f" {tensor.dtype} {shape}"
         )
+    for value in tensor.data:
+        if isinstance(value, float) and not (value.is_integer() and abs(value) < 2**63):
+            raise InvalidRequest(
+                f"{where}.data: dtype int64 takes whole numbers of 64 bits, got {value}"
+            )
     values = np.asarray(tensor.data, dtype=np.int64)
     if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
         crow = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)

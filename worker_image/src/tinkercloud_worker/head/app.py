@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 from urllib.parse import unquote
 
-import orjson
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -160,15 +159,13 @@ class HeadApp:
         self._check_target(request, place.model_id)
         if place.seq_id < 1:
             raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
-        try:
-            decoded = await _off_loop(lambda body: requests.read_batch(body, place), body)
-        except InvalidRequest as error:
-            request_id = self._service.refuse(
-                place.model_id, place.seq_id, request.path, body, error
-            )
-        else:
-            request_id = self._service.submit(request.path, decoded, body)
-        return Response(futures.promise(request_id, model_id=place.model_id))
+        # However small it is: a sparse tensor becomes as large as it likes.
+        received = await asyncio.to_thread(requests.receive_batch, body, place)
+        return self._submit(received)
+
+    def _submit(self, received: requests.Received) -> Response:
+        request_id = self._service.submit(received)
+        return Response(futures.promise(request_id, model_id=received.place.model_id))
 
     def _refuse_place(self, request: Request, error: BodyTooLarge) -> None:
         """Let an oversized body take its place in the order, if its beginning names one."""
@@ -177,36 +174,30 @@ class HeadApp:
             place = envelope.peek_training(prefix)
             self._check_target(request, place.model_id)
             if place.seq_id >= 1:
-                request_id = self._service.refuse(
-                    place.model_id, place.seq_id, routes.FORWARD_BACKWARD, prefix, error
-                )
-                self._service.mark_known(request_id)
+                refused = requests.receive_unread(request.path, prefix, place, error)
+                self._service.mark_known(self._service.submit(refused))
         except WireError:
             log.info("an oversized body named no place in any model's order")
 
     async def _ordered(self, request: Request) -> Response:
         body = await request.body(self._limits.max_body_bytes)
-        try:
-            _check_not_refused(request)
-            parsed = await _off_loop(lambda body: requests.read(request.path, body), body)
-        except InvalidRequest as error:
-            model_id, seq_id = _json_place(body)
-            if model_id is None or seq_id is None:
-                raise
-            self._check_target(request, model_id)
-            request_id = self._service.refuse(model_id, seq_id, request.path, body, error)
-            return Response(futures.promise(request_id, model_id=model_id))
-        if parsed.model_id is None:
-            raise InvalidRequest("model_id: required; models are created through /models")
-        self._check_target(request, parsed.model_id)
-        request_id = self._service.submit(request.path, parsed, body)
-        return Response(futures.promise(request_id, model_id=parsed.model_id))
+        refusal = _refusal(request)
+        if refusal is None:
+            received = await _off_loop(lambda body: requests.receive_json(request.path, body), body)
+        else:
+            received = await _off_loop(
+                lambda body: requests.receive_refused(request.path, body, refusal), body
+            )
+        self._check_target(request, received.place.model_id)
+        return self._submit(received)
 
     async def _asample(self, request: Request) -> Response:
         body = await request.body(self._limits.max_body_bytes)
         parsed = await _off_loop(lambda body: parse_json(SampleRequest, body), body)
         self._check_target(request, parsed.sampling_session_id)
-        request_id = self._service.sample(parsed)
+        # However small it is: a sparse tensor of targets is larger when dense.
+        sound = await asyncio.to_thread(self._service.prepare, parsed)
+        request_id = self._service.sample(sound)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)
         return Response(futures.sample_promise(str(request_id), sequence_ids))
 
@@ -295,23 +286,10 @@ def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
 
 
-def _check_not_refused(request: Request) -> None:
-    """Raise what the API server has found wrong with a request, if it has."""
-    if (refusal := request.headers.get(routes.REFUSAL_HEADER)) is not None:
-        raise InvalidRequest(unquote(refusal))
-
-
-def _json_place(body: bytes) -> tuple[str | None, int | None]:
-    """Return model_id and seq_id of a JSON body, as far as they can be read."""
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None, None
-    if not isinstance(content, dict):
-        return None, None
-    model_id, seq_id = content.get("model_id"), content.get("seq_id")
-    is_place = isinstance(model_id, str) and isinstance(seq_id, int) and 1 <= seq_id < 2**31
-    return (model_id, seq_id) if is_place else (None, None)
+def _refusal(request: Request) -> InvalidRequest | None:
+    """Return what the API server has found wrong with a request, if it has."""
+    refusal = request.headers.get(routes.REFUSAL_HEADER)
+    return InvalidRequest(unquote(refusal)) if refusal is not None else None
 
 
 async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:

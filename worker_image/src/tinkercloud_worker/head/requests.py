@@ -1,7 +1,12 @@
-"""The requests that have a place in a model's order: how each is read, and what it is there."""
+"""The requests that have a place in a model's order: how each is read, and what it is there.
+
+Reading one takes longer than the event loop should be held, if it is large: everything here may
+run beside it. That keeps the order, which goes by number and not by arrival.
+"""
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import orjson
 from pydantic import BaseModel
@@ -55,15 +60,77 @@ def read(path: str, body: bytes) -> OrderedRequest:
     return parse_json(JSON_REQUESTS[path], body)
 
 
-def read_batch(body: bytes, place: TrainingEnvelope) -> ForwardBackwardRequest:
-    """Read a forward_backward request whose beginning named its place.
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A request with a place in its model's order, and all that its queue has to know of it."""
+
+    place: TrainingEnvelope
+    path: str
+    body: bytes
+    content: OrderedRequest | WireError
+    """What it says; or, of one that can't be read, why."""
+    digest: bytes
+    """Equal for equal content."""
+    size: int
+    """Bytes it takes while it waits."""
+
+
+def receive_batch(body: bytes, place: TrainingEnvelope) -> Received:
+    """Read a forward_backward request whose beginning named its place."""
+    try:
+        request = decode_forward_backward(body)
+        place.check(request.model_id, request.seq_id)
+    except InvalidRequest as error:
+        return receive_unread(routes.FORWARD_BACKWARD, body, place, error)
+    size = max(len(body), request.num_bytes)
+    return Received(place, routes.FORWARD_BACKWARD, body, request, request.digest(), size)
+
+
+def receive_json(path: str, body: bytes) -> Received:
+    """Read a request sent to another of the ordered paths.
 
     Raises:
-        InvalidRequest: the body is not such a request, or has another place as a whole.
+        InvalidRequest: the body names no place in a model's order.
     """
-    request = decode_forward_backward(body)
-    place.check(request.model_id, request.seq_id)
-    return request
+    try:
+        request = read(path, body)
+    except InvalidRequest as error:
+        return receive_refused(path, body, error)
+    if request.model_id is None or request.seq_id is None:
+        raise InvalidRequest("model_id: required; models are created through /models")
+    place = TrainingEnvelope(request.model_id, request.seq_id)
+    return Received(place, path, body, request, content_digest(request), len(body))
+
+
+def receive_refused(path: str, body: bytes, error: InvalidRequest) -> Received:
+    """Give a JSON request that is refused the place that it names.
+
+    Raises:
+        InvalidRequest: the one given; the body names no place.
+    """
+    place = _json_place(body)
+    if place is None:
+        raise error
+    return receive_unread(path, body, place, error)
+
+
+def receive_unread(path: str, body: bytes, place: TrainingEnvelope, error: WireError) -> Received:
+    """Give a request that can't be read, of which `body` may be the beginning, its place."""
+    return Received(place, path, body, error, body_digest(body), size=0)
+
+
+def _json_place(body: bytes) -> TrainingEnvelope | None:
+    """Return the place that a JSON body names, if that much of it can be read."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(content, dict):
+        return None
+    model_id, seq_id = content.get("model_id"), content.get("seq_id")
+    if not isinstance(model_id, str) or type(seq_id) is not int or not 1 <= seq_id < 2**31:
+        return None
+    return TrainingEnvelope(model_id, seq_id)
 
 
 def role_of_unread(path: str) -> Role:

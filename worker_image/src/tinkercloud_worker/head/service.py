@@ -15,12 +15,12 @@ from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
 from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_worker.engine.sampler import prepare
+from tinkercloud_worker.engine.sampler import SamplingRequest, prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import Operation, Origin, refusal, to_result
 from tinkercloud_worker.head.requests import (
-    OrderedRequest,
+    Received,
     body_digest,
     content_digest,
     role_of_unread,
@@ -37,10 +37,29 @@ _SUSPENDED_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A sampling request that was found sound, and all that has to be known of it."""
+
+    request: SampleRequest
+    """As it came."""
+    sound: SamplingRequest
+    digest: bytes
+    """Equal for equal content."""
+    size: int
+    """Bytes it takes while it waits."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request's id."""
+        return _request_id(self.request)
+
+
+@dataclass(frozen=True, slots=True)
 class _Sample:
     """A sampling request that is not finished."""
 
     request: SampleRequest
+    size: int
     task: asyncio.Task[None]
 
 
@@ -61,6 +80,7 @@ class HeadService:
         self._models: dict[str, LiveModel] = {}
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._samples: dict[str, _Sample] = {}
+        self._sample_bytes = 0
         self._is_draining = False
         self._suspending = asyncio.Lock()
         self._suspended: set[str] = set()
@@ -109,12 +129,12 @@ class HeadService:
         self._models[str(model_id)] = model
         # However many they are: they were taken in before.
         for request in unfinished:
-            request_id, digest = _request_id(request), content_digest(request)
             try:
-                self._draw(request_id, request, digest)
+                self._draw(self.prepare(request))
             except InvalidRequest as error:
-                self._results.open(str(request_id), digest)
-                self._results.finish(str(request_id), futures.failed_with(error))
+                request_id = str(_request_id(request))
+                self._results.open(request_id, content_digest(request))
+                self._results.finish(request_id, futures.failed_with(error))
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
@@ -126,24 +146,20 @@ class HeadService:
             model.queue.close(f"model {model_id} was deleted")
             await model.operations.delete()
 
-    def submit(self, path: str, request: OrderedRequest, body: bytes) -> str:
-        """Queue a training request, read from a body sent to a path; return its id.
+    def submit(self, received: Received) -> str:
+        """Queue a training request; return its id. One that can't be read fails in its place.
 
         Raises:
             InvalidRequest: its number can't be used.
             NotFound: the model is unknown.
             Overloaded: too much waits already.
         """
-        model = self._model(request.model_id or "")
-        assert request.seq_id is not None  # noqa: S101 - the in-place forms carry one
-        operation = model.operation(request, Origin(path, body))
-        return model.queue.submit(request.seq_id, content_digest(request), len(body), operation)
-
-    def refuse(self, model_id: str, seq_id: int, path: str, body: bytes, error: WireError) -> str:
-        """Let a request that can't be read take its place in the order, and fail there."""
-        model = self._model(model_id)
-        operation = refusal(error, role_of_unread(path))
-        return model.queue.submit(seq_id, body_digest(body), 0, operation)
+        model = self._model(received.place.model_id)
+        if isinstance(received.content, WireError):
+            operation = refusal(received.content, role_of_unread(received.path))
+        else:
+            operation = model.operation(received.content, Origin(received.path, received.body))
+        return model.queue.submit(received.place.seq_id, received.digest, received.size, operation)
 
     def mark_known(self, request_id: str) -> None:
         """Note that a client has been told of a failure in another way than by its future."""
@@ -168,38 +184,57 @@ class HeadService:
                 sample.task.cancel()
         await self._samplers.retire(session_id)
 
-    def sample(self, request: SampleRequest) -> RequestId:
+    def prepare(self, request: SampleRequest) -> Prepared:
+        """Check a sampling request. Touches nothing here: may run beside the event loop.
+
+        Raises:
+            InvalidRequest: it is unsound.
+        """
+        backend, as_json = self._backend, request.model_dump_json().encode()
+        sound = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
+        return Prepared(request, sound, body_digest(as_json), len(as_json) + sound.num_bytes)
+
+    def sample(self, prepared: Prepared) -> RequestId:
         """Queue a sampling request; return its id. A repeated one is the same request.
 
         Raises:
-            InvalidRequest: the number was used with other content, or the request is unsound.
+            InvalidRequest: the number was used with other content.
             Overloaded: too many wait already.
         """
         self._accept()
-        request_id, digest = _request_id(request), content_digest(request)
+        request_id = prepared.request_id
         known = self._results.digest(str(request_id))
-        if known is not None and known != digest:
+        if known is not None and known != prepared.digest:
             raise InvalidRequest(
-                f"seq_id {request.seq_id} was used before in this sampling session by a request"
-                " with other content"
+                f"seq_id {prepared.request.seq_id} was used before in this sampling session by a"
+                " request with other content"
             )
         if known is None:
-            waiting = len(self._samples)
-            if waiting >= self._backend.config.sampler.max_queued_requests:
-                raise Overloaded(
-                    f"{waiting} sampling requests wait already; slow down and send this one again"
-                )
-            self._draw(request_id, request, digest)
+            self._check_room(prepared)
+            self._draw(prepared)
         return request_id
 
-    def _draw(self, request_id: RequestId, request: SampleRequest, digest: bytes) -> None:
-        session_id, backend = SamplingSessionId.parse(request.sampling_session_id), self._backend
-        sound = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
-        self._results.open(str(request_id), digest)
+    def _check_room(self, prepared: Prepared) -> None:
+        """Check that one more sampling request may wait; one alone always may."""
+        config, waiting = self._backend.config, len(self._samples)
+        if waiting >= config.sampler.max_queued_requests:
+            raise Overloaded(
+                f"{waiting} sampling requests wait already; slow down and send this one again"
+            )
+        if waiting and self._sample_bytes + prepared.size > config.limits.max_queued_bytes:
+            raise Overloaded(
+                f"{self._sample_bytes} bytes of sampling requests wait already; slow down and send"
+                " this one again"
+            )
+
+    def _draw(self, prepared: Prepared) -> None:
+        request, request_id, backend = prepared.request, prepared.request_id, self._backend
+        session_id = SamplingSessionId.parse(request.sampling_session_id)
+        self._results.open(str(request_id), prepared.digest)
 
         async def draw() -> Result:
             async with self._samplers.sampling(session_id) as version:
-                result = await backend.sampler.sample(version, sound)
+                result = await backend.sampler.sample(version, prepared.sound)
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
@@ -210,7 +245,8 @@ class HeadService:
 
         task = self._spawn(self._answer(str(request_id), draw))
         task.add_done_callback(answer_cancelled)
-        self._samples[str(request_id)] = _Sample(request, task)
+        self._samples[str(request_id)] = _Sample(request, prepared.size, task)
+        self._sample_bytes += prepared.size
 
     async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
@@ -220,7 +256,8 @@ class HeadService:
         self._finish(request_id, result)
 
     def _finish(self, request_id: str, result: Result) -> None:
-        self._samples.pop(request_id, None)
+        if (sample := self._samples.pop(request_id, None)) is not None:
+            self._sample_bytes -= sample.size
         self._results.finish(request_id, result)
 
     def cancel(self, request_id: str) -> None:

@@ -1,0 +1,123 @@
+"""What a request takes is counted as it will be in memory, not as it came."""
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkercloud_protocol.envelope import peek_training
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded
+from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.launch import Limits, SamplerSpec
+from tinkercloud_protocol.payloads import MAX_PARTS, decode_forward_backward
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.wire import parse_json
+from tinkercloud_testing.bare_heads import MODEL, a_head
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.sampler import prepare
+from tinkercloud_worker.head.requests import receive_batch
+
+LARGE = TokenLimits(vocab_size=1 << 20, max_context_length=1 << 20)
+
+
+def a_sparse_batch(*shapes: tuple[int, int], tokens: int = 1) -> pb.ForwardBackwardRequest:
+    """Return a batch of one datum for each shape, whose targets name nothing."""
+    message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=2, loss_fn="cross_entropy")
+    for shape in shapes:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.full(tokens, 5, "<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dtype = pb.DTYPE_INT64
+        targets.shape.extend(shape)
+        targets.sparse_csr.crow_indices = np.zeros(tokens + 1, "<i8").tobytes()
+    return message
+
+
+def test_sparse_tensors_that_are_too_large_together_are_refused_before_any_is_dense() -> None:
+    body = a_sparse_batch(*[(1, 1 << 24)] * 3).SerializeToString()
+
+    with pytest.raises(InvalidRequest, match="would take 402653184 bytes when dense"):
+        decode_forward_backward(body)
+
+
+@pytest.mark.parametrize("shape", [(0, 2**62), (2**31, 1), (2, 1)])
+def test_a_sparse_tensor_has_a_row_for_each_token(shape: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"would take|but model_input has 1 tokens"):
+        decode_forward_backward(a_sparse_batch(shape).SerializeToString())
+
+
+def test_a_batch_of_very_many_empty_parts_is_refused() -> None:
+    message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=1)
+    message.data.extend([pb.Datum()] * (MAX_PARTS + 1))
+
+    with pytest.raises(InvalidRequest, match="datums, chunks and tensors together"):
+        decode_forward_backward(message.SerializeToString())
+
+
+async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: Path) -> None:
+    body = a_sparse_batch((1, 10_000)).SerializeToString()
+    with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=Limits(max_queued_bytes=50_000)) as head:
+        await head.begin()
+        assert len(body) < 200
+
+        with pytest.raises(Overloaded, match="bytes of requests wait"):
+            head.service.submit(receive_batch(body, peek_training(body)))
+
+
+def a_sample(seq_id: int, tokens: int, **fields: object) -> SampleRequest:
+    body = {
+        "sampling_session_id": "s:sample:0",
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * tokens}]},
+        "sampling_params": {"max_tokens": 400, "stop": []},
+        **fields,
+    }
+    return parse_json(SampleRequest, orjson.dumps(body))
+
+
+def empty_targets(rows: int, columns: int) -> dict[str, object]:
+    return {
+        "data": [],
+        "dtype": "int64",
+        "shape": [rows, columns],
+        "sparse_crow_indices": [0] * (rows + 1),
+        "sparse_col_indices": [],
+    }
+
+
+async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_path: Path) -> None:
+    limits = Limits(max_queued_bytes=10_000)
+    with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=limits) as head:
+        service = head.service
+        service.register_sampler(SamplingSessionId("s", 0), SamplerSpec())
+        first, second = (
+            service.prepare(a_sample(n, 2, target_prompt_logprobs=empty_targets(1, 1000)))
+            for n in range(2)
+        )
+        request_id = service.sample(first)
+
+        with pytest.raises(Overloaded, match="bytes of sampling requests wait already"):
+            service.sample(second)
+        assert service.sample(first) == request_id
+
+        await service.retrieve(str(request_id))
+        assert service.sample(second)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"topk_prompt_logprobs": 1024},
+        {"prompt_alt_tokens_k": 1024},
+        {"topk_prompt_logprobs": 500, "prompt_alt_tokens_k": 500},
+        {"target_prompt_logprobs": empty_targets(19_999, 1000)},
+    ],
+)
+def test_as_much_is_answered_about_a_prompt_as_there_is_room_for(asked: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt of 20000 tokens may be asked for 838"):
+        prepare(a_sample(0, 20_000, **asked), LARGE, frozenset(), 0)
+
+    few = prepare(a_sample(0, 20_000, topk_prompt_logprobs=838), LARGE, frozenset(), 0)
+    assert few.questions.top_k == 838
