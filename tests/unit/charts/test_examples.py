@@ -1,6 +1,8 @@
 """Examples of custom resources: each is acceptable, and says what it wants."""
 
 import json
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,37 @@ def test_an_image_of_workers_trains_with_every_backend(name: str) -> None:
 
     assert installing
     assert all("--extra megatron" in command for command in installing)
+
+
+DOCKERFILES = sorted(ROOT.glob("*/Dockerfile*"))
+IGNORED = [
+    line
+    for line in (ROOT / ".dockerignore").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+@pytest.mark.parametrize("folder", [".git", ".venv", ".uv", ".run"])
+def test_environments_and_state_are_not_sent_to_who_builds_images(folder: str) -> None:
+    assert folder in IGNORED
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_all_that_an_image_is_built_from_is_sent_to_who_builds_it(path: Path) -> None:
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(), re.MULTILINE)
+    sources = [Path(name) for names in copied for name in names.split()]
+
+    assert sources
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    assert [
+        source
+        for source in sources
+        if any(
+            fnmatch(part, pattern.removeprefix("**/"))
+            for pattern in IGNORED
+            for part in source.parts
+        )
+    ] == []
 
 
 @pytest.mark.parametrize(

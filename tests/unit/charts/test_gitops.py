@@ -125,6 +125,14 @@ def argo_health(manifest: dict[str, Any]) -> dict[str, str]:
     return dict(lua.execute((DEPLOY / "argocd" / "health.lua").read_text()))
 
 
+def test_flux_tries_models_again_soon_since_they_can_not_wait_for_their_definitions() -> None:
+    documents = yaml.safe_load_all((DEPLOY / "flux" / "tinkercloud.yaml").read_text())
+    (models,) = (each for each in documents if each["kind"] == "Kustomization")
+
+    assert "dependsOn" not in models["spec"]
+    assert models["spec"]["retryInterval"] == "30s"
+
+
 def flux_expressions(kind: str) -> dict[str, str]:
     """Return the expressions for a kind, in the order in which Flux asks them."""
     documents = yaml.safe_load_all((DEPLOY / "flux" / "tinkercloud.yaml").read_text())

@@ -14,6 +14,7 @@ from tinkercloud_testing.charts import (
     CHART,
     CRD_CHART,
     NAMESPACE,
+    ROOT,
     Manifest,
     environment,
     helm,
@@ -77,6 +78,21 @@ def test_the_notes_tell_how_to_connect(case: Path) -> None:
     assert f"kubectl -n {NAMESPACE} port-forward service/" in notes
     assert "export TINKER_API_KEY=$(kubectl" in notes
     assert "create_lora_training_client" in notes
+
+
+def test_the_notes_and_the_page_install_the_release_of_kuberay_that_the_chart_would() -> None:
+    chart = yaml.safe_load((CHART / "charts" / "kuberay" / "Chart.yaml").read_text())
+    (kuberay,) = chart["dependencies"]
+    options = ("--namespace", NAMESPACE, "--dry-run=client")
+    notes = helm("install", "tinker", str(CHART), *options).partition("NOTES:")[2]
+    page = (ROOT / "docs" / "installation.md").read_text()
+
+    commands = [
+        line for line in (notes + page).splitlines() if "helm install kuberay-operator" in line
+    ]
+
+    assert len(commands) == 2
+    assert all(f"--version {kuberay['version']} " in f"{command} " for command in commands)
 
 
 def test_the_key_that_the_chart_makes_is_random_and_one_the_sdk_accepts() -> None:
