@@ -242,7 +242,8 @@ async def test_a_deleted_run_is_not_brought_back_and_leaves_nothing_suspended(
         await world.call(first, routes.HEAD_SUSPEND)
         assert await world.checkpoints.is_suspended(RUN, "g1")
 
-        await server.release([RUN], [])
+        await world.catalog.finish_session("s", "success", None)
+        await server.release(await world.catalog.runs_of_session("s"), [])
 
         assert not await world.checkpoints.is_suspended(RUN, "g1")
         assert list((world.folder / "store").rglob("*.safetensors")) == []
@@ -256,8 +257,9 @@ async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in
     server = world.server()
     async with world.head("g1") as first:
         await server.head_of_run(RUN)
-        await world.catalog.delete_run(RUN)
+        await world.catalog.finish_session("s", "success", None)
         await world.call(first, routes.HEAD_SUSPEND)
+    world.provider.route = None
     now = datetime.now(UTC)
 
     await server.release_leftovers(now)

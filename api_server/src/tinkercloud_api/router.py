@@ -14,6 +14,7 @@ servers that bring a run back, neither can undo what was trained through the oth
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -37,6 +38,8 @@ log = structlog.get_logger(__name__)
 _HEAD_CALL_SECONDS = 30.0
 _RESUME_SECONDS = 600.0
 """A head answers once it has read all of a suspended run."""
+_CALLS_AT_ONCE = 16
+"""To heads, about the sampling sessions of one session."""
 _HEADS_HAVE_ENDED = timedelta(hours=1)
 """After a run's deletion: far longer than a head may take to stop."""
 
@@ -185,6 +188,11 @@ class Router:
         spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
         await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
         if not await self._catalog.set_generation(run_id, route.generation, after=lost):
+            if await self._catalog.deleted_runs([run_id]):
+                # Whoever deleted it may have come before the head knew it.
+                run.is_deleted = True
+                await self._let_go(run_id, run)
+                raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
             raise Unavailable(f"training run {run_id} was placed elsewhere; send the request again")
         run.generation = route.generation
         if lost is not None:
@@ -241,34 +249,76 @@ class Router:
         """Return why the head of a sampling session is not there yet."""
         return self._provider.waiting(self._samplers[sampler_id].placement)
 
-    async def release(self, run_ids: list[str], sampler_ids: list[str]) -> None:
-        """Free what runs and sampling sessions hold in heads. Repeating it is fine."""
-        for run_id in run_ids:
-            await self._catalog.delete_run(run_id)
-            if (run := await self._run(run_id)) is not None:
-                run.is_deleted = True
-                await self._provider.release(run.placement)
-                await self._delete(run.placement, f"{routes.HEAD_MODELS}/{run_id}")
-                await self._checkpoints.delete_suspended(run_id)
-        for sampler_id in sampler_ids:
-            if (sampler := await self._sampler(sampler_id)) is not None:
-                await self._delete(sampler.placement, f"{routes.HEAD_SAMPLERS}/{sampler_id}")
+    async def release(
+        self, runs: Sequence[TrainingRun], samplers: Sequence[SamplingSession]
+    ) -> None:
+        """Free what deleted runs and sampling sessions hold in heads. Repeating it is fine.
+
+        Args:
+            runs: all of a session, or of several.
+            samplers: of the same sessions.
+
+        What can't be freed now is freed by `release_leftovers`.
+        """
+        for row in runs:
+            await _attempt(row.id, self._let_go(row.id, self.learn_run(row)))
+        await self._retire(samplers)
+
+    async def _let_go(self, run_id: str, run: _KnownRun) -> None:
+        await self._provider.release(run.placement)
+        await self._forget(run_id, run)
+
+    async def _forget(self, run_id: str, run: _KnownRun) -> None:
+        """Delete a run in its head, if there is one, and what a head has left of it."""
+        if (route := self._provider.find(run.placement)) is not None:
+            await self._delete(route, f"{routes.HEAD_MODELS}/{run_id}")
+        await self._checkpoints.delete_suspended(run_id)
+
+    async def _retire(self, samplers: Sequence[SamplingSession]) -> None:
+        """Tell heads to let sampling sessions go, but none that does not answer one of these calls.
+
+        Those of weights that a run published outlive the run in a head that others share.
+        """
+        silent: set[HeadRoute] = set()
+        limit = asyncio.Semaphore(_CALLS_AT_ONCE)
+
+        async def retire(row: SamplingSession) -> None:
+            async with limit:
+                placement = Placement(row.id, row.owner, row.base_model)
+                if row.run_id is not None:
+                    placement = self._runs[row.run_id].placement
+                route = self._provider.find(placement)
+                if route is None or route in silent:
+                    return
+                try:
+                    await self._delete(route, f"{routes.HEAD_SAMPLERS}/{row.id}")
+                except Unavailable as error:
+                    silent.add(route)
+                    log.warning("a head keeps sampling sessions", url=route.url, error=str(error))
+
+        await asyncio.gather(*[retire(row) for row in samplers])
 
     async def release_leftovers(self, moment: datetime) -> None:
         """Take away what belongs to runs that are over and could not be taken away then.
 
         A head that is told to stop suspends what it holds, a deleted run too if it could not be
-        told of that; so the store is looked at once more when the head must have ended.
+        told of that; so the store is looked at once more when the head must have ended. What can't
+        be taken away now keeps nothing else from it, and is tried again the next time.
         """
+        await self._catalog.delete_runs_of_finished_sessions()
         held = self._provider.runs()
-        for run_id in held:
-            run = await self._run(run_id)
-            if run is not None and run.is_deleted:
-                await self._provider.release(run.placement)
+        for run_id in await self._catalog.deleted_runs(held):
+            if (run := await self._run(run_id)) is not None:
+                run.is_deleted = True
+                await _attempt(run_id, self._provider.release(run.placement))
         for run_id in await self._catalog.runs_to_sweep(moment - _HEADS_HAVE_ENDED):
-            if run_id not in held:
-                await self._checkpoints.delete_suspended(run_id)
-                await self._catalog.mark_swept(run_id)
+            run = await self._run(run_id)
+            if run is not None and run_id not in held:
+                await _attempt(run_id, self._sweep(run_id, run))
+
+    async def _sweep(self, run_id: str, run: _KnownRun) -> None:
+        await self._forget(run_id, run)
+        await self._catalog.mark_swept(run_id)
 
     def waiting(self) -> "Counter[QueueState]":
         """Return how many runs wait for a head, by the SDK's words for why."""
@@ -276,14 +326,8 @@ class Router:
             self.why_waiting(run_id).queue_state for run_id in self._creating.keys() & self._runs
         )
 
-    async def _delete(self, placement: Placement, path: str) -> None:
-        route = self._provider.find(placement)
-        if route is None:
-            return
-        try:
-            await self._call("DELETE", route, path, None, _HEAD_CALL_SECONDS)
-        except Unavailable:
-            log.warning("could not tell a head to let go", path=path)
+    async def _delete(self, route: HeadRoute, path: str) -> None:
+        await self._call("DELETE", route, path, None, _HEAD_CALL_SECONDS)
 
     async def _put(self, route: HeadRoute, path: str, body: str, seconds: float) -> None:
         await self._call("PUT", route, path, body, seconds)
@@ -333,6 +377,14 @@ def placement_of(row: TrainingRun) -> Placement:
         ModelSpec.model_validate(row.spec),
         Choices.read(row.user_metadata or {}),
     )
+
+
+async def _attempt(run_id: str, release: Awaitable[None]) -> None:
+    """Do a part of what frees a run; housekeeping does it again if it fails."""
+    try:
+        await release
+    except Unavailable as error:
+        log.warning("a deleted run can't be freed yet", run_id=run_id, error=error.message)
 
 
 def _retrieve_exception(task: "asyncio.Task[HeadRoute]") -> None:

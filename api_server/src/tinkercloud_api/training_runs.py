@@ -142,4 +142,4 @@ class TrainingRuns:
         await self.catalog.finish_session(session_id, reason, detail)
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)
-        await self.router.release([run.id for run in runs], [s.id for s in samplers])
+        await self.router.release(runs, samplers)

@@ -98,12 +98,20 @@ class Catalog(Statements):
             return await connection.scalar(query) or 0
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
-        """Finish a session; return False if it was finished before (the first reason stays)."""
-        return await self._change(
-            update(Session)
-            .where(Session.id == session_id, Session.finished_at.is_(None))
-            .values(finished_at=now(), finish_reason=reason, finish_detail=detail)
-        )
+        """Finish a session and delete its runs, whose checkpoints stay.
+
+        Returns:
+            False if it was finished before; the first reason stays.
+        """
+        is_open = and_(Session.id == session_id, Session.finished_at.is_(None))
+        finished = update(Session).where(is_open)
+        finished = finished.values(finished_at=now(), finish_reason=reason, finish_detail=detail)
+        is_left = and_(TrainingRun.session_id == session_id, TrainingRun.deleted_at.is_(None))
+        async with self._writing() as connection:
+            result = await connection.execute(finished.returning(Session.id))
+            is_first = result.first() is not None
+            await connection.execute(update(TrainingRun).where(is_left).values(deleted_at=now()))
+        return is_first
 
     async def runs_of_session(self, session_id: str) -> Sequence[TrainingRun]:
         """Return a session's runs, in order of their creation."""
@@ -153,12 +161,12 @@ class Catalog(Statements):
             after: of the head that held it before; None if none did.
 
         Returns:
-            False if another one holds it by now, and nothing was recorded.
+            False if another one holds it by now, or it was deleted, and nothing was recorded.
         """
         is_current = TrainingRun.generation.is_not_distinct_from(after)
         return await self._change(
             update(TrainingRun)
-            .where(TrainingRun.id == run_id)
+            .where(TrainingRun.id == run_id, TrainingRun.deleted_at.is_(None))
             .where(or_(is_current, TrainingRun.generation == generation))
             .values(generation=generation)
         )
@@ -174,13 +182,24 @@ class Catalog(Statements):
                     .values(last_request_at=moment)
                 )
 
-    async def delete_run(self, run_id: str) -> None:
-        """Record that a model was let go; its checkpoints stay."""
+    async def delete_runs_of_finished_sessions(self) -> None:
+        """Delete runs that were begun as their sessions were finished; their checkpoints stay."""
+        is_over = TrainingRun.session_id.in_(
+            select(Session.id).where(Session.finished_at.is_not(None))
+        )
         await self._change(
             update(TrainingRun)
-            .where(TrainingRun.id == run_id, TrainingRun.deleted_at.is_(None))
+            .where(TrainingRun.deleted_at.is_(None), is_over)
             .values(deleted_at=now())
+            .execution_options(synchronize_session=False)
         )
+
+    async def deleted_runs(self, run_ids: Collection[str]) -> Sequence[str]:
+        """Return which of some runs were deleted."""
+        is_deleted = TrainingRun.deleted_at.is_not(None)
+        async with self._reading() as session:
+            query = select(TrainingRun.id).where(TrainingRun.id.in_(run_ids), is_deleted)
+            return (await session.scalars(query)).all()
 
     async def runs_to_sweep(self, before: datetime) -> Sequence[str]:
         """Return some runs that were deleted before a moment and have not been swept since."""
