@@ -13,8 +13,10 @@
 A request that was accepted and then fails has no status of its own: its future is answered with
 HTTP 200 and `{"error", "category"}` (`futures.failed`), because the SDK retries every 5xx, 408,
 409 and 429 of `retrieve_future` for ever. For the same reason 409 is never used: the SDK would
-repeat a refused request for five minutes. Sampling requests never get 410, on which the SDK
-re-submits the same request without end.
+repeat a refused request for five minutes. On a 410 for a sample the SDK sends it again, without
+end: only `retrieve_future` answers it, for a sample of a base model or a checkpoint whose result is
+gone, as that can be drawn again (`routes/hot.py` of the API server). What can never be drawn again
+is a failed future.
 
 Messages name the field, what came, what is accepted and what to do.
 """

@@ -243,7 +243,9 @@ class Limits(_Config):
     large as it came or as it is when read, if that is more. Beyond it a request is answered 429 and
     the SDK backs off."""
     max_result_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Of all results kept; beyond it the oldest ones that have been read go first."""
+    """Of all results kept; beyond it the oldest ones that have been read go first. While those that
+    nobody has read are more, new samples are answered 429 and the SDK backs off; none is dropped,
+    and training goes on."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
     """Of sampler weights kept in memory; beyond it the least recently used go to scratch_dir."""
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30

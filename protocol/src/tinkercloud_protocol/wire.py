@@ -4,13 +4,25 @@ Requests are read leniently in one sense only: unknown fields are ignored, becau
 fields every few weeks. Types are strict: a number in quotes is a mistake somebody should hear of.
 """
 
-from typing import Annotated, TypeVar
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from tinkercloud_protocol.errors import InvalidRequest
 
 MAX_ERRORS_SHOWN = 3
+MAX_SHOWN_BODY_BYTES = 64 << 10
+"""What is wrong with a longer body is told without the value that came, which may be all of it."""
+MAX_METADATA_ENTRIES = 64
 
 ItemT = TypeVar("ItemT")
 
@@ -19,12 +31,21 @@ Items = Annotated[list[ItemT], Field(fail_fast=True)]
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Uri = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+
+def _few_entries(entries: object) -> object:
+    # Before any is looked at: a mistake in each of a million would be remembered.
+    if isinstance(entries, dict) and len(entries) > MAX_METADATA_ENTRIES:
+        raise ValueError(f"{len(entries)} entries, at most {MAX_METADATA_ENTRIES} are accepted")
+    return entries
+
+
 UserMetadata = Annotated[
     dict[
         Annotated[str, StringConstraints(max_length=128)],
         Annotated[str, StringConstraints(max_length=4096)],
     ],
-    Field(max_length=64),
+    BeforeValidator(_few_entries),
 ]
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]
 """Seconds until a checkpoint expires: one hour to ten years, as the SDK documents."""
@@ -56,7 +77,9 @@ def parse_json(model: type[ModelT], body: bytes) -> ModelT:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise InvalidRequest(describe(error, "request body")) from None
+        shows = len(body) <= MAX_SHOWN_BODY_BYTES
+        faults = error.errors(include_url=False, include_context=False, include_input=shows)
+        raise InvalidRequest(_sentences(faults, "request body")) from None
 
 
 def describe(error: ValidationError, whole: str = "") -> str:
@@ -67,7 +90,10 @@ def describe(error: ValidationError, whole: str = "") -> str:
         whole: what to call all that came, in faults of no one field. Without it those are told by
             their own words alone, and what came is not shown.
     """
-    faults = error.errors(include_url=False, include_context=False)
+    return _sentences(error.errors(include_url=False, include_context=False), whole)
+
+
+def _sentences(faults: Sequence[Mapping[str, Any]], whole: str) -> str:
     sentences = []
     for fault in faults[:MAX_ERRORS_SHOWN]:
         where = ".".join(str(part) for part in fault["loc"]) or whole
@@ -75,13 +101,28 @@ def describe(error: ValidationError, whole: str = "") -> str:
         if not where:
             sentences.append(message)
             continue
-        got = "" if fault["type"] in {"missing", "json_invalid"} else f" (got {_short(fault)})"
+        is_shown = "input" in fault and fault["type"] not in {"missing", "json_invalid"}
+        got = f" (got {_short(fault['input'])})" if is_shown else ""
         sentences.append(f"{where}: {message}{got}")
     if len(faults) > MAX_ERRORS_SHOWN:
         sentences.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
     return "; ".join(sentences)
 
 
-def _short(fault: object) -> str:
-    text = repr(fault["input"]) if isinstance(fault, dict) else ""
+class _Shortener(reprlib.Repr):
+    """Reads no more of a value than it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:  # noqa: ARG002 - reprlib's
+        return f"an object of {len(x)} entries"
+
+
+_shortener = _Shortener()
+
+
+def _short(value: object) -> str:
+    text = _shortener.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -103,7 +103,7 @@ async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_pat
         assert service.sample(first) == request_id
 
         await service.retrieve(str(request_id))
-        assert service.sample(second)
+        assert service.sample(second) == second.request_id
 
 
 @pytest.mark.parametrize(

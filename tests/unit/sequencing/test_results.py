@@ -98,6 +98,47 @@ async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> N
     assert dropped == ["a", "b"]
 
 
+async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
+    clock = Clock()
+    results = a_store(clock, max_bytes=25)
+    for name in ("a:1", "a:2", "b:1"):
+        assert results.has_room
+        results.open(name, b"")
+        results.finish(name, a_result(size=10))
+    assert not results.has_room
+
+    await results.wait("b:1", seconds=1)
+    await results.wait("b:1", seconds=1)
+    assert results.has_room
+    results.open("a:3", b"")
+    results.finish("a:3", a_result(size=10))
+    assert not results.has_room
+    results.give_up("a")
+    assert results.has_room
+
+
+async def test_a_result_that_is_dropped_unread_makes_room() -> None:
+    clock = Clock()
+    results = a_store(clock, max_bytes=10)
+    results.open("a:1", b"")
+    results.finish("a:1", a_result(size=10))
+    assert not results.has_room
+
+    clock.now = 101
+    results.sweep()
+
+    assert results.has_room
+
+
+async def test_a_failure_that_was_known_before_it_came_takes_no_room() -> None:
+    results = a_store(Clock(), max_bytes=5)
+    results.open("a:1", b"")
+    results.mark_read("a:1")
+    results.finish("a:1", a_result(size=10))
+
+    assert results.has_room
+
+
 async def test_the_first_result_stays() -> None:
     results = a_store(Clock())
     results.open("r", b"")

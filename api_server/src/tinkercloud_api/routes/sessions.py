@@ -19,7 +19,7 @@ from tinkercloud_protocol.catalogue import (
 )
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.ids import new_session_id
-from tinkercloud_protocol.wire import Name, UserMetadata, WireModel
+from tinkercloud_protocol.wire import Items, Name, UserMetadata, WireModel
 
 log = structlog.get_logger(__name__)
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
@@ -29,7 +29,9 @@ class CreateSession(WireModel):
     """POST create_session."""
 
     sdk_version: Name
-    tags: list[Annotated[str, Field(max_length=256)]] = Field(default_factory=list, max_length=64)
+    tags: Annotated[Items[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = Field(
+        default_factory=list
+    )
     user_metadata: UserMetadata = Field(default_factory=dict)
     project_id: Name | None = None
     display_name: Annotated[str, Field(max_length=256)] | None = None
@@ -58,7 +60,8 @@ class Telemetry(BaseModel):
     """POST telemetry: what the SDK reports about itself. Only crashes are of interest here."""
 
     session_id: str = ""
-    events: list[dict[str, Any]] = []
+    events: Annotated[Items[dict[str, Any]], Field(max_length=1000)] = []
+    """The SDK sends 100 at most."""
 
 
 @router.post("/client/config")

@@ -62,6 +62,7 @@ class Results:
         self._on_drop = on_drop
         self._entries: dict[str, _Entry] = {}
         self._bytes = 0
+        self._unread_bytes = 0
         self._is_frozen = False
         self._released = asyncio.Event()
 
@@ -71,6 +72,11 @@ class Results:
             return False
         self._entries[request_id] = _Entry(digest)
         return True
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the results that nobody has read are fewer bytes than may be kept."""
+        return self._unread_bytes < self._max_bytes
 
     def digest(self, request_id: str) -> bytes | None:
         """Return the content digest an id was opened with; None if it is unknown."""
@@ -85,6 +91,8 @@ class Results:
         entry.result, entry.finished_at = result, self._now()
         entry.finished.set()
         self._bytes += len(result.body)
+        if entry.read_at is None:
+            self._unread_bytes += len(result.body)
 
     async def wait(self, request_id: str, seconds: float) -> Result | None:
         """Return a result once it is there; None if it is not within `seconds`.
@@ -107,8 +115,8 @@ class Results:
             return None
         if self._is_frozen:
             return None
-        if entry.result is not None and entry.read_at is None:
-            entry.read_at = self._now()
+        if entry.result is not None:
+            self._mark_read(entry)
         return entry.result
 
     def freeze(self) -> None:
@@ -149,8 +157,22 @@ class Results:
     def mark_read(self, request_id: str) -> None:
         """Note that a client knows this result without having asked for it."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.read_at is None:
+        if entry is not None:
+            self._mark_read(entry)
+
+    def _mark_read(self, entry: _Entry) -> None:
+        if entry.read_at is None:
             entry.read_at = self._now()
+            self._unread_bytes -= len(entry.result.body) if entry.result is not None else 0
+
+    def give_up(self, target: str) -> None:
+        """Keep a model's or a sampling session's results no longer than those that were read.
+
+        Its client is gone, or done.
+        """
+        for request_id, entry in self._entries.items():
+            if request_id.rpartition(":")[0] == target:
+                self._mark_read(entry)
 
     def was_read(self, request_id: str) -> bool:
         """Whether a client has been given this result."""
@@ -179,4 +201,5 @@ class Results:
         entry = self._entries.pop(request_id)
         if entry.result is not None:
             self._bytes -= len(entry.result.body)
+            self._unread_bytes -= len(entry.result.body) if entry.read_at is None else 0
         self._on_drop(request_id)

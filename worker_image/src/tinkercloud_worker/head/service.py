@@ -144,6 +144,7 @@ class HeadService:
         model = self._models.pop(str(model_id), None)
         if model is not None:
             model.queue.close(f"model {model_id} was deleted")
+            self._results.give_up(str(model_id))
             await model.operations.delete()
 
     def submit(self, received: Received) -> str:
@@ -182,6 +183,7 @@ class HeadService:
         for sample in self._samples.values():
             if sample.request.sampling_session_id == str(session_id):
                 sample.task.cancel()
+        self._results.give_up(str(session_id))
         await self._samplers.retire(session_id)
 
     def prepare(self, request: SampleRequest) -> Prepared:
@@ -225,6 +227,11 @@ class HeadService:
             raise Overloaded(
                 f"{self._sample_bytes} bytes of sampling requests wait already; slow down and send"
                 " this one again"
+            )
+        if not self._results.has_room:
+            raise Overloaded(
+                f"results of {config.limits.max_result_bytes} bytes and more were not retrieved"
+                " yet; retrieve some, or end the sessions they belong to, and send this one again"
             )
 
     def _draw(self, prepared: Prepared) -> None:
