@@ -8,8 +8,9 @@ and so does writing. A general client took three times as long for a small call
 """
 
 import asyncio
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Sequence
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -19,19 +20,29 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 _BUFFERED_BYTES = 256 << 10
 """Of one response, before reading from the head is paused."""
+_CONNECT_SECONDS = 5.0
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 30,
+    # What macOS calls the same.
+    "TCP_KEEPALIVE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+}
+"""Break connections within a minute of silence from a machine; systems lack some of these."""
 _IDLE_SECONDS = 30.0
 """Less than the head keeps an idle connection open (75 s), so that none is used as it closes."""
 
 
 class HeadUnreachable(ConnectionError):
-    """The head can't be connected to, or hung up before its answer was complete."""
+    """The head can't be connected to, is silent, or hung up before its answer was complete."""
 
 
 class _Connection(asyncio.Protocol):
     """One connection: one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: "Callable[[_Connection], None]") -> None:
         self._loop = asyncio.get_running_loop()
+        self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._can_write = asyncio.Event()
         self._can_write.set()
@@ -61,9 +72,11 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        _keep_alive(transport.get_extra_info("socket"))
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._transport = None
+        self._on_lost(self)
         self._can_write.set()
         self._wake()
 
@@ -106,22 +119,36 @@ class _Connection(asyncio.Protocol):
         self._waiter = self._loop.create_future()
         await self._waiter
 
-    async def send(self, head: bytes, body: bytes | AsyncIterator[bytes]) -> None:
-        """Write a request, and wait for the status and headers of its answer."""
-        self._reset()
-        if isinstance(body, bytes):
-            self._write(head + body)
-            self._is_sent = True
-        else:
-            self._write(head)
-            self._is_sent = await self._stream(body)
-        while not self.has_answered:
-            await self._wait()
+    async def send(
+        self, head: bytes, body: bytes | AsyncIterator[bytes], silence_seconds: float
+    ) -> None:
+        """Write a request, and wait for the status and headers of its answer.
 
-    async def _stream(self, body: AsyncIterator[bytes]) -> bool:
+        Raises:
+            HeadUnreachable: the head hung up, or for so long takes nothing or does not answer. How
+                long a streamed body takes to arrive here does not count.
+        """
+        self._reset()
+        try:
+            if isinstance(body, bytes):
+                self._write(head + body)
+                self._is_sent = True
+            else:
+                self._write(head)
+                self._is_sent = await self._stream(body, silence_seconds)
+            async with asyncio.timeout(silence_seconds):
+                while not self.has_answered:
+                    await self._wait()
+        except TimeoutError:
+            raise HeadUnreachable(
+                f"the session head was silent for {silence_seconds:g} s"
+            ) from None
+
+    async def _stream(self, body: AsyncIterator[bytes], silence_seconds: float) -> bool:
         """Write a body as it arrives; return whether it was wanted to its end."""
         async for chunk in body:
-            await self._can_write.wait()
+            async with asyncio.timeout(silence_seconds):
+                await self._can_write.wait()
             if self.has_answered or not self.is_open:
                 return False
             self._write(chunk)
@@ -186,10 +213,16 @@ class HeadClient:
     """Connections to heads, kept open between requests. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[_Connection]] = defaultdict(list)
+        self._idle: dict[str, dict[_Connection, None]] = {}
+        """By authority, those that were used last at the end; no authority without any."""
 
     async def post(
-        self, url: str, headers: Headers, body: bytes | AsyncIterator[bytes]
+        self,
+        url: str,
+        headers: Headers,
+        body: bytes | AsyncIterator[bytes],
+        *,
+        silence_seconds: float,
     ) -> HeadResponse:
         """Send a request and return its answer, of which status and headers have come.
 
@@ -197,9 +230,12 @@ class HeadClient:
             url: `http://host:port/path`.
             headers: besides Host; one of them gives the body's length if it is known.
             body: whole, or as it arrives.
+            silence_seconds: how long the head may take to begin its answer to all of the request,
+                and to take more of its body.
 
         Raises:
-            HeadUnreachable: the head can't be connected to, or hung up before it answered.
+            HeadUnreachable: the head can't be connected to, is silent for longer, or hung up before
+                it answered.
         """
         parts = urlsplit(url)
         fields = [(b"host", parts.netloc.encode()), *headers]
@@ -212,34 +248,60 @@ class HeadClient:
         head = b"POST %b HTTP/1.1\r\n%b\r\n" % (parts.path.encode(), lines)
         connection = await self._connection(parts.netloc)
         try:
-            await connection.send(head, body)
+            await connection.send(head, body, silence_seconds)
         except BaseException:
             connection.close()
             raise
         return HeadResponse(self, parts.netloc, connection)
 
     async def _connection(self, authority: str) -> _Connection:
-        idle = self._idle[authority]
         loop = asyncio.get_running_loop()
-        while idle:
-            connection = idle.pop()
+        while (connection := self._take_idle(authority)) is not None:
             if connection.is_open and loop.time() - connection.idle_since < _IDLE_SECONDS:
                 return connection
             connection.close()
         host, _, port = authority.rpartition(":")
         try:
-            _, connection = await loop.create_connection(_Connection, host.strip("[]"), int(port))
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, made = await loop.create_connection(
+                    lambda: _Connection(lambda lost: self._forget(authority, lost)),
+                    host.strip("[]"),
+                    int(port),
+                )
+        except TimeoutError:
+            raise HeadUnreachable(
+                f"the session head can't be reached: no answer in {_CONNECT_SECONDS:g} s"
+            ) from None
         except OSError as error:
             raise HeadUnreachable(f"the session head can't be reached: {error}") from None
+        return made
+
+    def _take_idle(self, authority: str) -> _Connection | None:
+        """Return the idle connection that was used last, which then is idle no more."""
+        connection = next(reversed(self._idle.get(authority, {})), None)
+        if connection is not None:
+            self._forget(authority, connection)
         return connection
+
+    def _forget(self, authority: str, connection: _Connection) -> None:
+        idle = self._idle.get(authority, {})
+        if connection in idle:
+            del idle[connection]
+            if not idle:
+                del self._idle[authority]
 
     def give_back(self, authority: str, connection: _Connection) -> None:
         """Keep a connection for the next request, if it can serve one."""
         if connection.is_reusable:
             connection.idle_since = asyncio.get_running_loop().time()
-            self._idle[authority].append(connection)
+            self._idle.setdefault(authority, {})[connection] = None
         else:
             connection.close()
+
+    @property
+    def num_idle(self) -> int:
+        """Connections that are kept for the next request."""
+        return sum(map(len, self._idle.values()))
 
     def close(self) -> None:
         """Close all idle connections."""
@@ -247,6 +309,14 @@ class HeadClient:
             for connection in connections:
                 connection.close()
         self._idle.clear()
+
+
+def _keep_alive(made: socket.socket) -> None:
+    """Have a socket notice when the machine at its other end is gone."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def _chunked(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -41,6 +41,7 @@ class Proxy:
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
+        silence_seconds: float,
     ) -> None:
         """Send a request to a head and its answer to the client.
 
@@ -53,10 +54,12 @@ class Proxy:
             body: whole, or as it arrives.
             replace: statuses of the head to answer differently, with a status and JSON body.
             refusal: why the head is to refuse the request, in its place in its model's order.
+            silence_seconds: how long the head may take to begin its answer.
 
         Raises:
             StaleRoute: another head serves there by now.
-            Unavailable: the head hung up or can't be reached, before any part of its answer came.
+            Unavailable: the head hung up, can't be reached or is silent for longer, before any part
+                of its answer came. It may have taken the request; to repeat it is safe.
         """
         fields = [
             (routes.HEAD_TOKEN_HEADER.encode(), route.token.encode()),
@@ -69,7 +72,7 @@ class Proxy:
         if not isinstance(body, bytes) and "content-length" in headers:
             fields.append((b"content-length", headers["content-length"].encode("latin-1")))
         with metrics.PROXY_REQUESTS.track_inprogress():
-            async with await self._ask(route.url + path, fields, body) as response:
+            async with await self._ask(route.url + path, fields, body, silence_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
                     raise StaleRoute("the session head was replaced; send the request again")
@@ -80,17 +83,21 @@ class Proxy:
                     await _relay(send, response)
 
     async def _ask(
-        self, url: str, fields: Headers, body: bytes | AsyncIterator[bytes]
+        self,
+        url: str,
+        fields: Headers,
+        body: bytes | AsyncIterator[bytes],
+        silence_seconds: float,
     ) -> HeadResponse:
         if isinstance(body, bytes):
             _TO_HEAD.inc(len(body))
         else:
             body = _counted(body)
         try:
-            return await self._client.post(url, fields, body)
+            return await self._client.post(url, fields, body, silence_seconds=silence_seconds)
         except HeadUnreachable as error:
             metrics.PROXY_ERRORS.labels("unreachable").inc()
-            log.warning("a session head hung up", url=url, error=str(error))
+            log.warning("a session head does not answer", url=url, error=str(error))
             raise Unavailable(
                 "the session head stopped answering; if it is gone, the next try will say so"
             ) from None

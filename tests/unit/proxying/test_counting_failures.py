@@ -22,7 +22,9 @@ async def forward(port: int) -> None:
     client = HeadClient()
     route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
     try:
-        await Proxy(client).forward(nowhere, route, "/x", target="run", headers={}, body=b"{}")
+        await Proxy(client).forward(
+            nowhere, route, "/x", target="run", headers={}, body=b"{}", silence_seconds=30
+        )
     finally:
         client.close()
 

@@ -59,6 +59,11 @@ _REFUSAL_CHARACTERS = 2000
 _RETRY_SECONDS = 1.0
 _HOLD_SECONDS = 45.0
 """How long a request waits for a head that is on its way: less than the SDK's own 60."""
+_SILENCE_SECONDS = 60.0
+"""Of a head that was sent all of a request: what takes long is a future, and the SDK waits no
+longer."""
+_POLL_MARGIN_SECONDS = 20.0
+"""Of a head after a long poll's end: the SDK itself waits 25 s more than polls last by default."""
 _INTERNAL_ERROR = b'{"detail": "internal error; the log of the server has the details"}'
 _GONE = (410, orjson.dumps({"detail": "this result is gone; send the request again"}))
 
@@ -85,10 +90,12 @@ class Call:
         route: HeadRoute,
         target: str,
         body: bytes | AsyncIterator[bytes],
+        *,
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
+        silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
-        """Forward to a head."""
+        """Forward to a head, as `Proxy.forward` does."""
         try:
             await self.server.proxy.forward(
                 self.send,
@@ -99,6 +106,7 @@ class Call:
                 body=body,
                 replace=replace,
                 refusal=refusal,
+                silence_seconds=silence_seconds,
             )
         except StaleRoute:
             self.server.provider.mistrust(route)
@@ -310,7 +318,7 @@ async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> 
     except WireError as error:
         await answer(call.send, futures.failed_with(error).body)
         return
-    await call.forward(route, target, body)
+    await call.forward(route, target, body, silence_seconds=_poll_seconds(call))
 
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> None:
@@ -327,7 +335,12 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
     # A head that does not know the request is not the one it was sent to: on 410 the SDK sends
     # the sample again.
     replace = {404: _GONE} if await router.can_sample_again(target) else None
-    await call.forward(route, target, body, replace)
+    await call.forward(route, target, body, replace=replace, silence_seconds=_poll_seconds(call))
+
+
+def _poll_seconds(call: Call) -> float:
+    """Return how long a head may take to answer a poll."""
+    return call.server.settings.timings.long_poll_seconds + _POLL_MARGIN_SECONDS
 
 
 async def _in_a_poll(call: Call, head: Awaitable[HeadRoute]) -> HeadRoute:
