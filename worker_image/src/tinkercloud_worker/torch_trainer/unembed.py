@@ -124,8 +124,11 @@ def _dlogits(probs_RV: Tensor, t_RK: Tensor, c_RK: Tensor, dtype: torch.dtype) -
     """Return the derivative with respect to the logits [R, V]; takes the probabilities' memory."""
     sum_R1 = c_RK.sum(1, keepdim=True)
     # Near the target the two terms all but cancel: their difference is taken before it is rounded.
-    same_RKK = t_RK[:, :, None] == t_RK[:, None, :]
-    own_RK = (same_RKK * c_RK[:, None]).sum(2) - sum_R1 * probs_RV.gather(1, t_RK)
+    # Of a target that a position names several times, the derivatives are added up where its
+    # probability was: pairs of targets would be the largest tensor of all.
+    term_RK = sum_R1 * probs_RV.gather(1, t_RK)
+    added_RV = probs_RV.scatter_(1, t_RK, 0.0).scatter_add_(1, t_RK, c_RK)
+    own_RK = added_RV.gather(1, t_RK) - term_RK
     return _scaled(probs_RV, -sum_R1, dtype).scatter_(1, t_RK, own_RK.to(dtype))
 
 
