@@ -3,13 +3,25 @@
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import (
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import (
+    VOCAB_SIZE,
     tiny_gemma2,
     tiny_gpt2,
     tiny_llama,
@@ -17,18 +29,77 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
+from tinkercloud_testing.trainers import run
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import packs
 from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = (9, 4, 12)
+WINDOW = 9
+"""Positions: shorter than a sequence of `LENGTHS`, longer than those of the check at the start."""
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+}
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def a_phimoe() -> PreTrainedModel:
+    """Return a random model whose window is in masks only."""
+    torch.manual_seed(1)
+    config = PhimoeConfig(
+        **SIZES, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    )
+    return PhimoeForCausalLM(config)
+
+
+def a_qwen2() -> PreTrainedModel:
+    """Return a random model whose first layer alone has a window, of which it tells attention."""
+    torch.manual_seed(2)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **SLIDING))
+
+
+def a_qwen2_moe(**sliding: object) -> PreTrainedModel:
+    """Return a random model whose windows, if it has some, are in masks only."""
+    torch.manual_seed(3)
+    config = Qwen2MoeConfig(
+        **SIZES,
+        **sliding,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    )
+    return Qwen2MoeForCausalLM(config)
+
+
 lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
 @pytest.mark.parametrize(
     "make",
-    [tiny_llama, tiny_qwen3, tiny_gpt2, tiny_qwen3_moe, lambda: tiny_mistral(window=5)],
-    ids=["llama", "qwen3", "gpt2", "mixture", "window"],
+    [
+        tiny_llama,
+        tiny_qwen3,
+        tiny_gpt2,
+        tiny_qwen3_moe,
+        a_qwen2_moe,
+        a_qwen2,
+        lambda: tiny_mistral(window=5),
+        lambda: tiny_mistral(window=WINDOW),
+    ],
+    ids=["llama", "qwen3", "gpt2", "mixture", "no window", "some windows", "short", "window"],
 )
 def test_a_sequence_of_a_pack_is_computed_as_if_alone(make: Callable[[], PreTrainedModel]) -> None:
     base = BaseModel(make())
@@ -45,6 +116,27 @@ def test_a_sequence_of_a_pack_is_computed_as_if_alone(make: Callable[[], PreTrai
 
 def test_a_model_that_transformers_computes_eagerly_takes_one_sequence_at_a_time() -> None:
     assert not BaseModel(tiny_gemma2()).takes_packs
+
+
+@pytest.mark.parametrize(
+    "make", [a_phimoe, lambda: a_qwen2_moe(**SLIDING)], ids=["phimoe", "qwen2_moe"]
+)
+def test_a_window_that_only_masks_know_of_is_kept_in_a_batch(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    model = make().eval()
+    trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=64)
+    trainer.add_model("m", LoraConfig(rank=2, seed=1, train_mlp=False))
+    data = random_data(LENGTHS)
+
+    output = run(trainer, data)
+
+    for ours, datum in zip(output.logprobs, data, strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(datum.tokens[None].astype(np.int64))).logits[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
+        theirs = logits.log_softmax(-1).gather(1, targets)[:, 0]
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 @given(lengths, st.integers(1, 500))

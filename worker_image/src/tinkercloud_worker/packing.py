@@ -9,8 +9,10 @@ size.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -87,6 +89,63 @@ def mask_kinds(config: Any) -> list[str]:  # noqa: ANN401 - transformers' config
     return kinds or ["sliding_attention" if has_window else "full_attention"]
 
 
+@dataclass(slots=True, eq=False)
+class Windows:
+    """Whether layers tell attention of the masks that the model makes for them.
+
+    For a pack no mask is made. All that attention knows of a layer's then is the `sliding_window`
+    that the layer gives with its call. Some families have windows, or chunks, in masks only.
+    """
+
+    are_told: bool = True
+    """Of all layers so far: the mask is causal within the window that came with it, and no more."""
+    _masks: list[tuple[Tensor, int | None]] = field(default_factory=list)
+
+    def made(self, mask: Tensor, window: int | None) -> None:
+        """Note a mask that is causal within a window; None: that is causal."""
+        self._masks.append((mask, window))
+
+    def attended(self, mask: Tensor | None, window: int | None) -> None:
+        """Note what a layer gave attention. No mask is a causal one; one not noted, another."""
+        own = [None] if mask is None else [size for made, size in self._masks if made is mask]
+        self.are_told &= own == [window or None]
+
+
+_windows: ContextVar[Windows | None] = ContextVar("windows", default=None)
+
+
+@contextmanager
+def watched_windows() -> Iterator[Windows]:
+    """Watch passes of one sequence. Masks are made in them that would be left out otherwise."""
+    windows = Windows()
+    token = _windows.set(windows)
+    try:
+        yield windows
+    finally:
+        _windows.reset(token)
+
+
+def _mask(
+    *,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,  # noqa: ANN401 - transformers', passed on
+) -> Tensor | None:
+    """Return the mask of some layers. The signature is transformers'.
+
+    Args:
+        local_size: of their window, or of their chunks; None if they have neither.
+        allow_is_causal_skip: whether it is causal within that, so that it may not be needed.
+        kwargs: all else.
+    """
+    windows = _windows.get()
+    skip = allow_is_causal_skip and windows is None
+    mask = sdpa_mask(local_size=local_size, allow_is_causal_skip=skip, **kwargs)
+    if windows is not None and mask is not None and allow_is_causal_skip:
+        windows.made(mask, local_size)
+    return mask
+
+
 def _attend(
     module: torch.nn.Module,
     query_1HRE: Tensor,
@@ -102,12 +161,14 @@ def _attend(
 
     The signature is transformers', as are the names of what tells sequences apart.
     """
+    window = kwargs.get("sliding_window")
     if cu_seq_lens_q is None:
+        if (windows := _windows.get()) is not None:
+            windows.attended(attention_mask, window)
         output, _ = sdpa_attention_forward(
             module, query_1HRE, key_1GRE, value_1GRE, attention_mask, **kwargs
         )
         return output, None
-    window = kwargs.get("sliding_window")
     if flash_takes(query_1HRE, value_1GRE):
         output_RHE = flash_attention(
             query_1HRE[0].transpose(0, 1),
@@ -203,4 +264,4 @@ def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' ow
 
 
 AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)

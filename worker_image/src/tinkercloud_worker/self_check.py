@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import Packed, watched_windows
 from tinkercloud_worker.routes import Route
 
 log = structlog.get_logger(__name__)
@@ -72,13 +72,18 @@ def check_logits(base: Base, model: PreTrainedModel) -> None:
 
 
 def keeps_sequences_apart(base: Base) -> bool:
-    """Compare sequences of a pack with the same sequences alone."""
+    """Compare sequences of a pack with the same sequences alone, and what bounds those beyond.
+
+    A window is longer than the sequences: that it is kept in packs is not seen of hidden states.
+    """
     ids_R = _scattered_ids(base)
     size = len(ids_R)
     with torch.no_grad():
         packed_RD = base.hidden_of(Packed(ids_R.repeat(2), (size, size)), ())
-        error = _distance(packed_RD[size:], _hidden(base, ids_R))
-    return error <= _TOLERANCES[base.dtype == torch.float32][1]
+        with watched_windows() as windows:
+            alone_RD = _hidden(base, ids_R)
+    error = _distance(packed_RD[size:], alone_RD)
+    return windows.are_told and error <= _TOLERANCES[base.dtype == torch.float32][1]
 
 
 def _scattered_ids(base: Base) -> Tensor:
