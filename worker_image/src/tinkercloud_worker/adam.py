@@ -16,7 +16,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.parameters import Trainable
+from tinkercloud_worker.engine.parameters import Trainable, norm_of
 from tinkercloud_worker.engine.ranks import Parts
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 
@@ -91,7 +91,7 @@ class AdamTrainer(ABC):
         """See `Trainer.optim_step`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        norm = float(torch.linalg.vector_norm(gradient)) if model.norm is None else model.norm
+        norm = float(norm_of(gradient)) if model.norm is None else model.norm
         if not np.isfinite(norm):
             gradient.zero_()
             raise InvalidRequest(

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 
+_PART = 4096
+"""Elements of a flat vector whose squares are added up in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -98,6 +101,20 @@ def gradient_of(tensor: Tensor) -> Tensor:
     gradient = tensor.grad
     assert gradient is not None  # noqa: S101 - `Trainable` gives every tensor one
     return gradient
+
+
+def norm_of(flat: Tensor) -> Tensor:
+    """Return the norm of a flat float32 vector, of any length: a float64 scalar, where that is.
+
+    Squares of some elements after another are added up in float32, and those sums in float64. One
+    sum in float32 of hundreds of millions would be too large for each of the last ones to count,
+    which on a CPU makes it a tenth too small.
+    """
+    even = flat.numel() // _PART * _PART
+    parts = torch.linalg.vector_norm(flat[:even].view(-1, _PART), dim=1)
+    rest = torch.linalg.vector_norm(flat[even:])
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, rest[None]]).double())
+    return norm
 
 
 class Trainable:

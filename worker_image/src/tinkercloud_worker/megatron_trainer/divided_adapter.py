@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import lora
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, all_of
 
 
@@ -90,7 +90,7 @@ class DividedAdapter:
         square = torch.zeros((), dtype=torch.float64, device=gradient.device)
         for part, counts in ((common, self._counts_common), (own, self._counts_own)):
             if counts:
-                square += torch.linalg.vector_norm(part).double().square()
+                square += norm_of(part).square()
         dist.all_reduce(square)
         return float(square.sqrt())
 

@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, put
 from tinkercloud_worker.megatron_trainer.vocabulary import TrainedOutputLayer
 
@@ -174,7 +174,7 @@ class DividedModel:
         """See `Parts.norm`."""
         counted = gradient.clone()
         self.contribute(counted)
-        square = torch.linalg.vector_norm(counted).double().square()
+        square = norm_of(counted).square()
         dist.all_reduce(square)
         return float(square.sqrt())
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.base_model import BaseModel, layers_of
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.packing import Packed, mask_kinds
@@ -118,7 +118,7 @@ class ShardedModel:
 
     def norm(self, gradient: Tensor) -> float:
         """See `Parts.norm`."""
-        square = torch.linalg.vector_norm(gradient).double().square()
+        square = norm_of(gradient).square()
         dist.all_reduce(square)
         return float(square.sqrt())
 

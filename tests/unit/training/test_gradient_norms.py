@@ -1,0 +1,50 @@
+"""The norm of a gradient: every element counts, however many there are."""
+
+import pytest
+import torch
+
+from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_worker.adam import AdamTrainer, TrainedModel
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, norm_of
+
+MANY = (1 << 24) + 3
+"""Elements, of which one sum in float32 does not count the last ones."""
+
+
+class TrainerOfOneTensor(AdamTrainer):
+    """Has models of one long tensor each."""
+
+    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
+        return TrainedModel(lora_config, Trainable(Layout([TensorSpec("weight", (MANY,))])))
+
+
+def test_a_step_reports_and_clips_by_the_norm_of_all_elements() -> None:
+    trainer = TrainerOfOneTensor(TokenLimits(vocab_size=2, max_context_length=2))
+    trainer.add_model("m", None)
+    trainer._models["m"].trainable.gradient.fill_(1e-3)
+    expected = 1e-3 * MANY**0.5
+
+    reported = trainer.optim_step("m", AdamParams(grad_clip_norm=expected / 2, beta1=0.0))
+
+    assert reported["grad_norm"] == pytest.approx(expected, rel=1e-5)
+    moments = trainer.export_state("m").moments
+    assert moments is not None
+    assert float(moments["weight.exp_avg"][0]) == pytest.approx(5e-4, rel=1e-5)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 4095, 4096, 4097, 10_000])
+def test_vectors_of_any_length_have_a_norm(elements: int) -> None:
+    torch.manual_seed(0)
+    flat = torch.randn(elements)
+
+    assert float(norm_of(flat)) == pytest.approx(float(flat.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_vector_that_no_step_can_be_made_of_has_no_finite_norm(value: float, place: int) -> None:
+    flat = torch.ones(5000)
+    flat[place] = value
+
+    assert not norm_of(flat).isfinite()
