@@ -127,6 +127,45 @@ def test_thresholds_may_differ_from_token_to_token() -> None:
     assert gradient[1] == pytest.approx(-math.e, rel=1e-5)
 
 
+RATIOS = [name for name in LOSSES if name not in {"cross_entropy", "dro"}]
+FAR = -1e5
+"""A logprob as samplers give it of what they hold impossible."""
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_a_ratio_beyond_float32_of_a_target_without_advantage_does_nothing(name: str) -> None:
+    inputs = inputs_of(name, [FAR, -2.0], [0.0, 1.0], num_data=2)
+
+    total, gradient = losses.derivative(LOSSES[name], column([-1.0, -2.0]), inputs)
+
+    assert gradient.tolist() == [[0.0], [-1.0]]
+    assert float(total) == pytest.approx(2.0 if name == "cispo" else -1.0)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_ratio_beyond_float32_is_cut_off_by_a_bound_as_any_other_is(name: str) -> None:
+    high = CONFIG[name]["clip_high_threshold"]
+
+    total, gradient = losses.derivative(LOSSES[name], column([-1.0]), inputs_of(name, [FAR], [1.0]))
+
+    assert gradient.tolist() == [[0.0]]
+    assert float(total) == pytest.approx(-high)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "gspo"])
+def test_a_ratio_beyond_float32_that_nothing_cuts_off_is_a_gradient_no_step_takes(
+    name: str,
+) -> None:
+    advantage = -1.0
+
+    total, gradient = losses.derivative(
+        LOSSES[name], column([-1.0]), inputs_of(name, [FAR], [advantage])
+    )
+
+    assert float(total) == float(gradient) == pytest.approx(math.exp(80), rel=1e-5)
+    assert not (gradient**2).isfinite().any()
+
+
 def test_published_defaults_are_filled_in_and_unpublished_ones_are_required() -> None:
     assert losses.defaults("ppo", {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert losses.defaults("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}

@@ -18,6 +18,10 @@ lp target logprob, q the `logprobs` input, A `advantages`, w `weights`, r = exp(
 `low` and `high` bound the ratio itself. They come from `loss_fn_config`, or per token from the
 inputs of the same names.
 
+A ratio of more than exp(80), which float32 could hold no longer, counts as exp(80), in the loss and
+in its derivative. So an advantage of zero, or a bound, leaves a number of it and not a NaN; where
+neither does, the gradient is as good as infinite, and a step refuses it.
+
 Shapes: R rows (positions of all data of a request, one after another), K targets per row.
 """
 
@@ -31,6 +35,9 @@ from tinkercloud_protocol.errors import InvalidRequest
 
 REQUIRED = None
 """As a default: the input or setting must be given."""
+
+_LARGEST_LOG_RATIO = 80.0
+"""Float32 has exponentials up to 88; an advantage is still to be multiplied in."""
 
 PUBLISHED_BUT_UNDEFINED = {
     "stable_reinforce": "it has no public definition",
@@ -74,8 +81,14 @@ class Loss:
     """Whether a target's loss depends on that target's logprob alone."""
 
 
-def _ratio(lp: Tensor, x: LossInputs) -> Tensor:
-    return torch.exp(lp - x.values["logprobs"])
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """Return the exponential, which is finite, and is its own derivative beyond its bound too."""
+    value = log_ratio.detach()
+    return torch.exp(value.clamp(max=_LARGEST_LOG_RATIO) + (log_ratio - value))
+
+
+def _token_ratio(lp: Tensor, x: LossInputs) -> Tensor:
+    return _ratio(lp - x.values["logprobs"])
 
 
 def _clip(ratio: Tensor, x: LossInputs) -> Tensor:
@@ -94,17 +107,17 @@ def cross_entropy(lp: Tensor, x: LossInputs) -> Tensor:
 
 def importance_sampling(lp: Tensor, x: LossInputs) -> Tensor:
     """Policy gradient, corrected for having been sampled from another policy."""
-    return -_ratio(lp, x) * x.values["advantages"]
+    return -_token_ratio(lp, x) * x.values["advantages"]
 
 
 def ppo(lp: Tensor, x: LossInputs) -> Tensor:
     """Proximal policy optimisation's clipped surrogate."""
-    return _pessimistic(_ratio(lp, x), x)
+    return _pessimistic(_token_ratio(lp, x), x)
 
 
 def cispo(lp: Tensor, x: LossInputs) -> Tensor:
     """Clipped importance sampling: the ratio is a constant weight, so no gradient is cut off."""
-    return -_clip(_ratio(lp, x), x).detach() * lp * x.values["advantages"]
+    return -_clip(_token_ratio(lp, x), x).detach() * lp * x.values["advantages"]
 
 
 def dro(lp: Tensor, x: LossInputs) -> Tensor:
@@ -120,7 +133,7 @@ def gspo(lp: Tensor, x: LossInputs) -> Tensor:
     sums = lp.new_zeros(x.num_data).index_add_(0, x.datum_of_row, log_ratio.sum(1))
     counts = lp.new_zeros(x.num_data).index_add_(0, x.datum_of_row, mask.sum(1))
     mean = (sums / counts.clamp(min=1.0))[x.datum_of_row].unsqueeze(1)
-    return _pessimistic(torch.exp(mean + lp - lp.detach()), x)
+    return _pessimistic(_ratio(mean + (lp - lp.detach())), x)
 
 
 _POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}
