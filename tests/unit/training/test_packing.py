@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
     Qwen2Config,
@@ -38,7 +41,7 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 LENGTHS = (9, 4, 12)
 WINDOW = 9
 """Positions: shorter than a sequence of `LENGTHS`, longer than those of the check at the start."""
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -48,11 +51,33 @@ SIZES = {
     "max_position_embeddings": 128,
     "initializer_range": 0.15,
 }
-SLIDING = {
+SLIDING: dict[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+
+
+def a_deepseek_v32() -> PreTrainedModel:
+    """Return a random model whose attention sees some positions only, of its own choice."""
+    torch.manual_seed(4)
+    config = DeepseekV32Config(
+        **SIZES | {"num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        index_topk=WINDOW,
+        index_head_dim=16,
+        index_n_heads=2,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+    )
+    return DeepseekV32ForCausalLM(config)
 
 
 def a_phimoe() -> PreTrainedModel:
@@ -70,7 +95,7 @@ def a_qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES, **SLIDING))
 
 
-def a_qwen2_moe(**sliding: object) -> PreTrainedModel:
+def a_qwen2_moe(**sliding: Any) -> PreTrainedModel:
     """Return a random model whose windows, if it has some, are in masks only."""
     torch.manual_seed(3)
     config = Qwen2MoeConfig(
@@ -119,9 +144,11 @@ def test_a_model_that_transformers_computes_eagerly_takes_one_sequence_at_a_time
 
 
 @pytest.mark.parametrize(
-    "make", [a_phimoe, lambda: a_qwen2_moe(**SLIDING)], ids=["phimoe", "qwen2_moe"]
+    "make",
+    [a_phimoe, lambda: a_qwen2_moe(**SLIDING), a_deepseek_v32],
+    ids=["phimoe", "qwen2_moe", "deepseek_v32"],
 )
-def test_a_window_that_only_masks_know_of_is_kept_in_a_batch(
+def test_what_only_masks_keep_from_sight_is_not_seen_in_a_batch_either(
     make: Callable[[], PreTrainedModel],
 ) -> None:
     model = make().eval()

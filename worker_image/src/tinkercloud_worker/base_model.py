@@ -40,7 +40,7 @@ from tinkercloud_worker.experts import (
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import LowRankTerms, Parts, add_terms
-from tinkercloud_worker.packing import Packed, mask_kinds, use_packed_attention
+from tinkercloud_worker.packing import Packed, mask_kinds, use_own_attention, use_packed_attention
 from tinkercloud_worker.quantized import load_pretrained
 from tinkercloud_worker.routes import Route, expert_terms, term_of
 from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
@@ -93,7 +93,9 @@ class BaseModel:
         self.takes_packs = use_packed_attention(model)
         """Whether `hidden_of` may be given more than one sequence."""
         check_logits(self, model)
-        self.takes_packs = self.takes_packs and keeps_sequences_apart(self)
+        if self.takes_packs and not keeps_sequences_apart(self):
+            self.takes_packs = False
+            use_own_attention(model)
 
     @classmethod
     def load(

@@ -25,6 +25,8 @@ from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "packed_sdpa"
 """The name that transformers knows `_attend` by."""
+_OWN_ATTENTION = "sdpa"
+"""The name of transformers' own that `_attend` takes the place of."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -253,14 +255,26 @@ def _recent(length: int, window: int | None, device: torch.device) -> Tensor | N
 
 
 def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' own is not typed
-    """Have a model attend through this module; return whether it can be given many sequences."""
-    if model.config._attn_implementation != "sdpa":
-        return False
-    model.set_attn_implementation(ATTENTION)
+    """Have a model attend through this module, if it can be given many sequences; return whether.
+
+    Some make too little of what they are given then: see `use_own_attention`.
+    """
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(
         model.base_model.forward
     ).parameters
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if model.config._attn_implementation != _OWN_ATTENTION or not takes_more:
+        return False
+    model.set_attn_implementation(ATTENTION)
+    return True
+
+
+def use_own_attention(model: Any) -> None:  # noqa: ANN401 - transformers' own is not typed
+    """Have a model attend as it did before `use_packed_attention`.
+
+    Sparse attention, for one, gives a choice of positions to others than transformers' own.
+    """
+    model.set_attn_implementation(_OWN_ATTENTION)
 
 
 AttentionInterface.register(ATTENTION, _attend)
