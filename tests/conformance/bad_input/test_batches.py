@@ -86,7 +86,7 @@ BROKEN_TENSORS: dict[str, tuple[dict[str, object], str]] = {
     "another shape": ({"dense": bytes(12), "shape": [4]}, "needs 4 values, got 3"),
     "a negative size": ({"dense": bytes(12), "shape": [-3]}, "sizes >= 0"),
     "three dimensions": ({"dense": bytes(12), "shape": [1, 3, 1]}, "one or two sizes"),
-    "a huge claim": (a_csr([0], [], 0, [1 << 40, 1 << 20]), "more than"),
+    "a huge claim": (a_csr([0], [], 0, [1 << 40, 1 << 20]), "bytes when dense"),
     "a row too few": (a_csr([0, 0], [], 0, [3, 2]), "CSR indices do not describe"),
     "a column outside": (a_csr([0, 1, 1, 1], [5], 1, [3, 2]), "CSR indices do not describe"),
     "falling rows": (a_csr([0, 2, 1, 1], [0], 1, [3, 2]), "CSR indices do not describe"),

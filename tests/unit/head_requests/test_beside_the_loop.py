@@ -1,0 +1,62 @@
+"""What takes long to read is read beside the event loop, to its digest."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_testing.served_heads import a_served_head
+from tinkercloud_worker.head import requests, service
+
+MODEL = "mine:train:0"
+PADDING = "x" * 100_000
+
+
+async def test_large_requests_are_hashed_and_found_out_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+
+    def watch(module: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(module, name)
+
+        def watched(*args: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return function(*args)
+
+        monkeypatch.setattr(module, name, watched)
+
+    async with a_served_head(tmp_path) as head:
+        await head.begin(MODEL, ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1)))
+        await head.sampler("s:sample:0")
+        watch(requests, "content_digest")
+        watch(requests, "_json_place")
+        watch(requests, "decode_forward_backward")
+        watch(service, "body_digest")
+        place = {"model_id": MODEL, "padding": PADDING}
+        step = orjson.dumps(place | {"seq_id": 1, "adam_params": {}})
+        wrong = orjson.dumps(place | {"seq_id": 2, "adam_params": {"beta1": 2}})
+        sample = orjson.dumps(
+            {
+                "sampling_session_id": "s:sample:0",
+                "seq_id": 0,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+                "sampling_params": {"max_tokens": 1},
+            }
+        )
+        for path, body, target in (
+            (routes.OPTIM_STEP, step, MODEL),
+            (routes.OPTIM_STEP, wrong, MODEL),
+            (routes.FORWARD_BACKWARD, b"\x0a\x0cmine:train:0\x10\x03", MODEL),
+            (routes.ASAMPLE, sample, "s:sample:0"),
+        ):
+            assert (await head.send(path, body, target)).status == 200
+
+    assert len(threads) == 4
+    assert threading.main_thread() not in threads.values()
