@@ -4,7 +4,8 @@ The numbers of such passes are those of others, from less memory.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,24 @@ def begin(trainer: MegatronTrainer, lora: LoraConfig | None) -> None:
     flat.add_(0.1 * torch.randn(flat.shape, generator=generator))
 
 
-def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
-    """Return logprobs, gradient, and the bytes that were kept for the backward pass."""
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the bytes of what is kept for a backward pass meanwhile."""
     kept: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor.nbytes)
         return tensor
 
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
+    """Return logprobs, gradient, and the bytes that were kept for the backward pass."""
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     trainer.discard_gradient("m")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with counted() as kept:
         output = trainer.forward_backward("m", batch, lambda: None)
     gradient = trainer._models["m"].trainable.gradient.clone()
     return np.concatenate(output.logprobs), gradient, sum(kept)
@@ -110,6 +118,27 @@ def test_only_larger_micro_batches_are_computed_again(alone: timedelta, tmp_path
     begin(large, ADAPTER)
 
     assert run(large)[2] == run(keeping)[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("most", [None, 0], ids=["kept", "computed again"])
+def test_a_forward_pass_keeps_nothing_for_a_backward_pass(
+    alone: timedelta, tmp_path: Path, name: str, most: int | None
+) -> None:
+    make, lora = CASES[name]
+    trainer = megatron_trainer(str(save(make(), tmp_path)), 1, 1, max_kept_tokens=most)
+    begin(trainer, lora)
+    expected, gradient, kept = run(trainer)
+
+    batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
+    with counted() as kept_forward:
+        output = trainer.forward("m", batch, lambda: None)
+
+    assert kept
+    # Losses are differentiated by their logprobs, in passes of both kinds.
+    assert sum(kept_forward) == expected.nbytes
+    assert np.array_equal(np.concatenate(output.logprobs), expected)
+    assert torch.equal(trainer._models["m"].trainable.gradient, gradient)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,6 +16,7 @@ from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.collate import Pack
 from tinkercloud_worker.losses import LossInputs
@@ -99,6 +100,19 @@ def test_one_rank_computes_positions_of_examples_only(alone: timedelta, tmp_path
     run(megatron, random_data([5, 17, 3, 11]))
 
     assert sum(computed) == 5 + 17 + 3 + 11
+
+
+def test_micro_batches_are_within_the_budget_where_examples_are_lengthened(
+    alone: timedelta, tmp_path: Path
+) -> None:
+    megatron = megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
+    megatron.add_model("m", LoraConfig(rank=4, seed=1))
+    # As with tensor parallelism 4, or context parallelism 2 of tensor parallelism 2.
+    megatron._multiple = 8
+
+    run(megatron, random_data([3] * 20))
+
+    assert megatron.positions() == [BATCH_TOKENS] * 5
 
 
 def test_angles_of_positions_are_one_table_whatever_lengths_there_were(

@@ -185,6 +185,21 @@ def test_what_is_computed_between_divided_weights_is_divided_along_the_sequence(
     assert all(part in shapes for shapes in made)
 
 
+def test_replicas_have_as_much_to_compute_in_micro_batches_within_the_budget(
+    shape: Shape, trainers: Trainers
+) -> None:
+    *_, ranks = shape
+    ranked, _ = trainers
+    ranked.add_model("m", LORA)
+
+    # Ranks that divide sequences make the short ones longer.
+    run(ranked, random_data([16] + [1] * 16))
+
+    computed = ranked._group.call_each("positions", [()] * ranks)
+    assert len({sum(positions) for positions in computed}) == 1
+    assert max(map(max, computed)) <= BATCH_TOKENS
+
+
 @pytest.mark.parametrize("config", [LORA, None], ids=["adapter", "whole model"])
 def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(
     trainers: Trainers, config: LoraConfig | None

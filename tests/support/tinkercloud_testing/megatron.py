@@ -1,6 +1,6 @@
 """Megatron trainers of tiny models, to be built at ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
+from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 
@@ -28,6 +30,16 @@ class MegatronRank(Mortal, MegatronTrainer, Measured):
     def matrices(self, model_id: str, batch: Batch) -> set[tuple[int, ...]]:
         """Return the shapes of all matrices that a pass makes here."""
         return matrices_of(lambda: self.forward_backward(model_id, batch, lambda: None))
+
+    def positions(self) -> list[int]:
+        """Return how many positions each micro-batch of the last pass had."""
+        return self._positions
+
+    def _schedule(
+        self, model: TrainedModel, micro_batches: Sequence[MicroBatch], *rest: Any
+    ) -> None:
+        self._positions = [sum(each.sequences.lengths) for each in micro_batches]
+        super()._schedule(model, micro_batches, *rest)
 
 
 def megatron_trainer(  # noqa: PLR0917 - the numbers of ranks, in their order

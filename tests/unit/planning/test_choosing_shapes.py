@@ -261,6 +261,20 @@ def test_a_longer_sequence_never_gets_larger_micro_batches_from_the_same_layout(
 
 
 @often
+@given(models, st.integers(16, 1 << 17), st.integers(1, 48))
+def test_a_micro_batch_takes_the_longest_sequence_as_long_as_ranks_that_divide_it_make_it(
+    model: Architecture, longest: int, gpus: int
+) -> None:
+    demand = Demand(replace(model, max_context_length=longest), longest, 8)
+
+    for layout in layouts(demand.architecture, gpus, 8):
+        tokens = micro_batch_tokens(demand, layout, 1 << 60)
+        assert tokens is not None
+        divided = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+        assert tokens >= longest + -longest % divided
+
+
+@often
 @given(models, st.integers(16, MAX_TOKENS))
 def test_gpus_that_are_large_enough_take_the_longest_sequence_of_any_model(
     model: Architecture, longest: int

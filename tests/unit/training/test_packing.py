@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_testing.data import random_data
+from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import (
     VOCAB_SIZE,
     tiny_gemma2,
@@ -34,7 +34,8 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import packs
+from tinkercloud_worker.collate import pack_all
+from tinkercloud_worker.engine.batch import TokenLimits, packs, prepare
 from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -173,6 +174,19 @@ def test_every_example_is_in_one_pack_within_the_budget(sizes: list[int], budget
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
     for group in groups:
         assert sum(sizes[index] for index in group) <= budget or len(group) == 1
+
+
+@given(lengths, st.integers(1, 500), st.sampled_from([1, 6, 64]))
+def test_packs_are_within_the_budget_as_long_as_ranks_that_divide_examples_make_them(
+    sizes: list[int], budget: int, multiple: int
+) -> None:
+    batch = prepare(a_request(random_data(sizes)), TokenLimits(VOCAB_SIZE, 1 << 10))
+
+    packed = pack_all(batch, budget, torch.device("cpu"), multiple)
+
+    for pack in packed:
+        computed = [-(-size // multiple) * multiple for size in pack.sequences.lengths]
+        assert sum(computed) <= budget or len(computed) == 1
 
 
 @given(lengths, st.integers(100, 500))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.payloads import FloatArray
-from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, packs
+from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, lengthened, packs
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.packing import Packed
@@ -40,9 +40,16 @@ class Pack:
         return parts
 
 
-def pack_all(batch: Batch, max_tokens: int, device: torch.device) -> list[Pack]:
-    """Divide a batch into packs of at most so many tokens; a longer example is one of its own."""
-    lengths = [len(example.tokens) for example in batch.examples]
+def pack_all(batch: Batch, max_tokens: int, device: torch.device, multiple: int = 1) -> list[Pack]:
+    """Divide a batch into packs of at most so many tokens; a longer example is one of its own.
+
+    Args:
+        batch: the examples.
+        max_tokens: of a pack.
+        device: where its tensors are to be.
+        multiple: of tokens that each example is computed as, which is what counts.
+    """
+    lengths = lengthened([len(example.tokens) for example in batch.examples], multiple)
     return [
         _pack([(index, batch.examples[index]) for index in group], device)
         for group in packs(lengths, max_tokens)

@@ -30,6 +30,11 @@ class Layout:
         """All of them."""
         return self.ways * self.data
 
+    @property
+    def multiple(self) -> int:
+        """Positions that each sequence is computed as a multiple of, for ranks that divide it."""
+        return self.tensor * (2 * self.context if self.context > 1 else 1)
+
 
 def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Layout]:
     """Yield the ways in which training can be split over so many GPUs.

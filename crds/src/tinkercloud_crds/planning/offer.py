@@ -323,7 +323,9 @@ def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reas
     reserve, kept = trainer.memory.reserve, trainer.memory.neighbour
     tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve - kept)
     if tokens is None:
-        least = demand.training(layout, demand.least_tokens, reserve=reserve, neighbour=kept)
+        least = demand.training(
+            layout, demand.least_tokens(layout), reserve=reserve, neighbour=kept
+        )
         need, has = gib(least.total), gib(fleet.gpu.memory)
         return Reason(axis, str(value), f"with {smaller}, a GPU would need {need} and has {has}")
     if tokens < trainer.tokens:
@@ -343,7 +345,7 @@ def _with(layout: Layout, axis: str, value: int) -> Layout:
 def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
     why = (
         "more would not be faster"
-        if trainer.tokens == demand.most_tokens
+        if trainer.tokens == demand.most_tokens(trainer.layout)
         else f"what fits; their activations take {gib(trainer.memory.activations)} of each GPU"
     )
     return Reason("maxBatchTokens", str(trainer.tokens), why)

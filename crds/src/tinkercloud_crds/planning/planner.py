@@ -47,15 +47,13 @@ class Demand:
         """Largest rank that engines make room for: the least that there is, if models are whole."""
         return self.lora_rank or 1
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of the smallest micro-batch that takes the longest sequence."""
-        return _rounded_up(self.sequence_length)
+    def least_tokens(self, layout: Layout) -> int:
+        """Return the tokens of the smallest micro-batch that takes the longest sequence."""
+        return _rounded_up(self.sequence_length, layout)
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest micro-batch that is of use."""
-        longest = _rounded_up(self.architecture.max_context_length)
+    def most_tokens(self, layout: Layout) -> int:
+        """Return the tokens of the largest micro-batch that is of use."""
+        longest = _rounded_up(self.architecture.max_context_length, layout)
         return min(max(MICRO_BATCH_CAP, longest), MAX_TOKENS)
 
     @property
@@ -226,12 +224,15 @@ def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | 
         lora_rank=demand.lora_rank,
         kernels=demand.kernels,
     )
-    tokens = min(largest // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING, demand.most_tokens)
-    return tokens if tokens >= demand.least_tokens else None
+    tokens = min(
+        largest // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING, demand.most_tokens(layout)
+    )
+    return tokens if tokens >= demand.least_tokens(layout) else None
 
 
-def _rounded_up(tokens: int) -> int:
-    return -(-tokens // _MICRO_BATCH_ROUNDING) * _MICRO_BATCH_ROUNDING
+def _rounded_up(tokens: int, layout: Layout) -> int:
+    computed = -(-tokens // layout.multiple) * layout.multiple
+    return -(-computed // _MICRO_BATCH_ROUNDING) * _MICRO_BATCH_ROUNDING
 
 
 def best_sampler(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:

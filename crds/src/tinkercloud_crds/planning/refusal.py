@@ -118,7 +118,7 @@ def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list
     model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
     kept = beside.kept(model) if beside else 0
     return [
-        demand.training(layout, demand.least_tokens, reserve=reserve, neighbour=kept)
+        demand.training(layout, demand.least_tokens(layout), reserve=reserve, neighbour=kept)
         for layout in layouts(model, fleet.count, pod_size(fleet.count, fleet.per_node))
     ]
 

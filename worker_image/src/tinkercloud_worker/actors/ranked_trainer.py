@@ -21,7 +21,7 @@ from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.shares import deal, join, part
-from tinkercloud_worker.engine.batch import Batch
+from tinkercloud_worker.engine.batch import Batch, lengthened
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -159,7 +159,8 @@ class RankedTrainer:
         self, method: str, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
         replicas = 1 + max(membership.replica for membership in self._memberships)
-        shares = deal([len(example.tokens) for example in batch.examples], replicas)
+        lengths = [len(example.tokens) for example in batch.examples]
+        shares = deal(lengthened(lengths, self._memberships[0].multiple), replicas)
         parts = [part(batch, share) for share in shares]
         arguments = [(model_id, parts[m.replica], _nothing) for m in self._memberships]
         outputs = self._about(model_id, lambda group: group.call_each(method, arguments))

@@ -171,6 +171,11 @@ def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
     return array if array.ndim == 2 else array[:, None]
 
 
+def lengthened(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
+    """Return lengths as they are where each has to be a multiple of a number."""
+    return tuple(length + -length % multiple for length in lengths)
+
+
 def packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split examples into few groups whose tokens stay within a budget (first-fit decreasing).
 

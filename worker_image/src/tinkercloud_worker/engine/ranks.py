@@ -19,6 +19,8 @@ class Membership:
     """Which replica of the model it is part of, from 0."""
     answers: bool
     """Whether it is the rank that returns the results of its replica."""
+    multiple: int = 1
+    """Of positions that each example is computed as."""
 
 
 class RankTrainer(Trainer, Protocol):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tinkercloud_worker.collate import Pack
+from tinkercloud_worker.engine.batch import lengthened
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +68,7 @@ class SequenceDivision:
             multiple: of the division's own, which each sequence's length is to be one of.
         """
         ids_R = pack.sequences.ids_R
-        lengths = tuple(length + -length % multiple for length in pack.sequences.lengths)
+        lengths = lengthened(pack.sequences.lengths, multiple)
         places = torch.arange(len(ids_R)).split(pack.sequences.lengths)
         place_P = torch.cat(
             [

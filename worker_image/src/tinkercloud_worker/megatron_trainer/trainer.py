@@ -58,7 +58,8 @@ class MegatronTrainer(ReplicatedTrainer):
 
         Args:
             base: this rank's part of the base model.
-            max_batch_tokens: of a micro-batch; a longer example is one of its own.
+            max_batch_tokens: of a micro-batch, of examples as long as ranks that divide them make
+                them; a longer one is one of its own.
             max_context_length: of examples; None means the base model's.
             max_kept_tokens: as the torch trainer's; None or 0 where experts are divided, or ranks
                 would not compute each other's tokens again alike.
@@ -83,6 +84,7 @@ class MegatronTrainer(ReplicatedTrainer):
             answers=parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0,
+            multiple=self._multiple,
         )
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
@@ -124,7 +126,7 @@ class MegatronTrainer(ReplicatedTrainer):
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
         output = PassOutput()
-        packs = pack_all(batch, self._max_batch_tokens, self._device)
+        packs = pack_all(batch, self._max_batch_tokens, self._device, self._multiple)
         micro_batches = [
             self._division.micro_batch(pack, self._multiple)
             for pack in keep_in_step(packs, self._device)
@@ -159,7 +161,9 @@ class MegatronTrainer(ReplicatedTrainer):
             result = functional_call(module, replaced, given, packed)
             return result, partial(self._loss, micro_batch, output_layer, loss, output)
 
-        with self._base.device.computing():
+        is_forward = kind == "forward"
+        # megatron-core would record what a backward pass needs all the same.
+        with self._base.device.computing(), torch.set_grad_enabled(not is_forward):
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(micro_batches),
@@ -168,7 +172,7 @@ class MegatronTrainer(ReplicatedTrainer):
                 # Shapes differ between micro-batches, and travel with them.
                 seq_length=len(micro_batches[0].ids_S),
                 micro_batch_size=1,
-                forward_only=kind == "forward",
+                forward_only=is_forward,
             )
 
     def _loss(
