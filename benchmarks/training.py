@@ -17,7 +17,8 @@ from tinkercloud_worker.engine.batch import Batch, packs, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.torch_trainer.unembed import Unembedding, logprobs_and_gradient
+from tinkercloud_worker.torch_trainer.unembed import logprobs_and_gradient
+from tinkercloud_worker.unembedding import Unembedding
 
 RANK = 16
 LORA = LoraConfig(rank=RANK, seed=1, train_unembed=False)

@@ -17,7 +17,8 @@ from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
-from tinkercloud_worker.torch_trainer.unembed import Unembedding, logprobs_and_gradient
+from tinkercloud_worker.torch_trainer.unembed import logprobs_and_gradient
+from tinkercloud_worker.unembedding import Unembedding
 
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)
 """Tokens of micro-batches, of which the largest that fits is measured."""

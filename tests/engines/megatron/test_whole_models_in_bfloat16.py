@@ -24,7 +24,7 @@ from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.megatron_trainer.vocabulary import OutputLayer
+from tinkercloud_worker.unembedding import Unembedding
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,7 +58,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Compute logits of a few rows at a time, and note hidden states and targets of all."""
     seen: list[Tensor] = []
 
-    def logprobs(output_layer: OutputLayer, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
+    def logprobs(output_layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
         seen.extend((hidden.detach(), targets))
         return vocabulary.logprobs(output_layer, hidden, targets, *rest)
 

@@ -8,10 +8,10 @@ computes as one, have an adapter each, and what is exported needs no conversion.
 A and B are float32; over a base of lower precision they are rounded to it, as in the torch trainer
 (`low_rank`), and their gradients added up in float32.
 
-A rank's gradient of an adapter is its part of a sum over all ranks. What ranks of a tensor-parallel
-group compute alike (A before a layer divided by its outputs, B behind one divided by its inputs)
-counts at the first of them only; see `count_once`. Where they divide the sequence between the
-weights (sequence parallelism), each computes these for its own positions, and all count.
+A rank's gradient of an adapter is its part of a sum over all ranks. Those of a tensor-parallel
+group divide the sequence between the weights (sequence parallelism): of what they all have whole, A
+before a layer divided by its outputs and B behind one divided by its inputs, each computes the
+gradient from its own positions. The output layer's adapter is added elsewhere (`vocabulary`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
@@ -52,7 +50,6 @@ class AdaptedLinears:
     def __init__(self) -> None:
         self.active: Active | None = None
         """Of the pass that runs; None adds nothing."""
-        self._counted_alike: set[str] = set()
 
     def attach(self, linear: nn.Module, targets: Sequence[Target], merge: Merge) -> None:
         """Adapt a layer.
@@ -62,31 +59,17 @@ class AdaptedLinears:
             targets: the Hugging Face layers it computes.
             merge: how their outputs are arranged in its own.
         """
-        alike: list[str]
         if isinstance(linear, ColumnParallelLinear):
-            alike = [target.a_name for target in targets]
             linear.register_forward_hook(partial(self._add_columns, targets, merge))
         else:
             (target,) = targets
-            alike = [target.b_name]
             linear.register_forward_hook(partial(self._add_rows, target))
-        if not linear.sequence_parallel:
-            self._counted_alike.update(alike)
-
-    def count_once(self, tensors: Mapping[str, Tensor]) -> None:
-        """Drop the gradients that the first rank of the tensor-parallel group has just the same."""
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            return
-        for name in self._counted_alike & tensors.keys():
-            gradient = tensors[name].grad
-            if gradient is not None:
-                gradient.zero_()
 
     def _add_columns(
         self,
         targets: Sequence[Target],
         merge: Merge,
-        module: nn.Module,
+        _module: nn.Module,
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None] | None:
@@ -94,34 +77,24 @@ class AdaptedLinears:
         # Switches are about attention or MLP: all of the targets are adapted, or none.
         if active is None or targets[0].a_name not in active.tensors:
             return None
-        spread = (
-            gather_from_sequence_parallel_region
-            if module.sequence_parallel
-            else copy_to_tensor_model_parallel_region
-        )
         a = torch.cat([active.tensors[target.a_name] for target in targets])
-        b = [_slice(active.tensors[target.b_name], 0) for target in targets]
-        low = spread(inputs[0] @ a.to(inputs[0].dtype).T)
+        b = [part_of(active.tensors[target.b_name], 0) for target in targets]
+        low = gather_from_sequence_parallel_region(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
         return plus(y, low, merge(beside(b)), active.scale), bias
 
     def _add_rows(
         self,
         target: Target,
-        module: nn.Module,
+        _module: nn.Module,
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None] | None:
         active = self.active
         if active is None or target.a_name not in active.tensors:
             return None
-        a, b = _slice(active.tensors[target.a_name], 1), active.tensors[target.b_name]
-        add_up = (
-            reduce_scatter_to_sequence_parallel_region
-            if module.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        low = add_up(inputs[0] @ a.to(inputs[0].dtype).T)
+        a, b = part_of(active.tensors[target.a_name], 1), active.tensors[target.b_name]
+        low = reduce_scatter_to_sequence_parallel_region(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
         return plus(y, low, b.T, active.scale), bias
 
@@ -151,7 +124,7 @@ def beside(bs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _slice(tensor: Tensor, dim: int) -> Tensor:
+def part_of(tensor: Tensor, dim: int) -> Tensor:
     """Return this rank's part of an adapter's tensor."""
     parts = tensor.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim)
     rank: int = parallel_state.get_tensor_model_parallel_rank()

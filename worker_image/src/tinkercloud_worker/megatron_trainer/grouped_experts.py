@@ -10,9 +10,6 @@ where experts are divided by their width, a slice of each: a `Piece`. Terms need
 their own: tokens have been gathered from the ranks that divide an expert before, and what these
 make of them is added up behind.
 
-Where the ranks of a tensor-parallel group hold the same positions, an expert gets each token once
-from every one of them, and so its gradient: that is divided by their number.
-
 Shape legend: S tokens at this rank's experts, sorted by expert; E experts at this rank; D hidden
 size, F this rank's part of an expert's width, r rank of the adapter.
 """
@@ -65,10 +62,6 @@ class GroupedExperts:
         self._linears = linears
         *self._before, self._down = targets
         self._here = (first, first + experts.num_local_experts)
-        divided = experts.config.sequence_parallel
-        tensor = parallel_state.get_tensor_model_parallel_world_size()
-        self._arrivals = 1 if divided else tensor
-        """Of each token at an expert."""
         self._activation = experts.config.activation_func
         self._gate_up_EGD = Stack([expert.linear_fc1 for expert in experts.local_experts])
         """Gates before ups, [E, 2F, D]."""
@@ -93,17 +86,17 @@ class GroupedExperts:
         self, hidden_SD: Tensor, tokens_per_expert: Tensor, shares_S: Tensor
     ) -> tuple[Tensor, None]:
         ends_E = tokens_per_expert.cumsum(0).to(hidden_SD.device, torch.int32)
-        gate_up = grouped(hidden_SD, self._counted(self._gate_up_EGD.weights()), ends_E)
+        gate_up = grouped(hidden_SD, self._gate_up_EGD.weights(), ends_E)
         active = self._active
         if active is not None:
             terms = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
             gate_up = gate_up + torch.cat(terms, -1)
         gate, up = gate_up.chunk(2, -1)
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
-        output_SD = grouped(inner_SF, self._counted(self._down_EDF.weights()), ends_E)
+        output_SD = grouped(inner_SF, self._down_EDF.weights(), ends_E)
         if active is not None:
-            low = grouped(inner_SF, self._counted(active.tensors[self._down.a_name]), ends_E)
-            [b] = self._counted(active.tensors[self._down.b_name])
+            low = grouped(inner_SF, active.tensors[self._down.a_name], ends_E)
+            [b] = active.tensors[self._down.b_name]
             output_SD = plus(output_SD, low, b.T, active.scale)
         return output_SD, None
 
@@ -115,17 +108,9 @@ class GroupedExperts:
 
     def _inward(self, active: Active, target: Target, hidden_SD: Tensor, ends_E: Tensor) -> Tensor:
         """Return the term of a gate or up projection, [S, F]."""
-        [a] = self._counted(active.tensors[target.a_name])
+        [a] = active.tensors[target.a_name]
         low = hidden_SD @ a.to(hidden_SD.dtype).T * active.scale
-        return grouped(low, self._counted(active.tensors[target.b_name]), ends_E)
-
-    def _counted(self, weights: Tensor) -> Tensor:
-        """Return weights of experts, or of adapters, whose gradient counts each token once."""
-        if not weights.requires_grad or self._arrivals == 1:
-            return weights
-        weights = weights.view_as(weights)
-        weights.register_hook(lambda gradient: gradient / self._arrivals)
-        return weights
+        return grouped(low, active.tensors[target.b_name], ends_E)
 
 
 class Stack:

@@ -109,6 +109,11 @@ class MegatronModel:
         names = dict(self.module.named_parameters())
         return next(name for name in _HEADS if name in names)
 
+    @property
+    def head(self) -> Target:
+        """The output layer, as what can be adapted."""
+        return next(target for target in self.targets if target.group == "unembed")
+
 
 def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device) -> MegatronModel:
     """Build this rank's part of a model and load its weights; all ranks call it together.
@@ -242,9 +247,6 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
         module.embedding.word_embeddings.register_forward_hook(
             lambda _module, _ids, found: found.to(dtype)
         )
-    if module.post_process:
-        # It gets whole sequences, gathered before.
-        module.output_layer.sequence_parallel = False
     module.requires_grad_(requires_grad=False).eval()
     return module
 
@@ -367,9 +369,6 @@ def _adapt(
         if isinstance(submodule, SequentialMLP):
             first = f"{name}.local_experts.0"
             experts.append(_adapt_experts(bridge, linears, submodule, first, by_name, names))
-    if module.post_process:
-        head = next(target for target in targets if target.group == "unembed")
-        linears.attach(module.output_layer, [head], concatenated)
     return linears, experts
 
 

@@ -38,9 +38,14 @@ from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
 from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.megatron_trainer.vocabulary import OutputLayer, logprobs
+from tinkercloud_worker.megatron_trainer.vocabulary import (
+    frozen_output_layer,
+    logprobs,
+    trained_output_layer,
+)
 from tinkercloud_worker.megatron_trainer.whole import DividedModel
 from tinkercloud_worker.replicas import ReplicatedTrainer
+from tinkercloud_worker.unembedding import Unembedding
 
 
 class MegatronTrainer(ReplicatedTrainer):
@@ -70,8 +75,7 @@ class MegatronTrainer(ReplicatedTrainer):
         self._base = base
         self._device = base.device.torch_device
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
-        divided = base.module.config.sequence_parallel
-        tensor = parallel_state.get_tensor_model_parallel_world_size() if divided else 1
+        tensor = parallel_state.get_tensor_model_parallel_world_size()
         self._multiple = tensor * self._division.multiple
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
@@ -98,11 +102,6 @@ class MegatronTrainer(ReplicatedTrainer):
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         output = self._pass(model_id, batch, "forward_backward")
-        model = self._models[model_id]
-        if isinstance(model.parts, DividedModel):
-            model.parts.count_once()
-        else:
-            self._base.linears.count_once(model.trainable.tensors)
         between()
         return output
 
@@ -178,7 +177,7 @@ class MegatronTrainer(ReplicatedTrainer):
     def _loss(
         self,
         micro_batch: MicroBatch,
-        output_layer: Callable[[], OutputLayer],
+        output_layer: Callable[[], Unembedding],
         loss: Loss,
         output: PassOutput,
         hidden_S1D: Tensor,
@@ -193,10 +192,8 @@ class MegatronTrainer(ReplicatedTrainer):
         if not pack.examples:
             # Other ranks wait for the backward pass of their tokens' experts.
             return hidden_S1D.sum() * 0.0, number, {}
-        if self._base.module.config.sequence_parallel:
-            hidden_S1D = gather_from_sequence_parallel_region(
-                hidden_S1D, tensor_parallel_output_grad=False
-            )
+        # Of the gradient each rank's part of the vocabulary gives a part.
+        hidden_S1D = gather_from_sequence_parallel_region(hidden_S1D)
         lp_MK = logprobs(
             output_layer(),
             hidden_S1D[:, 0][micro_batch.kept_M],
@@ -211,18 +208,13 @@ class MegatronTrainer(ReplicatedTrainer):
         output.add(pack, lp_RK, loss_sum)
         return (lp_MK * derivative_RK[places_M]).sum(), number, {}
 
-    def _output_layer(self, model: TrainedModel) -> OutputLayer:
+    def _output_layer(self, model: TrainedModel) -> Unembedding:
         """Return what computes logits at the last stage: a whole model's own, or the base's."""
         module, name = self._base.module, self._base.head_weight
         if isinstance(model.parts, DividedModel):
-            return model.parts.output_layer(name, module.config.params_dtype)
-        weight = module.get_parameter(name)
-
-        def logits(hidden_RD: Tensor) -> Tensor:
-            result: Tensor = module.output_layer(hidden_RD, weight=weight)[0]
-            return result
-
-        return logits
+            return trained_output_layer(model.trainable.tensors[name], module.config.params_dtype)
+        active = self._base.linears.active
+        return frozen_output_layer(module.get_parameter(name), self._base.head, active)
 
     def _replaced_weights(self, model: TrainedModel) -> dict[str, Tensor]:
         """Return what takes the place of the base's weights: under an adapter, nothing."""

@@ -5,10 +5,10 @@ in passes, with a gradient and moments. Names and shapes are the module's; what 
 Hugging Face's (`Weight`). Moments are rearranged as weights are: element by element.
 
 Three kinds of weights are at more than one rank that holds the model between them. Norms and
-routers are at all ranks of a tensor-parallel group, which work out the same gradient for them,
-unless each does so from its own heads, or from its own positions of a divided sequence: then it is
-a part. An embedding that is the output layer too is at the first and the last stage, each with a
-part of its gradient. All of these are summed, and what is the same at several ranks counts once.
+routers are at all ranks of a tensor-parallel group, each with a part of their gradient, from its
+own heads, or from its own positions of a divided sequence. An embedding that is the output layer
+too is at the first and the last stage, each with a part of its gradient. All of these are summed,
+and what is the same at several ranks counts once.
 
 Experts are at fewer ranks than the rest: those that would hold copies of the model divide them.
 They come last in flat vectors.
@@ -31,9 +31,7 @@ from torch import Tensor
 
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, put
-from tinkercloud_worker.megatron_trainer.vocabulary import TrainedOutputLayer
 
-_OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
 _OF_EXPERTS = ".local_experts."
@@ -100,11 +98,6 @@ class DividedModel:
         self.trainable.layout.fill(self.trainable.flat.detach(), base, "base model")
         dense = [each for each in self._weights if not each.is_of_an_expert]
         self._undivided = {weight.name for weight in dense if not weight.is_divided}
-        self._alike: Set[str] = set()
-        if not module.config.sequence_parallel:
-            # Norms of latents come before heads are made of them.
-            own = () if module.config.multi_latent_attention else _OF_OWN_HEADS
-            self._alike = {name for name in self._undivided if not name.endswith(own)}
         self._tied: Set[str] = set()
         if self._stages.size() > 1 and module.share_embeddings_and_output_weights:
             self._tied = {_EMBEDDING, _OUTPUT_LAYER} & base.keys()
@@ -115,28 +108,13 @@ class DividedModel:
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return what takes the place of the module's weights in a pass, under autograd.
 
-        The output layer has its own (`output_layer`). An embedding is in float32.
+        The output layer has its own (`trained_output_layer`). An embedding is in float32.
         """
         return {
             name: tensor if name == _EMBEDDING else _rounded(tensor, dtype)
             for name, tensor in self.trainable.tensors.items()
             if name != _OUTPUT_LAYER
         }
-
-    def output_layer(self, name: str, dtype: torch.dtype) -> TrainedOutputLayer:
-        """Return the output layer for a pass.
-
-        Args:
-            name: of its weight, which may be the embedding's.
-            dtype: that it computes in.
-        """
-        tensor = self.trainable.tensors[name]
-        return TrainedOutputLayer(tensor.detach().to(dtype), gradient_of(tensor))
-
-    def count_once(self) -> None:
-        """Drop the gradients that the first rank of the tensor-parallel group has just the same."""
-        if self._tensor.rank() != 0:
-            self._drop(self._alike, self.trainable.gradient)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `Parts.gather`."""

@@ -24,7 +24,7 @@ from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
 from tinkercloud_worker.torch_trainer.trainer import Routed
-from tinkercloud_worker.torch_trainer.unembed import Unembedding
+from tinkercloud_worker.unembedding import Unembedding
 
 
 class ShardedTrainer(DataParallelTrainer):

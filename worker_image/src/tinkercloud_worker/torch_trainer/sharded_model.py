@@ -25,7 +25,7 @@ from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, 
 from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.packing import Packed, mask_kinds
-from tinkercloud_worker.torch_trainer.unembed import Unembedding
+from tinkercloud_worker.unembedding import Unembedding
 
 
 class ShardedModel:

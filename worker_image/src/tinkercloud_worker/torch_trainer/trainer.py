@@ -28,10 +28,10 @@ from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
-    Unembedding,
     logprobs,
     logprobs_and_gradient,
 )
+from tinkercloud_worker.unembedding import Unembedding
 
 Routed = Sequence[tuple[slice, TrainedModel]]
 """Consecutive positions of a pass, and the model whose they are."""

@@ -8,66 +8,21 @@ itself is accumulated before the next rows' logits overwrite them.
 With z = h W^T + s (h A^T) B^T and c = dL/dlp, the derivative of the loss with respect to the
 logits of one row is sum_k c_k (onehot(t_k) - softmax(z)).
 
-Shape legend: R positions, D hidden size, V vocabulary, K targets per position, r LoRA rank.
+Shape legend: R positions, D hidden size, V vocabulary, K targets per position.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tinkercloud_worker.engine.parameters import gradient_of
-from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.kernels import compiled_on_gpu
-from tinkercloud_worker.products import add_float32_product, float32_product
+from tinkercloud_worker.unembedding import Unembedding
 
 _LOGITS_BYTES = 64 << 20
 """Size of the logits held at a time on a CPU."""
 _ACCELERATOR_LOGITS_BYTES = 320 << 20
 """The same on an accelerator, which needs more rows to be busy."""
-
-
-Adapters = Sequence[tuple[slice, Tensor, Tensor, float]]
-"""Rows, A [r, D], B [V, r] and scale of each adapter that adapts the output layer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unembedding:
-    """The output layer a pass runs through: frozen or trained weight, adapters of some rows."""
-
-    linear: FrozenLinear
-    """[V, D]."""
-    adapters: Adapters
-    """Gradients are added to the `.grad` of A and B."""
-    gradients: tuple[Tensor, Tensor | None] | None = None
-    """Float32 [V, D] and [V]: what those of weight and bias are added to, if these are trained."""
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return float32 logits [R, V]."""
-        logits_RV = self.linear.float32_product(hidden_RD)
-        for rows, a, b, scale in self.adapters:
-            logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
-        return logits_RV
-
-    def of_rows(self, rows: slice) -> "Unembedding":
-        """Return the layer for some of the rows, which are counted from 0 there."""
-        own = [
-            (slice(start, stop), a, b, scale)
-            for (adapted, a, b, scale) in self.adapters
-            if (start := max(adapted.start, rows.start) - rows.start)
-            < (stop := min(adapted.stop, rows.stop) - rows.start)
-        ]
-        return replace(self, adapters=own)
-
-    def of_active(self, active_R: Tensor) -> "Unembedding":
-        """Return the layer for the rows that are marked, which are counted from 0 there."""
-        before_R = [0, *active_R.cumsum(0).tolist()]
-        own = [
-            (slice(before_R[rows.start], before_R[rows.stop]), a, b, scale)
-            for (rows, a, b, scale) in self.adapters
-        ]
-        return replace(self, adapters=own)
 
 
 Derivative = Callable[[slice, Tensor], Tensor]
@@ -106,7 +61,7 @@ def logprobs_and_gradient(
         h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
         if c_RK.is_cuda:
             # It would have to wait for the answer which rows can be left out.
-            gradient_RD[rows] = _backward(own, h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
+            gradient_RD[rows] = own.backward(h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
             continue
         active_R = c_RK.any(dim=1)
         if not active_R.any():
@@ -116,7 +71,7 @@ def logprobs_and_gradient(
             probs_RV, c_RK = probs_RV[active_R], c_RK[active_R]
             h_RD, t_RK = h_RD[active_R], t_RK[active_R]
         dlogits_RV = _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype)
-        gradient_RD[rows][active_R] = _backward(own, h_RD, dlogits_RV)
+        gradient_RD[rows][active_R] = own.backward(h_RD, dlogits_RV)
     return out_RK, gradient_RD
 
 
@@ -146,24 +101,6 @@ def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     exp_RV = logits_RV.sub_(top_R1).exp_()
     sum_R1 = exp_RV.sum(1, keepdim=True)
     return exp_RV.div_(sum_R1), sum_R1.log() + top_R1
-
-
-def _backward(layer: Unembedding, h_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
-    """Return the gradient [R, D] of the hidden states; add those of the trained tensors."""
-    if layer.gradients is not None:
-        weight_gradient, bias_gradient = layer.gradients
-        add_float32_product(weight_gradient, dlogits_RV.T, h_RD)
-        if bias_gradient is not None:
-            bias_gradient.add_(dlogits_RV.sum(0, dtype=torch.float32))
-    dh_RD = layer.linear.gradient(dlogits_RV)
-    for rows, a, b, scale in layer.adapters:
-        own_h, own_dlogits = h_RD[rows], dlogits_RV[rows]
-        rounded_a, rounded_b = a.to(h_RD.dtype), b.to(h_RD.dtype)
-        back_Rr = own_dlogits @ rounded_b
-        gradient_of(b).add_(float32_product(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
-        gradient_of(a).add_(float32_product(back_Rr.T, own_h), alpha=scale)
-        dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
-    return dh_RD
 
 
 def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
