@@ -31,8 +31,9 @@ _STATE_BYTES = 12
 """The same without the gradient."""
 _LOGIT_BYTES = 4
 _LOGITS_BYTES = 640 << 20
-"""What training holds at a time for logits of some rows: 256 MiB of them in float32, what they were
-rounded from, their gradient, and what that is rounded to."""
+"""What training holds at a time for logits of some rows: in the megatron trainer 256 MiB of them in
+float32, half as much that their gradient is rounded to, and 256 MiB of the weight's gradient, if it
+is trained. The torch trainer holds as much."""
 _FRAGMENTED = 0.3
 """Of activations, what the allocator holds between them and can't give out."""
 _PREFILL_TOKENS = 8192
