@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from transformers import (
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
     Qwen2Config,
@@ -81,6 +83,16 @@ def a_deepseek_v32() -> PreTrainedModel:
     return DeepseekV32ForCausalLM(config)
 
 
+def a_falcon_h1() -> PreTrainedModel:
+    """Return a random model that carries a little on from each position to all that follow."""
+    torch.manual_seed(5)
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    config = FalconH1Config(
+        **SIZES | {"initializer_range": 0.02}, **mamba, mamba_n_groups=1, mamba_chunk_size=16
+    )
+    return FalconH1ForCausalLM(config)
+
+
 def a_phimoe() -> PreTrainedModel:
     """Return a random model whose window is in masks only."""
     torch.manual_seed(1)
@@ -142,6 +154,11 @@ def test_a_sequence_of_a_pack_is_computed_as_if_alone(make: Callable[[], PreTrai
 
 def test_a_model_that_transformers_computes_eagerly_takes_one_sequence_at_a_time() -> None:
     assert not BaseModel(tiny_gemma2()).takes_packs
+
+
+def test_a_model_takes_no_packs_if_it_carries_anything_over_to_the_next_sequence() -> None:
+    assert BaseModel(tiny_llama()).takes_packs
+    assert not BaseModel(a_falcon_h1()).takes_packs
 
 
 @pytest.mark.parametrize(
