@@ -86,7 +86,12 @@ def a_deepseek_v32() -> PreTrainedModel:
 def a_falcon_h1() -> PreTrainedModel:
     """Return a random model that carries a little on from each position to all that follow."""
     torch.manual_seed(5)
-    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    mamba: dict[str, Any] = {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+    }
     config = FalconH1Config(
         **SIZES | {"initializer_range": 0.02}, **mamba, mamba_n_groups=1, mamba_chunk_size=16
     )
