@@ -34,6 +34,7 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.torch_trainer import unembed
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.unembedding import Unembedding
 
 ADAM = AdamParams(learning_rate=1e-2)
 LORA = LoraConfig(rank=4, seed=1)
@@ -284,9 +285,9 @@ def test_full_fine_tuning_leaves_the_shared_base_alone() -> None:
 
 def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = unembed.Unembedding.logits
+    original = Unembedding.logits
 
-    def watched(self: unembed.Unembedding, hidden: Tensor) -> Tensor:
+    def watched(self: Unembedding, hidden: Tensor) -> Tensor:
         logits = original(self, hidden)
         sizes.append(logits.nbytes)
         return logits
@@ -297,7 +298,7 @@ def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gradient(trainer, "m")
     trainer.discard_gradient("m")
     monkeypatch.setattr(unembed, "_LOGITS_BYTES", 16 * 4 * 264)
-    monkeypatch.setattr(unembed.Unembedding, "logits", watched)
+    monkeypatch.setattr(Unembedding, "logits", watched)
     chunked = run(trainer, data)
 
     assert max(sizes) <= 16 * 4 * 264
