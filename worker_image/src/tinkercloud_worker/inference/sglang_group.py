@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+import torch
+
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
@@ -81,6 +83,9 @@ class SglangGroup:
             # Our rank reads and sends a part while the engine still loads the one before.
             while "names" in (part := await rank.heard(_STEP_SECONDS)):
                 await self._ask(rank, "/update_weights_from_distributed", {**part, **layout})
+        except (InvalidRequest, ServerError) as error:
+            await self.leave()
+            raise type(error)(f"{error.message}{self._versions}") from None
         except BaseException:
             await self.leave()
             raise
@@ -101,6 +106,14 @@ class SglangGroup:
             pass
         finally:
             await self.leave()
+
+    @property
+    def _versions(self) -> str:
+        """What to add to a failure: NCCL refuses ranks of another version when they first meet."""
+        if self._backend != "nccl":
+            return ""
+        ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return f" (NCCL here is {ours}; the engine's must be of the same version)"
 
     @property
     def _errand(self) -> str:

@@ -1,0 +1,75 @@
+"""What is said where a process group with an engine fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
+from tinkercloud_worker.inference.sglang_courier import Courier
+from tinkercloud_worker.inference.sglang_group import Backend, SglangGroup
+
+
+class OurRank(Courier):
+    """A rank that has joined, and offers a part, or fails."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+        self.ended = False
+
+    def tell(self, line: Json) -> None:
+        """Take what is to be sent."""
+
+    async def heard(self, seconds: float) -> dict[str, Any]:
+        """Return the part, or raise."""
+        if self.error is not None:
+            raise ServerError(self.error)
+        return {"names": [], "dtypes": [], "shapes": []}
+
+    async def end(self) -> None:
+        """End."""
+        self.ended = True
+
+
+@pytest.fixture(autouse=True)
+def version(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    return "NCCL here is 2.29.7"
+
+
+def a_group(backend: Backend, rank: OurRank, monkeypatch: pytest.MonkeyPatch) -> SglangGroup:
+    client = InferenceClient("http://engine:30000", key=None, max_concurrent=1)
+
+    async def refuse(*_: object, **__: object) -> Json:
+        raise InvalidRequest("NCCL error: invalid usage")
+
+    monkeypatch.setattr(client, "post", refuse)
+    group = SglangGroup(client, backend)
+    group._rank = rank
+    return group
+
+
+@pytest.mark.parametrize("error", [None, "invalid usage"], ids=["the engine's side", "ours"])
+async def test_a_broadcast_that_fails_names_our_version_of_nccl_whichever_side_says_so(
+    error: str | None, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = OurRank(error)
+    group = a_group("nccl", rank, monkeypatch)
+
+    with pytest.raises((InvalidRequest, ServerError), match="invalid usage") as refusal:
+        await group.send(Path("model.safetensors"), 1)
+
+    assert version in str(refusal.value)
+    assert isinstance(refusal.value, ServerError if error else InvalidRequest)
+    assert rank.ended
+
+
+async def test_a_group_over_gloo_says_nothing_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = a_group("gloo", OurRank("connection closed"), monkeypatch)
+
+    with pytest.raises(ServerError) as failure:
+        await group.send(Path("model.safetensors"), 1)
+
+    assert "NCCL" not in str(failure.value)
