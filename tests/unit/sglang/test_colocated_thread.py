@@ -1,4 +1,4 @@
-"""A trainer that shares its GPUs: every job has the turn, and nothing of them is kept after it."""
+"""A trainer that shares its GPUs: what computes has the turn, and nothing is kept after it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,7 +31,6 @@ class Record:
                 self.events.append("the turn ends")
 
     def release(self) -> None:
-        assert self.holders, "the GPUs are somebody else's"
         self.events.append("memory is released")
 
     def joins(self, _items: Sequence[str], _item: str) -> bool:
@@ -151,11 +150,72 @@ async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
     await waits.wait()
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
-    await until(lambda: not thread._holding)
+    await until(lambda: not thread._begun)
 
     assert await thread.run_beside(lambda: "what needs no memory has no turn to wait for")
     assert ran == []
     thread.stop()
+
+
+async def test_what_has_no_turn_releases_what_it_leaves_behind(
+    thread: ColocatedThread, record: Record
+) -> None:
+    await thread.run_beside(lambda: record.events.append("a model is saved"))
+
+    def fail() -> None:
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        await thread.run_beside(fail)
+
+    assert record.events == ["a model is saved", "memory is released", "memory is released"]
+
+
+async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
+    thread: ColocatedThread, record: Record
+) -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def job(_between: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
+        record.events.append("a step")
+
+    step = asyncio.create_task(thread.run(job))
+    await began.wait()
+    saving = asyncio.create_task(
+        thread.run_beside(lambda: record.events.append("a model is saved"))
+    )
+    await asyncio.sleep(0)
+    next_step = asyncio.create_task(thread.run(lambda _: record.events.append("another step")))
+    await until(lambda: record.holders == 2)
+    may_end.set()
+    await asyncio.gather(step, saving, next_step)
+
+    assert record.events == [
+        *("a step", "a model is saved", "another step", "memory is released", "the turn ends")
+    ]
+
+
+async def test_saving_that_somebody_gave_up_releases_memory_too(
+    thread: ColocatedThread, record: Record
+) -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def save() -> None:
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
+        record.events.append("a model is saved")
+
+    given_up = asyncio.create_task(thread.run_beside(save))
+    await began.wait()
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    may_end.set()
+
+    await until(lambda: record.events == ["a model is saved", "memory is released"])
 
 
 async def until(holds: Callable[[], bool]) -> None:

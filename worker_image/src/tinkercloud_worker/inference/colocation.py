@@ -2,11 +2,12 @@
 
 The servers take their memory back when a request for them comes, not before: a step that follows a
 step finds the GPUs as it left them. What torch keeps of a GPU's memory between steps is given up
-before anybody else has a turn.
+before anybody else has a turn. What needs no memory there, as saving, has no turn to wait for; what
+it leaves behind all the same, or frees, is given up as well.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -35,15 +36,13 @@ class ColocatedThread(EngineThread):
         self._release = release
         self._holders = 0
         """Jobs that have the turn."""
-        self._holding: set[asyncio.Task[Any]] = set()
-        """What has the turn, or waits for it."""
+        self._begun: set[asyncio.Task[Any]] = set()
+        """What is not over, whoever still waits for it."""
 
     async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
         """See `EngineThread.run_with_others`."""
         has_turn = asyncio.Event()
-        holding = asyncio.create_task(self._with_turn(group, item, has_turn))
-        self._holding.add(holding)
-        holding.add_done_callback(self._settle)
+        holding = self._begin(self._with_turn(group, item, has_turn))
         try:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:
@@ -51,6 +50,18 @@ class ColocatedThread(EngineThread):
             if not has_turn.is_set():
                 holding.cancel()
             raise
+
+    async def run_beside(self, job: Callable[[], T]) -> T:
+        """See `EngineThread.run_beside`."""
+        return await asyncio.shield(self._begin(self._without_turn(job)))
+
+    async def _without_turn(self, job: Callable[[], T]) -> T:
+        try:
+            return await super().run_beside(job)
+        finally:
+            # Who has the turn does so before it ends.
+            if not self._holders:
+                await super().run_beside(self._release)
 
     async def _with_turn(self, group: Group[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
         async with self._turn():
@@ -61,12 +72,18 @@ class ColocatedThread(EngineThread):
             finally:
                 try:
                     if self._holders == 1:
-                        await self.run_beside(self._release)
+                        await super().run_beside(self._release)
                 finally:
                     self._holders -= 1
 
-    def _settle(self, holding: asyncio.Task[Any]) -> None:
-        self._holding.discard(holding)
-        if not holding.cancelled():
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._settle)
+        return task
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        self._begun.discard(task)
+        if not task.cancelled():
             # Whoever has given up does not look.
-            holding.exception()
+            task.exception()
