@@ -25,7 +25,7 @@ from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSna
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 MODEL = "m"
 _SAMPLER_BYTES = 8 << 30
@@ -86,7 +86,7 @@ def fill(trainer: Trainer, model_id: str, seed: int = 1) -> dict[str, torch.Tens
 
 def a_trainer(base: BaseModel, rank: int, max_batch_tokens: int, **limits: int) -> TorchTrainer:
     """Return a trainer with one model, an adapter of random weights."""
-    trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens, **limits)
+    trainer = TrainerBesideSampler(base, max_batch_tokens=max_batch_tokens, **limits)
     trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
     fill(trainer, MODEL)
     return trainer

@@ -22,7 +22,7 @@ from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def an_engine(
     )
     thread.start(sampler)
     try:
-        yield Engine(TorchTrainer(base, max_batch_tokens=256), sampler, thread)
+        yield Engine(TrainerBesideSampler(base, max_batch_tokens=256), sampler, thread)
     finally:
         thread.stop()
 

@@ -5,9 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined] # public, missing in __all__
 
+from tinkercloud_testing.leaving import taken_by
 from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
 from tinkercloud_worker.adam import TrainedModel
@@ -65,6 +68,30 @@ def megatron_factory(  # noqa: PLR0917 - as above
 ) -> Callable[[], MegatronRank]:
     """Return what builds a rank's part of a trainer, in the place of another if there is one."""
     return partial(_anew, path, tensor, pipeline, context, expert, max_kept_tokens)
+
+
+def taken_by_gathering(path: str) -> int:
+    """Return the numbers for which a whole model that leaves takes memory of its device.
+
+    Call it in a process of its own: the device is made there (`elsewhere`).
+
+    Args:
+        path: folder of the base model.
+    """
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        trainer = megatron_trainer(path, 1, 1)
+        trainer.add_model("m", None)
+        model = trainer._models["m"]
+        assert model.parts is not None
+        gather = model.parts.gather
+        import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415 - it can't be undone
+
+        there = {name: each.to("elsewhere") for name, each in trainer.held("m").items()}
+        return taken_by(lambda: gather(there))
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _anew(*arguments: Any) -> MegatronRank:

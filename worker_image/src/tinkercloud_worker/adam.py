@@ -159,8 +159,12 @@ class AdamTrainer(ABC):
         _fill(model.trainable.gradient, model, gradient, "gradient")
 
     def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
-        """Return a copy of what leaves the trainer of a flat buffer, which goes on changing."""
-        return model.trainable.layout.views(flat.clone())
+        """Return a copy of what leaves the trainer of a flat buffer, which goes on changing.
+
+        It is on the CPU. Nothing that leaves is to take memory of a GPU, which may be somebody
+        else's meanwhile.
+        """
+        return model.trainable.layout.views(flat.to("cpu", copy=True))
 
 
 def state_of(
@@ -177,7 +181,8 @@ def state_of(
     state = model.optimizer.state[model.trainable.flat]
     moments: dict[str, Tensor] = {}
     for moment in MOMENTS:
-        flat = state[moment] if state else torch.zeros_like(model.trainable.gradient)
+        # What is not there yet takes no memory of a GPU for being zero.
+        flat = state[moment] if state else torch.zeros(model.trainable.gradient.shape)
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, _step(model))
 

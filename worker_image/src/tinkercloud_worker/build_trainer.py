@@ -22,7 +22,7 @@ from tinkercloud_worker.no_trainer import NoTrainer
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 
 def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
@@ -38,7 +38,8 @@ def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
     if config.trainer.backend == "none":
         return NoTrainer(_limits(config))
     if config.trainer.ranks == 0:
-        return TorchTrainer(
+        kind = TrainerBesideSampler if config.sampler.backend == "torch" else TorchTrainer
+        return kind(
             base(),
             max_batch_tokens=config.trainer.max_batch_tokens,
             max_context_length=config.limits.max_context_length,

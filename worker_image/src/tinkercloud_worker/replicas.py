@@ -37,9 +37,12 @@ class ReplicatedTrainer(AdamTrainer):
         model.norm = parts.norm(model.trainable.gradient) if parts else None
 
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`. The sum over the ranks, whose contributions stay."""
+        """See `Trainer.export_gradient`. The sum over the ranks, whose contributions stay.
+
+        Ranks add up copies on the CPU, over gloo: it takes no memory of theirs.
+        """
         model = self._models[model_id]
-        total = model.trainable.gradient.clone()
+        total = model.trainable.gradient.to("cpu", copy=True)
         _add_up(model, total)
         whole = self._whole(model, total)
         return whole if any(tensor.any() for tensor in whole.values()) else None

@@ -141,9 +141,9 @@ class EngineThread:
         return result
 
     async def run_beside(self, job: Callable[[], T]) -> T:
-        """Run a job that computes next to nothing and needs no memory, as what saves or forgets.
+        """Run a job that computes next to nothing, as what saves or forgets.
 
-        Others who share the trainer's device may go on meanwhile.
+        Others who share the trainer's device may go on meanwhile: it takes no memory there.
         """
         result: T = await self._queued(_Alone(lambda _: job()), None)
         return result

@@ -192,7 +192,8 @@ def _describe(module: GPTModel, sources: Mapping[str, Sequence[Piece]]) -> list[
 
 def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     for weight in weights:
-        yield from weight.split(tensors[weight.name])
+        # What is taken apart there is copied, which needs no memory of a GPU on the CPU.
+        yield from weight.split(tensors[weight.name].cpu())
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

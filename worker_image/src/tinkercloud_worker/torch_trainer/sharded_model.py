@@ -96,12 +96,14 @@ class ShardedModel:
     def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `Parts.gather`."""
         whole = {}
-        for name, part in tensors.items():
+        for name, tensor in tensors.items():
+            # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
+            part = tensor.cpu()
             # Rank 0 of these holds one whole weight at a time beside what it returns.
             parts = [torch.empty_like(part) for _ in range(self._ranks)] if not self._rank else None
             dist.gather(part, parts, dst=0)
             if parts is not None:
-                whole[name] = torch.cat(parts, self._dims[name]).cpu()
+                whole[name] = torch.cat(parts, self._dims[name])
         return whole
 
     def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:

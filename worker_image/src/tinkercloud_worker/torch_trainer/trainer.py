@@ -22,7 +22,7 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
-from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.low_rank import may_be_beside_others
 from tinkercloud_worker.packing import Packed
 from tinkercloud_worker.routes import ActiveWeights, Route
@@ -209,6 +209,19 @@ class TorchTrainer(AdamTrainer):
         weight, bias = self._base.head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
         return Unembedding(self._base.head(tensors), (), gradients)
+
+
+class TrainerBesideSampler(TorchTrainer):
+    """A trainer whose snapshots a sampler in this process takes, on the device of both.
+
+    They stay there: an adapter is sampled from without a way through the CPU's memory.
+    """
+
+    def snapshot(self, model_id: str) -> WeightsSnapshot:
+        """See `Trainer.snapshot`."""
+        model = self._models[model_id]
+        flat = model.trainable.flat.detach().clone()
+        return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 
 def _in_order(packs: Sequence[tuple[TrainedModel, Packed]]) -> Routed:

@@ -1,0 +1,53 @@
+"""Saving and publishing take no memory of the trainer's device: who shares it may have it all."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_testing.leaving import taken_by_what_leaves
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.build_trainer import build_trainer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+
+STAY = {f"TrainerBesideSampler, {model}: snapshot" for model in ("adapter", "whole")}
+"""A sampler takes these there, on a device that nobody else has."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        taken = process.submit(taken_by_what_leaves).result()
+
+    assert {way for way, elements in taken.items() if elements} == STAY
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer"),
+    [
+        (SamplerConfig(), TrainerBesideSampler),
+        (
+            SamplerConfig(
+                backend="sglang", inference=InferenceConfig(urls=("http://a",), colocated=True)
+            ),
+            TorchTrainer,
+        ),
+    ],
+    ids=["torch", "engines"],
+)
+def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
+    sampler: SamplerConfig, trainer: type[TorchTrainer]
+) -> None:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="memory://",
+        scratch_dir="",
+        sampler=sampler,
+    )
+
+    assert type(build_trainer(config, lambda: BaseModel(tiny_llama()))) is trainer
