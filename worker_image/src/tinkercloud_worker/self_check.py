@@ -78,9 +78,10 @@ def check_logits(base: Base, model: PreTrainedModel) -> None:
 
 
 def keeps_sequences_apart(base: Base) -> bool:
-    """Compare a sequence of a pack with the same alone and after another, and what bounds longer ones.
+    """Compare a sequence of a pack with the same alone, and with the same after another.
 
-    A window is longer than the sequences: that it is kept in packs is not seen of hidden states.
+    A window is longer than the sequences: that it is kept in packs is not seen of hidden states,
+    but of what attention is told.
     """
     ids_R = _scattered_ids(base)
     with torch.no_grad():
