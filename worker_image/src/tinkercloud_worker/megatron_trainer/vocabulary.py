@@ -40,7 +40,7 @@ def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None
     if active is None or target.a_name not in active.tensors:
         return Unembedding(linear, ())
     a, b = active.tensors[target.a_name], active.tensors[target.b_name]
-    own_b = part_of(b.detach(), 0)
+    own_b = part_of(b, 0).detach()
     own_b.grad = part_of(gradient_of(b), 0)
     return Unembedding(linear, [(slice(None), a, own_b, active.scale)])
 
