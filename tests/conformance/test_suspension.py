@@ -80,7 +80,8 @@ def test_a_gradient_that_was_not_applied_survives_a_restart(own_server: Server) 
 
     interrupted = two_parts(a_training_client(own_server), lambda: restart(own_server))
 
-    assert interrupted == expected
+    # Parts of a sum that ranks add up are added up in another order: the last bits may differ.
+    assert interrupted == pytest.approx(expected, rel=1e-6)
 
 
 def test_pipelined_requests_and_results_nobody_has_read_survive_a_restart(

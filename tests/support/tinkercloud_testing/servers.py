@@ -108,8 +108,9 @@ class Server:
             "TINKERCLOUD_METRICS_PORT": str(self.metrics_port),
             "TINKERCLOUD_BOOTSTRAP_KEY": API_KEY,
             "TINKERCLOUD_LOG_LEVEL": "debug",
-            "TINKERCLOUD_ORPHAN_GRACE_SECONDS": str(PATIENCE_SECONDS),
         }
+        if self.settings.get("TINKERCLOUD_PROVIDER") != "kubernetes":
+            own["TINKERCLOUD_ORPHAN_GRACE_SECONDS"] = str(PATIENCE_SECONDS)
         return {**inherited, **own, **self.settings}
 
     def command(self, *arguments: str) -> str:
