@@ -1,16 +1,14 @@
 """The router brings back what a head has suspended, once, and never anything older."""
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
 import pytest
-import uvicorn
 
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
@@ -34,6 +32,7 @@ from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
@@ -41,14 +40,7 @@ from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 
 RUN = "s:train:0"
-TOKEN = "the token of the heads"
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
-
-
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass
@@ -97,20 +89,16 @@ class World:
                 config, engine.trainer, engine.sampler, engine.thread, store, frozenset()
             )
             lifecycle = Lifecycle(config.timings, lambda: backend)
-            listener = socket.create_server(("127.0.0.1", 0))
             token_file = self.folder / "token"
             token_file.write_text(TOKEN)
             app = HeadApp(lifecycle, Limits(), HeadToken(token_file), generation)
-            server = _Server(uvicorn.Config(app, log_config=None))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            route = self.provider.route = HeadRoute(url, TOKEN, generation)
-            headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
-            async with self.client.get(url + routes.HEAD_WAIT_READY, headers=headers) as response:
-                assert response.status == 200
-            yield route
-            server.should_exit = True
-            await serving
+            async with served(app) as url:
+                ready = url + routes.HEAD_WAIT_READY
+                headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
+                async with self.client.get(ready, headers=headers) as response:
+                    assert response.status == 200
+                route = self.provider.route = HeadRoute(url, TOKEN, generation)
+                yield route
 
 
 @pytest.fixture

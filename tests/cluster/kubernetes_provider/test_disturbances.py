@@ -1,5 +1,6 @@
 """Heads that go and come, and a Kubernetes that is away: runs go on, or are told."""
 
+import asyncio
 import signal
 
 import pytest
@@ -8,6 +9,7 @@ import tinker
 from tinkercloud_api.providers.cluster_api import (
     ClusterApi,
     ClusterUnreachable,
+    Listing,
     ResourceVersionGone,
 )
 from tinkercloud_crds.conditions import ConditionType, Reason
@@ -97,11 +99,22 @@ def test_training_goes_on_while_kubernetes_is_away(
     assert step(world.a_training_client(server)) > 0
 
 
+async def begun(api: ClusterApi, plural: str) -> Listing:
+    """List what a control plane stores, once it has read that; before, it answers 429."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await api.list_all(plural)
+            except ClusterUnreachable:
+                await asyncio.sleep(0.1)
+
+
 async def test_a_watch_from_too_long_ago_is_told_so(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
     api = await ClusterApi.connect(world.namespace)
+    await begun(api, "trainingsessions")
 
     with pytest.raises(ResourceVersionGone):
         _seen = [event async for event in api.watch("trainingsessions", "1", seconds=5)]
@@ -114,7 +127,7 @@ async def test_a_watch_that_falls_silent_is_taken_for_dead(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
     api = await ClusterApi.connect(world.namespace)
-    listing = await api.list_all("basemodels")
+    listing = await begun(api, "basemodels")
     process = control_plane.api_server.process
     assert process is not None
     events = api.watch("basemodels", listing.resource_version, seconds=2)

@@ -30,6 +30,19 @@ class _Server(uvicorn.Server):
         yield
 
 
+@asynccontextmanager
+async def served(app: HeadApp) -> AsyncIterator[str]:
+    """Serve a head at a free port of this machine; yields its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = _Server(uvicorn.Config(app, log_config=None))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back."""
@@ -105,15 +118,9 @@ async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIter
         store = CheckpointStore(open_store(config.checkpoint_root))
         backend = Backend(config, engine.trainer, engine.sampler, engine.thread, store, frozenset())
         lifecycle = Lifecycle(config.timings, lambda: backend)
-        listener = socket.create_server(("127.0.0.1", 0))
         app = HeadApp(lifecycle, limits, HeadToken(token_file), config.generation)
-        server = _Server(uvicorn.Config(app, log_config=None))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        async with aiohttp.ClientSession() as client:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with served(app) as url, aiohttp.ClientSession() as client:
             head = ServedHead(lifecycle, url, client)
             ready = await head.send(routes.HEAD_WAIT_READY, b"", "", method="GET")
             assert ready.status == 200
             yield head
-        server.should_exit = True
-        await serving

@@ -44,6 +44,21 @@ class Record:
         return items
 
 
+class Held:
+    """A job that has begun, and does not end before it may."""
+
+    def __init__(self, ending: Callable[[], None]) -> None:
+        self.began = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self._ending = ending
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, *_between: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(self.began.set)
+        asyncio.run_coroutine_threadsafe(self.may_end.wait(), self._loop).result(10)
+        self._ending()
+
+
 @pytest.fixture
 def record() -> Record:
     return Record()
@@ -90,20 +105,14 @@ async def test_a_job_that_fails_releases_memory_too(
 async def test_a_job_that_somebody_gave_up_keeps_the_turn_until_it_has_ended(
     thread: ColocatedThread, record: Record
 ) -> None:
-    began, may_end = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def job(_between: Callable[[], None]) -> None:
-        loop.call_soon_threadsafe(began.set)
-        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
-        record.events.append("a step")
+    job = Held(lambda: record.events.append("a step"))
 
     given_up = asyncio.create_task(thread.run(job))
-    await began.wait()
+    await job.began.wait()
     given_up.cancel()
     await asyncio.sleep(0)
     assert record.events == []
-    may_end.set()
+    job.may_end.set()
     await asyncio.gather(given_up, return_exceptions=True)
 
     await until(lambda: record.events == ["a step", "memory is released", "the turn ends"])
@@ -112,22 +121,17 @@ async def test_a_job_that_somebody_gave_up_keeps_the_turn_until_it_has_ended(
 async def test_a_job_given_up_while_another_one_releases_memory_keeps_the_turn_too(
     thread: ColocatedThread, record: Record
 ) -> None:
-    began, may_end = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def first(_between: Callable[[], None]) -> None:
-        loop.call_soon_threadsafe(began.set)
-        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
+    first = Held(lambda: None)
 
     def second(_between: Callable[[], None]) -> None:
         assert record.holders, "the GPUs are somebody else's"
         record.events.append("the second ends")
 
     running = asyncio.create_task(thread.run(first))
-    await began.wait()
+    await first.began.wait()
     given_up = asyncio.create_task(thread.run(second))
     await until(lambda: record.holders == 2)
-    may_end.set()
+    first.may_end.set()
     given_up.cancel()
     await running
 
@@ -174,23 +178,17 @@ async def test_what_has_no_turn_releases_what_it_leaves_behind(
 async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
     thread: ColocatedThread, record: Record
 ) -> None:
-    began, may_end = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def job(_between: Callable[[], None]) -> None:
-        loop.call_soon_threadsafe(began.set)
-        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
-        record.events.append("a step")
+    job = Held(lambda: record.events.append("a step"))
 
     step = asyncio.create_task(thread.run(job))
-    await began.wait()
+    await job.began.wait()
     saving = asyncio.create_task(
         thread.run_beside(lambda: record.events.append("a model is saved"))
     )
     await asyncio.sleep(0)
     next_step = asyncio.create_task(thread.run(lambda _: record.events.append("another step")))
     await until(lambda: record.holders == 2)
-    may_end.set()
+    job.may_end.set()
     await asyncio.gather(step, saving, next_step)
 
     assert record.events == [
@@ -201,19 +199,13 @@ async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
 async def test_saving_that_somebody_gave_up_releases_memory_too(
     thread: ColocatedThread, record: Record
 ) -> None:
-    began, may_end = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def save() -> None:
-        loop.call_soon_threadsafe(began.set)
-        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
-        record.events.append("a model is saved")
+    save = Held(lambda: record.events.append("a model is saved"))
 
     given_up = asyncio.create_task(thread.run_beside(save))
-    await began.wait()
+    await save.began.wait()
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
-    may_end.set()
+    save.may_end.set()
 
     await until(lambda: record.events == ["a model is saved", "memory is released"])
 

@@ -1,17 +1,15 @@
 """What a head tells a kubelet, which has no token and does not wait."""
 
 import asyncio
-import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 import pytest
-import uvicorn
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import (
@@ -23,6 +21,7 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
@@ -32,14 +31,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 
-TOKEN = "known-to-both"
 HOUR = 3600.0
-
-
-class Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass(frozen=True)
@@ -66,13 +58,8 @@ async def a_head(build: Callable[[], Backend]) -> AsyncIterator[Head]:
         token_file.flush()
         token = HeadToken(Path(token_file.name))
     app = HeadApp(Lifecycle(Timings(), build), Limits(), token, "g1")
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(app, log_config=None))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    async with aiohttp.ClientSession() as client:
-        yield Head(f"http://127.0.0.1:{listener.getsockname()[1]}", client)
-    server.should_exit = True
-    await serving
+    async with served(app) as url, aiohttp.ClientSession() as client:
+        yield Head(url, client)
 
 
 @pytest.fixture
