@@ -147,8 +147,8 @@ class InferenceConfig(_Config):
     process_group: Literal["nccl", "gloo"] | None = None
     """Backend of a torch process group with each engine, over which whole models go to it; what
     fails goes in requests or by files. Head and engines must reach each other at any port. `nccl`:
-    from the GPU on which the head itself trains, to engines with the same version of NCCL, which as
-    pinned have another. `gloo`: from the head's CPU. Absent means no group. Backend sglang only."""
+    from the GPU on which the head itself trains, to engines with the same version of NCCL. `gloo`:
+    from the head's CPU. Absent means no group. Backend sglang only."""
     shared_memory: Literal["cuda", "cpu"] | None = None
     """Memory in which whole models are handed to engines on this machine, which see our /dev/shm
     and /tmp; what fails goes in requests or by files. `cuda`: of the GPU on which the head itself

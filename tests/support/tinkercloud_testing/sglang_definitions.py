@@ -7,6 +7,7 @@ of its source; `sglang_server` cuts out those that answer over HTTP.
 """
 
 import ast
+import email
 import io
 import ipaddress
 import logging
@@ -44,9 +45,10 @@ _BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
 _NETWORK = "sglang/srt/utils/network.py"
 _UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
 _OPTIONS = "sglang/srt/arg_groups/field_order.py"
+_METADATA = f"sglang-{SGLANG}.dist-info/METADATA"
 _FILES = (
     *(_MESSAGES, SAMPLING, COMMON, ROUTES, CONTRACT, API_TYPES, MANAGER, CONTROL, COMMUNICATOR),
-    *(BATCH, REGISTRY, LOCKS, _BUCKET, _NETWORK, _UPDATER, _OPTIONS),
+    *(BATCH, REGISTRY, LOCKS, _BUCKET, _NETWORK, _UPDATER, _OPTIONS, _METADATA),
 )
 _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
@@ -70,6 +72,12 @@ def sglang_sources() -> Path:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (Path(place) / file).replace(folder / file)
     return folder
+
+
+def requirements() -> list[str]:
+    """Return what SGLang's wheel requires, such as `torch==2.14.1`."""
+    metadata = email.message_from_string((sglang_sources() / _METADATA).read_text())
+    return metadata.get_all("Requires-Dist", [])
 
 
 @cache
