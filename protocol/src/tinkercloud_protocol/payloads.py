@@ -30,8 +30,8 @@ The most that the SDK sends at once, 5 MB of 20 bytes a position, stays below it
 position."""
 
 MAX_PARTS = 1 << 18
-"""Datums of a request, chunks of their inputs and tensors, together: each is an object here, of
-more bytes than it may have on the wire. The SDK sends 1024 datums at most."""
+"""Datums of a request, chunks of their inputs, tensors and settings of the loss, together: each is
+an object here, of more bytes than it may have on the wire. The SDK sends 1024 datums at most."""
 
 EMPTY_TOP_TOKEN = 0
 EMPTY_TOP_LOGPROB = -99999.0
@@ -111,15 +111,19 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
 def _check_size(message: pb.ForwardBackwardRequest) -> None:
     """Check, before any of it is decoded, that what is decoded has some bound."""
     data = message.data
-    parts = sum(1 + len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
+    parts = len(data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
+    # To look at each of millions takes seconds.
+    if parts <= MAX_PARTS:
+        parts += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
     if parts > MAX_PARTS:
         raise InvalidRequest(
-            f"data: {len(data)} datums have {parts} datums, chunks and tensors together, at most"
-            f" {MAX_PARTS} are accepted: send less data in one request (the SDK's own limit is 1024"
-            " datums a chunk)"
+            f"data, loss_fn_config: datums, chunks, tensors and settings are at least {parts}"
+            f" together, at most {MAX_PARTS} are accepted: send less data in one request (the SDK's"
+            " own limit is 1024 datums a chunk)"
         )
+    # Of more sizes, which `_tensor` refuses, the product would be a number of as many digits.
     spread = sum(
-        8 * math.prod(max(size, 1) for size in tensor.shape)
+        8 * math.prod(max(size, 1) for size in tensor.shape[:2])
         for datum in data
         for tensor in datum.loss_fn_inputs.values()
         if tensor.WhichOneof("encoding") == "sparse_csr"
@@ -171,9 +175,13 @@ def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
         raise InvalidRequest(
             f"{where}: dtype {message.dtype} is not accepted: send float32 (1) or int64 (2)"
         )
+    if len(message.shape) > 2:
+        raise InvalidRequest(
+            f"{where}: shape has {len(message.shape)} sizes, one or two sizes are accepted"
+        )
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape) or len(shape) > 2:
-        raise InvalidRequest(f"{where}: shape {list(shape)} must have one or two sizes >= 0")
+    if any(size < 0 for size in shape):
+        raise InvalidRequest(f"{where}: shape {list(shape)} must have sizes >= 0")
     if message.WhichOneof("encoding") == "sparse_csr":
         if shape and shape[0] != num_tokens:
             raise InvalidRequest(

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol.envelope import peek_training
+from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits, SamplerSpec
@@ -48,12 +48,38 @@ def test_a_sparse_tensor_has_a_row_for_each_token(shape: tuple[int, int]) -> Non
         decode_forward_backward(a_sparse_batch(shape).SerializeToString())
 
 
+@pytest.mark.parametrize("sizes", [1 << 10, 1 << 16])
+def test_a_tensor_of_very_many_sizes_is_refused_in_few_words(sizes: int) -> None:
+    message = a_sparse_batch((1, 1))
+    message.data[0].loss_fn_inputs["target_tokens"].shape.extend([2**62] * sizes)
+    place = TrainingEnvelope(str(MODEL), 2)
+
+    # In its place in the order: an error of another kind would leave a hole there.
+    refused = receive_batch(message.SerializeToString(), place).content
+
+    assert isinstance(refused, InvalidRequest)
+    assert f"{sizes + 2} sizes" in refused.message
+    assert len(refused.message) < 200
+
+
 def test_a_batch_of_very_many_empty_parts_is_refused() -> None:
     message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=1)
     message.data.extend([pb.Datum()] * (MAX_PARTS + 1))
 
-    with pytest.raises(InvalidRequest, match="datums, chunks and tensors together"):
+    with pytest.raises(InvalidRequest, match=f"are at least {MAX_PARTS + 1} together"):
         decode_forward_backward(message.SerializeToString())
+
+
+def test_a_batch_of_very_many_settings_is_refused_before_they_are_read() -> None:
+    names = [f"{number:x}" for number in range(MAX_PARTS + 1)]
+    numbers = pb.ForwardBackwardRequest(loss_fn_config=dict.fromkeys(names, 1.0))
+    values = pb.ForwardBackwardRequest()
+    for name in names:
+        values.loss_fn_config_v2[name].number = 1.0
+
+    for message in (numbers, values):
+        with pytest.raises(InvalidRequest, match="chunks, tensors and settings are at least"):
+            decode_forward_backward(message.SerializeToString())
 
 
 async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: Path) -> None:
