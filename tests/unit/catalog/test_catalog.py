@@ -324,6 +324,34 @@ async def test_replicas_that_note_the_same_runs_do_not_wait_for_each_other_for_e
     assert {row.last_request_at for row in rows} == {late}
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_runs_end_while_another_replica_notes_what_they_did(
+    catalog: Catalog, of_another_replica: Catalog, is_over: bool
+) -> None:
+    late = datetime(2030, 1, 1, tzinfo=UTC)
+    for number in range(4):
+        name = f"s{number}"
+        await catalog.add_session(a_session(name))
+        if is_over:
+            await catalog.finish_session(name, "success", None)
+        # The last lies first, as rows do once some of them were changed.
+        ids = [f"{name}:train:{index:02}" for index in range(30)]
+        for run_id in reversed(ids):
+            run = TrainingRun(id=run_id, session_id=name, owner="me", base_model="m", spec={})
+            await catalog.add_run(run)
+
+        await asyncio.gather(
+            catalog.delete_runs_of_finished_sessions()
+            if is_over
+            else catalog.finish_session(name, "success", None),
+            of_another_replica.touch_runs(dict.fromkeys(ids, late)),
+        )
+
+        rows = await catalog.runs_of_session(name)
+        assert all(row.deleted_at is not None for row in rows)
+        assert {row.last_request_at for row in rows} == {late}
+
+
 async def test_replicas_that_note_the_same_heartbeats_do_not_wait_for_each_other_for_ever(
     catalog: Catalog, of_another_replica: Catalog
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.statements import Page, Statements
 from tinkercloud_api.catalog.tables import (
@@ -106,11 +107,10 @@ class Catalog(Statements):
         is_open = and_(Session.id == session_id, Session.finished_at.is_(None))
         finished = update(Session).where(is_open)
         finished = finished.values(finished_at=now(), finish_reason=reason, finish_detail=detail)
-        is_left = and_(TrainingRun.session_id == session_id, TrainingRun.deleted_at.is_(None))
         async with self._writing() as connection:
             result = await connection.execute(finished.returning(Session.id))
             is_first = result.first() is not None
-            await connection.execute(update(TrainingRun).where(is_left).values(deleted_at=now()))
+            await _delete_runs(connection, TrainingRun.session_id == session_id)
         return is_first
 
     async def runs_of_session(self, session_id: str) -> Sequence[TrainingRun]:
@@ -184,15 +184,9 @@ class Catalog(Statements):
 
     async def delete_runs_of_finished_sessions(self) -> None:
         """Delete runs that were begun as their sessions were finished; their checkpoints stay."""
-        is_over = TrainingRun.session_id.in_(
-            select(Session.id).where(Session.finished_at.is_not(None))
-        )
-        await self._change(
-            update(TrainingRun)
-            .where(TrainingRun.deleted_at.is_(None), is_over)
-            .values(deleted_at=now())
-            .execution_options(synchronize_session=False)
-        )
+        is_over = select(Session.id).where(Session.finished_at.is_not(None))
+        async with self._writing() as connection:
+            await _delete_runs(connection, TrainingRun.session_id.in_(is_over))
 
     async def deleted_runs(self, run_ids: Collection[str]) -> Sequence[str]:
         """Return which of some runs were deleted."""
@@ -309,6 +303,15 @@ class Catalog(Statements):
     async def set_public(self, path: CheckpointPath, *, is_public: bool) -> None:
         """Let everybody read a checkpoint, or only its owner."""
         await self._change(update(Checkpoint).where(_is(path)).values(is_public=is_public))
+
+
+async def _delete_runs(connection: AsyncSession, which: ColumnElement[bool]) -> None:
+    is_left = and_(which, TrainingRun.deleted_at.is_(None))
+    # All replicas lock rows in one order, or two could wait for each other.
+    left = select(TrainingRun.id).where(is_left).order_by(TrainingRun.id)
+    await connection.execute(left.with_for_update())
+    deleted = update(TrainingRun).where(is_left).values(deleted_at=now())
+    await connection.execute(deleted.execution_options(synchronize_session=False))
 
 
 def _is_listed() -> ColumnElement[bool]:
