@@ -242,3 +242,19 @@ async def test_a_head_that_fails_is_not_told_of_every_sampling_session(world: Wo
     await world.runs.finish_session("s", "success", None)
 
     assert len(world.head.released) <= 16
+
+
+async def test_a_head_that_fails_is_not_told_of_every_run(world: World) -> None:
+    for index in range(20):
+        await world.begin(index)
+        await world.sample_from(None, index)
+    world.head.is_silent = True
+
+    await world.runs.finish_session("s", "success", None)
+    assert len(world.head.released) == 1
+    await world.router.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    assert len(world.head.released) == 2
+
+    world.head.is_silent = False
+    await world.router.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    assert set(world.head.released) >= {f"s:train:{index}" for index in range(20)}

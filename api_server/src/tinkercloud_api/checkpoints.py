@@ -96,16 +96,16 @@ class Checkpoints:
         """Note the training checkpoints that a head has written of its own accord."""
         folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
         for name in await self._objects.folders(folder):
-            path = CheckpointPath(run_id, CheckpointKind.TRAINING, name)
-            if await self._catalog.checkpoint(path) is not None:
-                continue
             try:
-                manifest = await self._read(path)
+                await self._discover(CheckpointPath(run_id, CheckpointKind.TRAINING, name))
             except InvalidRequest as error:
-                log.warning("a checkpoint can't be listed", path=str(path), error=error.message)
-            else:
-                if manifest is not None:
-                    await self._catalog.index_checkpoint(manifest)
+                log.warning("a folder can't be listed", path=folder + name, error=error.message)
+
+    async def _discover(self, path: CheckpointPath) -> None:
+        if await self._catalog.checkpoint(path) is None:
+            manifest = await self._read(path)
+            if manifest is not None:
+                await self._catalog.index_checkpoint(manifest)
 
     async def is_suspended(self, run_id: str, generation: str) -> bool:
         """Whether the head of that generation has left what a run had become in it."""

@@ -191,7 +191,7 @@ class Router:
             if await self._catalog.deleted_runs([run_id]):
                 # Whoever deleted it may have come before the head knew it.
                 run.is_deleted = True
-                await self._let_go(run_id, run)
+                await self._let_go(run_id, run, set())
                 raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
             raise Unavailable(f"training run {run_id} was placed elsewhere; send the request again")
         run.generation = route.generation
@@ -258,28 +258,29 @@ class Router:
             runs: all of a session, or of several.
             samplers: of the same sessions.
 
-        What can't be freed now is freed by `release_leftovers`.
+        What of runs can't be freed now is freed by `release_leftovers`. A head that does not answer
+        keeps sampling sessions as long as it lives.
         """
+        silent: set[HeadRoute] = set()
         for row in runs:
-            await _attempt(row.id, self._let_go(row.id, self.learn_run(row)))
-        await self._retire(samplers)
+            await _attempt(row.id, self._let_go(row.id, self.learn_run(row), silent))
+        await self._retire(samplers, silent)
 
-    async def _let_go(self, run_id: str, run: _KnownRun) -> None:
+    async def _let_go(self, run_id: str, run: _KnownRun, silent: set[HeadRoute]) -> None:
         await self._provider.release(run.placement)
-        await self._forget(run_id, run)
+        await self._forget(run_id, run, silent)
 
-    async def _forget(self, run_id: str, run: _KnownRun) -> None:
+    async def _forget(self, run_id: str, run: _KnownRun, silent: set[HeadRoute]) -> None:
         """Delete a run in its head, if there is one, and what a head has left of it."""
         if (route := self._provider.find(run.placement)) is not None:
-            await self._delete(route, f"{routes.HEAD_MODELS}/{run_id}")
+            await self._delete(route, f"{routes.HEAD_MODELS}/{run_id}", silent)
         await self._checkpoints.delete_suspended(run_id)
 
-    async def _retire(self, samplers: Sequence[SamplingSession]) -> None:
-        """Tell heads to let sampling sessions go, but none that does not answer one of these calls.
+    async def _retire(self, samplers: Sequence[SamplingSession], silent: set[HeadRoute]) -> None:
+        """Tell heads to let sampling sessions go.
 
         Those of weights that a run published outlive the run in a head that others share.
         """
-        silent: set[HeadRoute] = set()
         limit = asyncio.Semaphore(_CALLS_AT_ONCE)
 
         async def retire(row: SamplingSession) -> None:
@@ -288,13 +289,9 @@ class Router:
                 if row.run_id is not None:
                     placement = self._runs[row.run_id].placement
                 route = self._provider.find(placement)
-                if route is None or route in silent:
-                    return
-                try:
-                    await self._delete(route, f"{routes.HEAD_SAMPLERS}/{row.id}")
-                except Unavailable as error:
-                    silent.add(route)
-                    log.warning("a head keeps sampling sessions", url=route.url, error=str(error))
+                if route is not None and route not in silent:
+                    path = f"{routes.HEAD_SAMPLERS}/{row.id}"
+                    await _attempt(row.id, self._delete(route, path, silent))
 
         await asyncio.gather(*[retire(row) for row in samplers])
 
@@ -311,13 +308,14 @@ class Router:
             if (run := await self._run(run_id)) is not None:
                 run.is_deleted = True
                 await _attempt(run_id, self._provider.release(run.placement))
+        silent: set[HeadRoute] = set()
         for run_id in await self._catalog.runs_to_sweep(moment - _HEADS_HAVE_ENDED):
             run = await self._run(run_id)
             if run is not None and run_id not in held:
-                await _attempt(run_id, self._sweep(run_id, run))
+                await _attempt(run_id, self._sweep(run_id, run, silent))
 
-    async def _sweep(self, run_id: str, run: _KnownRun) -> None:
-        await self._forget(run_id, run)
+    async def _sweep(self, run_id: str, run: _KnownRun, silent: set[HeadRoute]) -> None:
+        await self._forget(run_id, run, silent)
         await self._catalog.mark_swept(run_id)
 
     def waiting(self) -> "Counter[QueueState]":
@@ -326,8 +324,15 @@ class Router:
             self.why_waiting(run_id).queue_state for run_id in self._creating.keys() & self._runs
         )
 
-    async def _delete(self, route: HeadRoute, path: str) -> None:
-        await self._call("DELETE", route, path, None, _HEAD_CALL_SECONDS)
+    async def _delete(self, route: HeadRoute, path: str, silent: set[HeadRoute]) -> None:
+        """Tell a head to let go, but none that was `silent` before; one that is now is added."""
+        if route in silent:
+            raise Unavailable("the session head did not answer a call before this one")
+        try:
+            await self._call("DELETE", route, path, None, _HEAD_CALL_SECONDS)
+        except Unavailable:
+            silent.add(route)
+            raise
 
     async def _put(self, route: HeadRoute, path: str, body: str, seconds: float) -> None:
         await self._call("PUT", route, path, body, seconds)
@@ -379,12 +384,12 @@ def placement_of(row: TrainingRun) -> Placement:
     )
 
 
-async def _attempt(run_id: str, release: Awaitable[None]) -> None:
-    """Do a part of what frees a run; housekeeping does it again if it fails."""
+async def _attempt(name: str, release: Awaitable[None]) -> None:
+    """Do a part of what frees a run or a sampling session; its failure keeps no other from it."""
     try:
         await release
     except Unavailable as error:
-        log.warning("a deleted run can't be freed yet", run_id=run_id, error=error.message)
+        log.warning("what is over can't be freed yet", of=name, error=error.message)
 
 
 def _retrieve_exception(task: "asyncio.Task[HeadRoute]") -> None:

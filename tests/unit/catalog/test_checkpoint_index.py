@@ -129,6 +129,18 @@ async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
     await world.checkpoints.discover("s:train:0")
 
 
+async def test_a_folder_that_is_no_checkpoint_hides_none(world: World) -> None:
+    found = a_manifest(path("found"))
+    await world.put(found)
+    folder = found.path.prefix.rpartition("/")[0]
+    # As file systems that take snapshots have in every folder.
+    await obstore.put_async(world.store, f"{folder}/.snapshot/daily/f", b"")
+
+    await world.checkpoints.discover("s:train:0")
+
+    assert await world.names() == {"found"}
+
+
 async def test_a_checkpoint_of_a_newer_format_is_given_up_in_time_and_one_the_store_keeps_is_not(
     world: World, refused: set[str]
 ) -> None:
