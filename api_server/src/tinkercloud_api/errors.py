@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.wire import describe, sentences
 
 log = structlog.get_logger(__name__)
 
@@ -29,11 +29,12 @@ async def _wire_error(_request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
+    # FastAPI puts first where a field came from; of what is no JSON it tells the position.
     faults = [
-        f"{'.'.join(str(part) for part in fault['loc'][1:]) or 'request body'}: {fault['msg']}"
-        for fault in error.errors()[:3]
+        {**fault, "loc": () if fault["type"] == "json_invalid" else fault["loc"][1:]}
+        for fault in error.errors()
     ]
-    return JSONResponse({"detail": "; ".join(faults)}, 400)
+    return JSONResponse({"detail": sentences(faults, "request body")}, 400)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

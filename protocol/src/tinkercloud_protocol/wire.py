@@ -79,34 +79,35 @@ def parse_json(model: type[ModelT], body: bytes) -> ModelT:
     except ValidationError as error:
         shows = len(body) <= MAX_SHOWN_BODY_BYTES
         faults = error.errors(include_url=False, include_context=False, include_input=shows)
-        raise InvalidRequest(_sentences(faults, "request body")) from None
+        raise InvalidRequest(sentences(faults, "request body")) from None
 
 
 def describe(error: ValidationError, whole: str = "") -> str:
-    """Return a sentence a user can act on: field, fault and the value that came.
+    """Return what pydantic found in words a user can act on (`sentences`)."""
+    return sentences(error.errors(include_url=False, include_context=False), whole)
+
+
+def sentences(faults: Sequence[Mapping[str, Any]], whole: str) -> str:
+    """Return what a user can act on: of the first faults field, fault and the value that came.
 
     Args:
-        error: what pydantic found.
-        whole: what to call all that came, in faults of no one field. Without it those are told by
+        faults: as pydantic tells them.
+        whole: what to call all that came, in faults of no one field. If empty, those are told by
             their own words alone, and what came is not shown.
     """
-    return _sentences(error.errors(include_url=False, include_context=False), whole)
-
-
-def _sentences(faults: Sequence[Mapping[str, Any]], whole: str) -> str:
-    sentences = []
+    told = []
     for fault in faults[:MAX_ERRORS_SHOWN]:
         where = ".".join(str(part) for part in fault["loc"]) or whole
         message = fault["msg"].removeprefix("Value error, ")
         if not where:
-            sentences.append(message)
+            told.append(message)
             continue
         is_shown = "input" in fault and fault["type"] not in {"missing", "json_invalid"}
         got = f" (got {_short(fault['input'])})" if is_shown else ""
-        sentences.append(f"{where}: {message}{got}")
+        told.append(f"{where}: {message}{got}")
     if len(faults) > MAX_ERRORS_SHOWN:
-        sentences.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
-    return "; ".join(sentences)
+        told.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
+    return "; ".join(told)
 
 
 class _Shortener(reprlib.Repr):

@@ -1,0 +1,56 @@
+"""JSON routes say what is wrong with a request in the words that the hot paths have for it."""
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tinkercloud_api import errors
+from tinkercloud_api.routes.runs import Limit
+from tinkercloud_api.routes.sessions import CreateSession
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire import parse_json
+
+METADATA = ",".join(f'"{number}":"x"' for number in range(65))
+
+
+async def refusal(method: str, path: str, body: bytes = b"") -> str:
+    api = FastAPI()
+    errors.install(api)
+
+    @api.post("/sessions")
+    async def create(request: CreateSession) -> None: ...
+
+    @api.get("/sessions")
+    async def show(limit: Limit) -> None: ...
+
+    transport = httpx.ASGITransport(app=api)
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        headers = {"content-type": "application/json"}
+        answer = await client.request(method, path, content=body, headers=headers)
+    assert answer.status_code == 400
+    return str(answer.json()["detail"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"sdk_version": 1, "tags": [2]}',
+        b'{"sdk_version": "x", "user_metadata": {%b}}' % METADATA.encode(),
+        b'{"tags": []}',
+    ],
+)
+async def test_a_body_is_refused_as_on_the_hot_paths(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_json(CreateSession, body)
+
+    assert await refusal("POST", "/sessions", body) == raised.value.message
+
+
+async def test_what_is_no_json_is_told_of_the_whole_body() -> None:
+    assert await refusal("POST", "/sessions", b"{") == "request body: JSON decode error"
+
+
+async def test_a_value_of_a_query_is_shown() -> None:
+    detail = await refusal("GET", "/sessions?limit=0")
+
+    assert detail == "limit: Input should be greater than or equal to 1 (got '0')"
