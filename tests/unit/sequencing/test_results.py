@@ -1,6 +1,7 @@
 """Results are kept until some time after they were read, within bounds, and wake who waits."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,37 @@ async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
     assert not results.has_room
     results.give_up("a")
     assert results.has_room
+
+
+class Unwalked(dict[str, Any]):
+    """Entries that can be found, and not be gone through."""
+
+    def items(self) -> Any:
+        raise AssertionError
+
+    __iter__ = keys = values = items
+
+
+async def test_what_is_given_up_is_found_without_looking_at_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    results = a_store(clock, max_bytes=10)
+    for _ in range(2):
+        results.open("a:1", b"")
+        results.open("b:1", b"")
+        results.finish("a:1", a_result(size=10))
+        assert not results.has_room
+
+        with monkeypatch.context() as patch:
+            patch.setattr(results, "_entries", Unwalked(results._entries))
+            results.give_up("a")
+            results.give_up("nobody")
+
+        assert results.has_room
+        clock.now += 11
+        results.sweep()
+        assert results.digest("a:1") is None
 
 
 async def test_a_result_that_is_dropped_unread_makes_room() -> None:

@@ -61,6 +61,8 @@ class Results:
         self._now = now
         self._on_drop = on_drop
         self._entries: dict[str, _Entry] = {}
+        self._of: dict[str, set[str]] = {}
+        """Model or sampling session to the ids in `_entries` that are of it."""
         self._bytes = 0
         self._unread_bytes = 0
         self._is_frozen = False
@@ -71,6 +73,7 @@ class Results:
         if request_id in self._entries:
             return False
         self._entries[request_id] = _Entry(digest)
+        self._of.setdefault(_target(request_id), set()).add(request_id)
         return True
 
     @property
@@ -170,9 +173,8 @@ class Results:
 
         Its client is gone, or done.
         """
-        for request_id, entry in self._entries.items():
-            if request_id.rpartition(":")[0] == target:
-                self._mark_read(entry)
+        for request_id in self._of.get(target, ()):
+            self._mark_read(self._entries[request_id])
 
     def was_read(self, request_id: str) -> bool:
         """Whether a client has been given this result."""
@@ -198,8 +200,15 @@ class Results:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id)
+        entry, target = self._entries.pop(request_id), _target(request_id)
+        self._of[target].discard(request_id)
+        if not self._of[target]:
+            del self._of[target]
         if entry.result is not None:
             self._bytes -= len(entry.result.body)
             self._unread_bytes -= len(entry.result.body) if entry.read_at is None else 0
         self._on_drop(request_id)
+
+
+def _target(request_id: str) -> str:
+    return request_id.rpartition(":")[0]
