@@ -38,6 +38,8 @@ KEY_PREFIX = "tml-"
 _POSTGRESQL, _SQLITE = "postgresql+asyncpg", "sqlite+aiosqlite"
 _OF_LIBPQ = {"sslmode": "ssl"}
 """What PostgreSQL's own clients call an option, and what its driver here does."""
+_OF_ENVIRONMENT = {"sslrootcert", "sslcert", "sslkey", "sslcrl"}
+"""Options of libpq that the driver reads from the environment alone, as libpq does too."""
 _OF_SQLALCHEMY = {"prepared_statement_cache_size"}
 """Options of a URL that are not handed to the driver."""
 _HEAD_BODY_BYTES = Limits().max_body_bytes
@@ -227,8 +229,11 @@ def _check_database_url(text: str) -> None:
     known = {*inspect.signature(driver.connect).parameters, *_OF_SQLALCHEMY}
     for name in url.query:
         if name not in known:
-            there = _OF_LIBPQ.get(name)
-            instead = f"write {there}={url.query[name]} in its place" if there else "leave it out"
+            instead = "leave it out"
+            if name in _OF_LIBPQ:
+                instead = f"write {_OF_LIBPQ[name]}={url.query[name]} in its place"
+            elif name in _OF_ENVIRONMENT:
+                instead = f"set PG{name.upper()} in the environment in its place"
             raise ValueError(
                 f"database_url: asyncpg, PostgreSQL's driver, has no option {name}; {instead}"
             )

@@ -207,6 +207,10 @@ def test_a_catalog_is_named_by_the_drivers_that_are_there(
         ("sqlite:///catalog.db", r"begins with sqlite://, .*sqlite\+aiosqlite:// are accepted"),
         ("postgresql+asyncpg://u:hush@h/d?sslmode=require", "write ssl=require in its place"),
         (
+            "postgresql+asyncpg://u:hush@h/d?ssl=verify-full&sslrootcert=/ca.pem",
+            "sslrootcert; set PGSSLROOTCERT in the environment in its place",
+        ),
+        (
             "postgresql+asyncpg://u:hush@h/d?channel_binding=require",
             "channel_binding; leave it out",
         ),
