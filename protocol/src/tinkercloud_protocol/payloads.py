@@ -149,7 +149,7 @@ def _datum(message: pb.Datum, where: str) -> Datum:
     parts = [_chunk_tokens(chunk, where) for chunk in message.model_input]
     tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
     inputs = {
-        name: _tensor(tensor, len(tokens), f"{where}.loss_fn_inputs[{name!r}]")
+        name: _tensor(tensor, len(tokens), f"{where}.loss_fn_inputs[{name[:80]!r}]")
         for name, tensor in message.loss_fn_inputs.items()
     }
     return Datum(tokens, inputs)

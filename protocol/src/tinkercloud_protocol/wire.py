@@ -97,7 +97,8 @@ def sentences(faults: Sequence[Mapping[str, Any]], whole: str) -> str:
     """
     told = []
     for fault in faults[:MAX_ERRORS_SHOWN]:
-        where = ".".join(str(part) for part in fault["loc"]) or whole
+        # A client's own words may be part of it: keys of its metadata.
+        where = ".".join(str(part)[:80] for part in fault["loc"]) or whole
         message = fault["msg"].removeprefix("Value error, ")
         if not where:
             told.append(message)

@@ -7,6 +7,7 @@ import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
@@ -17,7 +18,7 @@ from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.sampler import prepare
-from tinkercloud_worker.head.requests import receive_batch
+from tinkercloud_worker.head.requests import receive_batch, receive_json
 
 LARGE = TokenLimits(vocab_size=1 << 20, max_context_length=1 << 20)
 
@@ -80,6 +81,22 @@ def test_a_batch_of_very_many_settings_is_refused_before_they_are_read() -> None
     for message in (numbers, values):
         with pytest.raises(InvalidRequest, match="chunks, tensors and settings are at least"):
             decode_forward_backward(message.SerializeToString())
+
+
+def test_a_refusal_that_waits_and_counts_nothing_quotes_no_long_name() -> None:
+    message = a_sparse_batch()
+    message.data.add().loss_fn_inputs["x" * 100_000].dtype = pb.DTYPE_INT64
+    message.data[0].loss_fn_inputs["x" * 100_000].shape.append(-1)
+    metadata = {"model_id": str(MODEL), "seq_id": 2, "user_metadata": {"x" * 100_000: "y"}}
+
+    place = TrainingEnvelope(str(MODEL), 2)
+    batch = receive_batch(message.SerializeToString(), place)
+    save = receive_json(routes.SAVE_WEIGHTS, orjson.dumps(metadata))
+
+    for refused in (batch, save):
+        assert isinstance(refused.content, InvalidRequest)
+        assert refused.size == 0
+        assert len(refused.content.message) < 300
 
 
 async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: Path) -> None:
