@@ -161,6 +161,17 @@ def test_a_session_can_not_name_what_its_base_model_decides(
         write(crds, session(**{name: "x"}), shared_namespace, "create", "--dry-run=server")
 
 
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+@pytest.mark.parametrize("name", ["extendedResources", "environment", "resources"])
+def test_a_session_can_not_say_what_its_pods_have(
+    crds: Cluster, shared_namespace: str, kind: str, name: str
+) -> None:
+    asked: Json = {kind: {name: []}}
+
+    with pytest.raises(Refused, match=f'unknown field "spec.{kind}.{name}"'):
+        write(crds, session(**asked), shared_namespace, "create", "--dry-run=server")
+
+
 def test_the_api_server_fills_in_the_defaults_that_the_models_have(
     crds: Cluster, shared_namespace: str
 ) -> None:
@@ -170,7 +181,7 @@ def test_the_api_server_fills_in_the_defaults_that_the_models_have(
     asked = write(crds, session(lora={}), shared_namespace, *dry)["spec"]
 
     as_read = BaseModelSpec.model_validate(base_model()["spec"])
-    assert offered == as_read.model_dump(by_alias=True, exclude_none=True)
+    assert offered == as_read.model_dump(mode="json", by_alias=True, exclude_none=True)
     as_read_too = TrainingSessionSpec.model_validate(session(lora={})["spec"])
     assert asked == as_read_too.model_dump(by_alias=True, exclude_none=True)
     assert asked["lora"]["rank"] == 32

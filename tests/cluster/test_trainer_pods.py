@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = "tiny/llama"
 IMAGES = ("api-server", "operator", "worker")
+NIC = "rdma.tinkercloud.test/nic"
+VARIABLE = "NCCL_IB_HCA"
 TWO_PODS: dict[str, Any] = {
     "name": "tiny",
     "spec": {
@@ -52,6 +54,8 @@ TWO_PODS: dict[str, Any] = {
             "parallelism": {"tensor": 2},
             "dtype": "float32",
             "resources": {"cpu": "100m", "memory": "3Gi", "sharedMemory": "256Mi"},
+            "extendedResources": [{"name": NIC, "count": 1}],
+            "environment": [{"name": VARIABLE, "value": "=mlx5_0:1"}],
         },
         "sampler": {
             "backend": "sglang",
@@ -146,7 +150,8 @@ def installation(
 ) -> Iterator[Installation]:
     real_node.load(*map(program_image, IMAGES), engine_image())
     # The stand-in for an engine computes on the CPU; what is scheduled is an engine's pod.
-    cluster.patch_status("node", NODE, {"capacity": {"nvidia.com/gpu": "1"}})
+    # No plugin offers the network either: the node counts what its status says.
+    cluster.patch_status("node", NODE, {"capacity": {"nvidia.com/gpu": "1", NIC: "2"}})
     with an_installation(cluster, folder, values_of_one_node(TWO_PODS, ONE_POD)) as release:
         yield release
 
@@ -160,6 +165,13 @@ def pods_of(installation: Installation, component: str) -> list[str]:
     selector = f"{labels.COMPONENT_LABEL}={component}"
     pods = installation.cluster.objects("pods", installation.namespace, selector)
     return sorted(str(pod["metadata"]["name"]) for pod in pods)
+
+
+def network_of(installation: Installation, pod: str) -> list[str | None]:
+    """Return what a pod's first container requests, and is limited to, of the network."""
+    spec = installation.cluster.get("pod", pod, installation.namespace)["spec"]
+    needs = spec["containers"][0]["resources"]
+    return [needs[kind].get(NIC) for kind in ("requests", "limits")]
 
 
 def at_ranks(installation: Installation, pod: str, command: str) -> str:
@@ -198,6 +210,19 @@ def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
     counts = [at_ranks(installation, pod, "echo rank").count("rank") for pod in (*trainers, head)]
 
     assert counts == [1, 1, 0]
+
+
+def test_each_trainer_pod_has_its_part_of_a_network_and_its_rank_the_variables_for_it(
+    installation: Installation, story: Story
+) -> None:
+    trainers, [head] = pods_of(installation, "trainer"), pods_of(installation, "head")
+    printed = 'tr "\\0" "\\n" < "${process%/*}/environ" | grep "^NCCL_"'
+
+    told = [at_ranks(installation, pod, printed).split() for pod in trainers]
+
+    assert told == [[f"{VARIABLE}==mlx5_0:1"]] * 2
+    assert [network_of(installation, pod) for pod in trainers] == [["1", "1"]] * 2
+    assert network_of(installation, head) == [None, None]
 
 
 def test_kubectl_shows_both_trainers(installation: Installation, story: Story) -> None:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from tinkercloud_crds.extras import FOR_PODS, Environment, ExtendedResources
 from tinkercloud_crds.structural import Part, rules
 
 Text = Annotated[str, Field(max_length=253)]
@@ -136,6 +137,7 @@ class TrainerShape(Part):
                 "self.backend != 'megatron' || self.replicas >= 1",
                 "backend: megatron trains on worker pods; replicas must be 1 or more",
             ),
+            FOR_PODS,
         )
     )
 
@@ -151,6 +153,10 @@ class TrainerShape(Part):
     """Ranks of each worker pod that has no GPUs: processes that train together, on its cores."""
     resources: Resources = Resources()
     """What each worker's container needs besides GPUs."""
+    extended_resources: ExtendedResources = ()
+    """What each worker's container asks of its node by name, such as devices of a fast network."""
+    environment: Environment = ()
+    """Variables of each worker's container for NCCL, gloo and what they send through."""
     parallelism: Parallelism = Parallelism()
     """How the model is split."""
     sharded: bool = False
@@ -281,6 +287,7 @@ class SamplerShape(Part):
                 "engines: they need an image that holds SGLang, and are"
                 f" {MAX_ENGINES} at most; set image and replicas",
             ),
+            FOR_PODS,
         )
     )
 
@@ -296,6 +303,10 @@ class SamplerShape(Part):
     """GPUs of each sampler pod or colocated engine, over which the engine is divided."""
     resources: Resources = Resources()
     """What each engine's container needs besides GPUs."""
+    extended_resources: ExtendedResources = ()
+    """What each engine's container asks of its node by name."""
+    environment: Environment = ()
+    """Variables of each engine's container for NCCL and what it sends through."""
     colocated: bool = False
     """Whether the sampler shares the trainers' GPUs instead of having its own."""
     engines: EnginesShape | None = None

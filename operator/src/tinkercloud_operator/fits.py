@@ -17,9 +17,6 @@ _PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Kubernetes' own: a node that is cordoned, starting or lost will hold pods again."""
 _OF_KARPENTER = "karpenter.sh/nodepool"
 """Label of nodes that Karpenter makes, of whatever size a pod needs."""
-_FOR_GPUS = Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule")
-"""What the admission plugin ExtendedResourceToleration adds to pods that ask for GPUs. Whether it
-is on can't be seen; where it is not, such a pod is not said never to fit."""
 
 
 def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
@@ -56,22 +53,39 @@ def without_kin(shape: Shape, nodes: Sequence[Node]) -> str | None:
 
 def _described(request: PodRequest) -> str:
     wanted = request.resources
-    gpus = f", {request.gpus} GPUs" if request.gpus else ""
-    return f"{request.component} pod (cpu {wanted.cpu}, memory {wanted.memory}{gpus})"
+    gpus = [f"{request.gpus} GPUs"] if request.gpus else []
+    others = [f"{resource.name} {resource.amount}" for resource in request.extended]
+    parts = [f"cpu {wanted.cpu}", f"memory {wanted.memory}", *gpus, *others]
+    return f"{request.component} pod ({', '.join(parts)})"
 
 
 def _wanted_of_nodes(request: PodRequest) -> str:
-    return f"match the BaseModel's placement{' and have GPUs' if request.gpus else ''}"
+    names = ["GPUs" if name == GPU_RESOURCE else name for name in _devices(request)]
+    return f"match the BaseModel's placement{' and have ' if names else ''}{' and '.join(names)}"
+
+
+def _devices(request: PodRequest) -> dict[str, float]:
+    """Return what a pod asks for that only some nodes have, as `Node.devices` counts it."""
+    gpus = {GPU_RESOURCE: float(request.gpus)} if request.gpus else {}
+    return gpus | {each.name: parse_quantity(each.amount) for each in request.extended}
 
 
 def _of_kind(nodes: Sequence[Node], request: PodRequest, placement: Placement) -> list[Node]:
     """Return the nodes that take such a pod, and have what it asks for, however much."""
-    added = [_FOR_GPUS] if request.gpus else []
+    wanted = _devices(request)
+    # What the admission plugin ExtendedResourceToleration adds to pods that ask for extended
+    # resources, GPUs among them. Whether it is on can't be seen; where it is not, such a pod is not
+    # said never to fit.
+    added = [
+        Toleration(key=name, operator="Exists", effect="NoSchedule")
+        for name in wanted
+        if "/" in name
+    ]
     return [
         node
         for node in nodes
         if _admits(node, placement, [*placement.tolerations, *added])
-        and (node.gpus or not request.gpus)
+        and all(node.devices.get(name) for name in wanted)
     ]
 
 
@@ -79,7 +93,7 @@ def _holds(node: Node, request: PodRequest) -> bool:
     return (
         parse_quantity(request.resources.cpu) <= node.cpu
         and parse_quantity(request.resources.memory) <= node.memory
-        and request.gpus <= node.gpus
+        and all(amount <= node.devices.get(name, 0) for name, amount in _devices(request).items())
     )
 
 

@@ -67,7 +67,8 @@ class Node:
     """Cores."""
     memory: float
     """Bytes."""
-    gpus: int
+    devices: Mapping[str, float]
+    """GPUs, extended resources and huge pages (bytes), by the name of the resource."""
 
 
 @dataclass(frozen=True, slots=True)

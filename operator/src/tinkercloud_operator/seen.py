@@ -11,7 +11,6 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.observed import Manifest, Node, Pod, Trouble
 from tinkercloud_operator.quantities import parse_quantity
 
@@ -132,10 +131,12 @@ def node(manifest: Manifest) -> Node:
         taints=tuple(manifest.get("spec", {}).get("taints", [])),
         cpu=parse_quantity(allocatable.get("cpu", 0)),
         memory=parse_quantity(allocatable.get("memory", 0)),
-        # Only healthy GPUs are allocatable, and those are none while a driver is renewed.
-        gpus=max(
-            int(parse_quantity(amounts.get(GPU_RESOURCE, 0))) for amounts in (allocatable, capacity)
-        ),
+        # Only healthy ones are allocatable, and those are none while a driver is renewed.
+        devices={
+            name: max(parse_quantity(amounts.get(name, 0)) for amounts in (allocatable, capacity))
+            for name in {*allocatable, *capacity}
+            if "/" in name or name.startswith("hugepages-")
+        },
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
+from tinkercloud_crds.extras import ExtendedResource, total
 from tinkercloud_crds.planning.offer import TrainerPlan
 from tinkercloud_crds.planning.planner import Engine
 from tinkercloud_crds.planning.refusal import DoesNotFit
@@ -37,6 +38,8 @@ class PodRequest:
     resources: Resources
     gpus: int
     """Of each pod, that its node counts itself; devices that are claimed are not among them."""
+    extended: tuple[ExtendedResource, ...] = ()
+    """What else of each pod its node counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +119,18 @@ class Shape:
         is_counted = self.devices is None
         if self.trainer is not None and self.trainers:
             gpus = self.trainer.gpus_per_replica if is_counted else 0
-            needed = _together(
-                self.trainer.resources, *[self.sampler.resources] * self.engines_per_trainer
-            )
-            kinds.append(PodRequest("trainer", self.trainers, needed, gpus))
+            containers: list[TrainerShape | SamplerShape]
+            containers = [self.trainer, *[self.sampler] * self.engines_per_trainer]
+            needed = _together(*[each.resources for each in containers])
+            extended = total(each.extended_resources for each in containers)
+            kinds.append(PodRequest("trainer", self.trainers, needed, gpus, extended))
         if self.samplers:
             needed = self.sampler.resources
             if self.sampler.engines is not None:
                 needed = _together(needed, RAY_NODE)
             gpus = self.gpus_per_sampler if is_counted else 0
-            kinds.append(PodRequest("sampler", self.samplers, needed, gpus))
+            extended = self.sampler.extended_resources
+            kinds.append(PodRequest("sampler", self.samplers, needed, gpus, extended))
         return kinds
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.children import surroundings
-from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.pods import GPU_RESOURCE, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.fits import never_fits
 from tinkercloud_operator.observed import Node
@@ -61,7 +61,7 @@ def environment_of(container: Json) -> dict[str, str]:
 
 
 def a_node(gpus: int) -> Node:
-    return Node(labels={}, taints=(), cpu=128.0, memory=1e12, gpus=gpus)
+    return Node(labels={}, taints=(), cpu=128.0, memory=1e12, devices={GPU_RESOURCE: gpus})
 
 
 def test_the_containers_of_a_trainer_pod_share_its_gpus_through_one_claim() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_operator.children import engines, surroundings
-from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.pods import GPU_RESOURCE, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.fits import never_fits
 from tinkercloud_operator.observed import Node
@@ -354,7 +354,7 @@ def test_engines_and_what_runs_beside_them_are_counted() -> None:
 
 def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
     build = a_build_with({**ENGINES, "resources": {"cpu": "32", "memory": "64Gi"}})
-    node = Node(labels={}, taints=(), cpu=32.0, memory=1e12, gpus=8)
+    node = Node(labels={}, taints=(), cpu=32.0, memory=1e12, devices={GPU_RESOURCE: 8})
 
     assert "no node could ever hold a sampler pod (cpu 32200m" in str(
         never_fits(build.shape, [node])

@@ -34,6 +34,13 @@ SHARED_GPUS = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": T
 ENGINES_BESIDE = a_base_model(
     trainer={**TRAINERS, "replicas": 1}, sampler={**COLOCATED, "replicas": 2}
 )
+FAST_NETWORK = a_base_model(
+    trainer={
+        **TRAINERS,
+        "extendedResources": [{"name": "rdma/hca", "count": 1}],
+        "environment": [{"name": "NCCL_IB_HCA", "value": "mlx5"}],
+    }
+)
 
 BUILDS = {
     "head alone": a_build(),
@@ -46,6 +53,7 @@ BUILDS = {
     "volume": a_build(a_base_model(source=VOLUME, trainer=TRAINERS), checkpoint_claim="kept"),
     "uri": a_build(a_base_model(source={"uri": "s3://models/qwen", "secretName": "store"})),
     "placed": a_build(a_base_model(trainer=TRAINERS, placement=PLACEMENT)),
+    "a fast network": a_build(FAST_NETWORK),
     "no user of its own": a_build(WORKERS, run_as_user=None, fs_group=None),
     "scratch space reserved": a_build(WORKERS, reserve_scratch=True),
 }

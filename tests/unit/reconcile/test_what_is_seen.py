@@ -205,26 +205,39 @@ def test_a_base_model_of_another_version_is_none() -> None:
     assert seen.base_model(manifest) is None
 
 
-def a_node(gpus: int = 8, cpu: float = 64, **fields: Any) -> Node:
+def a_node(gpus: int = 8, cpu: float = 64, others: Json | None = None, **fields: Any) -> Node:
     values: Json = {"labels": {"pool": "gpu"}, "taints": (), "memory": 512 * 2.0**30}
-    return Node(cpu=cpu, gpus=gpus, **values | fields)
+    devices = {"nvidia.com/gpu": gpus, **(others or {})}
+    return Node(cpu=cpu, devices=devices, **values | fields)
 
 
 def test_a_node_is_seen_by_what_it_can_hold() -> None:
     manifest = {
         "metadata": {"labels": {"pool": "gpu"}},
         "spec": {"taints": [TAINT]},
-        "status": {"allocatable": {"cpu": "7910m", "memory": "16Gi", "nvidia.com/gpu": "4"}},
+        "status": {
+            "allocatable": {
+                "cpu": "7910m",
+                "memory": "16Gi",
+                "pods": "110",
+                "nvidia.com/gpu": "4",
+                "rdma/hca": "1k",
+                "hugepages-2Mi": "5Gi",
+            }
+        },
     }
 
-    assert seen.node(manifest) == Node({"pool": "gpu"}, (TAINT,), 7.91, 16 * 2.0**30, 4)
+    devices = {"nvidia.com/gpu": 4, "rdma/hca": 1000, "hugepages-2Mi": 5 * 2.0**30}
+    assert seen.node(manifest) == Node({"pool": "gpu"}, (TAINT,), 7.91, 16 * 2.0**30, devices)
 
 
-def test_a_node_whose_gpus_are_away_for_now_still_has_them() -> None:
+@pytest.mark.parametrize("name", ["nvidia.com/gpu", "vpc.amazonaws.com/efa"])
+@pytest.mark.parametrize("allocatable", [{}, {"nvidia.com/gpu": "0", "vpc.amazonaws.com/efa": "0"}])
+def test_a_node_whose_devices_are_away_for_now_still_has_them(name: str, allocatable: Json) -> None:
     # As while the device plugin, or the driver, is upgraded.
-    status = {"capacity": {"nvidia.com/gpu": "4"}, "allocatable": {"nvidia.com/gpu": "0"}}
+    status = {"capacity": {name: "4"}, "allocatable": allocatable}
 
-    assert seen.node({"metadata": {}, "status": status}).gpus == 4
+    assert seen.node({"metadata": {}, "status": status}).devices[name] == 4
 
 
 def why_never(node: Node, **placement: Any) -> str | None:
@@ -328,6 +341,57 @@ def test_kubernetes_adds_no_other_toleration(taint: Json) -> None:
     assert "a trainer pod (cpu 1, memory 4Gi, 4 GPUs) needs" in str(
         without_kin(shape, [BESIDE_GPUS, node])
     )
+
+
+RDMA = "rdma/hca"
+PAGES = "hugepages-2Mi"
+EXTENDED = [{"name": RDMA, "count": 2}, {"name": PAGES, "count": 512}]
+OF_RDMA = {RDMA: 2, PAGES: 2.0**30}
+
+
+def with_extended(node: Node) -> tuple[str | None, str | None]:
+    """Return why trainers with extended resources never fit a cluster, and what is missing."""
+    trainer = {**TRAINERS, "extendedResources": EXTENDED}
+    shape = a_build(a_base_model(trainer=trainer)).shape
+    nodes = [BESIDE_GPUS, node]
+    return never_fits(shape, nodes), without_kin(shape, nodes)
+
+
+@pytest.mark.parametrize(
+    "taints", [(), (TAINT,), (TAINT, {**TAINT, "key": RDMA}), ({**TAINT, "key": RDMA},)]
+)
+def test_a_pod_fits_where_its_extended_resources_are(taints: tuple[Json, ...]) -> None:
+    assert with_extended(a_node(others=OF_RDMA, taints=taints)) == (None, None)
+
+
+@pytest.mark.parametrize("fewer", [{RDMA: 1}, {PAGES: 2.0**30 - 2**21}])
+def test_a_pod_never_fits_where_nodes_have_fewer_extended_resources(fewer: Json) -> None:
+    never, missing = with_extended(a_node(others=OF_RDMA | fewer))
+
+    assert never == (
+        "no node could ever hold a trainer pod (cpu 1, memory 4Gi, 4 GPUs, rdma/hca 2,"
+        " hugepages-2Mi 1024Mi): 1 of 2 nodes match the BaseModel's placement and have GPUs and"
+        " rdma/hca and hugepages-2Mi, and none of those is large enough"
+    )
+    assert missing is None
+
+
+@pytest.mark.parametrize("none", [{RDMA: 0}, {PAGES: 0}])
+def test_a_pod_waits_for_nodes_with_its_extended_resources(none: Json) -> None:
+    # A pool of such nodes that has shrunk to nothing may be made again.
+    never, missing = with_extended(a_node(others=OF_RDMA | none))
+
+    assert never is None
+    assert "none of the 2 nodes there are now match the BaseModel's placement and have GPUs" in str(
+        missing
+    )
+
+
+def test_kubernetes_tolerates_no_taint_of_huge_pages() -> None:
+    never, missing = with_extended(a_node(others=OF_RDMA, taints=({**TAINT, "key": PAGES},)))
+
+    assert never is None
+    assert missing is not None
 
 
 CLUSTER = ChildKey("RayCluster", "one")

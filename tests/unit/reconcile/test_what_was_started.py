@@ -107,6 +107,40 @@ def test_a_pod_in_the_place_of_a_lost_one_is_as_the_lost_one_was() -> None:
     assert "head.image (worker:1, now worker:2)" in accepted(world)[2]
 
 
+def test_another_network_waits_until_a_session_is_suspended_and_resumed() -> None:
+    world = a_world("workers", "it settles")
+    described = world.children[RAY_CLUSTER]["spec"]
+    network = {
+        "extendedResources": [{"name": "rdma/hca", "count": 1}],
+        "environment": [{"name": "NCCL_IB_HCA", "value": "mlx5"}],
+    }
+    world.change(base_model=a_base_model(trainer=TRAINERS | network, sampler=SAMPLERS))
+
+    world.happen("it settles")
+
+    assert world.children[RAY_CLUSTER]["spec"] == described
+    assert "trainer.environment" in accepted(world)[2]
+    assert "trainer.extendedResources" in accepted(world)[2]
+    world.happen("its owner suspends it", "it settles", "its owner resumes it", "it settles")
+    assert accepted(world)[1] == Reason.ACCEPTED
+    assert "rdma/hca" in json.dumps(world.children[RAY_CLUSTER]["spec"])
+
+
+def test_a_session_of_an_older_operator_waits_for_nothing() -> None:
+    world = a_world("workers", "it settles")
+    annotations = world.children[RAY_CLUSTER]["metadata"]["annotations"]
+    written = json.loads(annotations[labels.STARTED_WITH])
+    for shape in ("trainer", "sampler"):
+        del written[shape]["extendedResources"], written[shape]["environment"]
+    annotations[labels.STARTED_WITH] = json.dumps(written)
+    described = world.children[RAY_CLUSTER]["spec"]
+
+    world.happen("it settles")
+
+    assert accepted(world) == ("True", Reason.ACCEPTED, "")
+    assert world.children[RAY_CLUSTER]["spec"] == described
+
+
 @pytest.mark.parametrize("offer", ["workers", "queue"])
 def test_a_head_that_starts_over_is_told_what_it_was_told(offer: str) -> None:
     world = a_world(offer, "it settles")

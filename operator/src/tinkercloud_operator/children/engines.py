@@ -26,6 +26,7 @@ from tinkercloud_operator.children.pods import (
     container,
     model_path,
     probe,
+    with_extras,
 )
 from tinkercloud_operator.shape import Shape
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
@@ -172,7 +173,7 @@ def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
     probes = _probes(port, told.start_timeout_seconds)
     if is_colocated:
         probes = _beside_trainers(probes, port)
-    return body | {
+    body = body | {
         "command": ["/bin/bash", "-c", _START, name],
         "args": _arguments(build, port),
         "env": [{"name": variable, "value": value} for variable, value in environment.items()],
@@ -180,6 +181,7 @@ def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
         **probes,
     }
+    return with_extras(body, sampler)
 
 
 def _probes(port: int, start_timeout_seconds: int) -> dict[str, Json]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import Placement, Resources
+from tinkercloud_crds.shapes import Placement, Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Devices, Shape
 
@@ -180,6 +180,16 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         # The last lines of its log say in the pod's status why it ended.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def with_extras(container: Json, worker: TrainerShape | SamplerShape) -> Json:
+    """Return a worker's container with the resources and variables that its shape names."""
+    needs = container["resources"]
+    amounts = {resource.name: resource.amount for resource in worker.extended_resources}
+    # Kubernetes wants them alike: nobody can have more than was set aside.
+    alike = {kind: needs[kind] | amounts for kind in ("requests", "limits")}
+    variables = [variable.model_dump() for variable in worker.environment]
+    return container | {"resources": needs | alike, "env": [*container["env"], *variables]}
 
 
 def _needs(shape: Shape, resources: Resources, gpus: int) -> Json:

@@ -21,6 +21,7 @@ from tinkercloud_operator.children.pods import (
     environment_of,
     pod_template,
     probe,
+    with_extras,
 )
 from tinkercloud_operator.children.surroundings import head_json
 from tinkercloud_operator.observed import Manifest
@@ -209,6 +210,8 @@ def _engine(build: Build, number: int) -> Json:
         "replicas": 1,
         "image": None,
         "resources": sampler.resources.model_copy(update=needed),
+        "extended_resources": (),
+        "environment": (),
     }
     group = _group(build, "sampler", sampler.model_copy(update=beside), gpus=0, ranks=0)
     # Shared memory is the engine's.
@@ -239,6 +242,9 @@ def _group(
         "lifecycle": OUTLIVE_HEAD,
     }
     template = _labelled(build, pod_template(build, component, body, worker.resources))
+    # What downloads the model has a part of the container's environment, and none of this.
+    [first] = template["spec"]["containers"]
+    template["spec"]["containers"] = [with_extras(first, worker)]
     # KubeRay's shell would be deaf to SIGTERM as the first process.
     template["spec"]["shareProcessNamespace"] = True
     params = {"node-manager-port": str(_RAYLET_PORT), "num-cpus": str(ranks)}

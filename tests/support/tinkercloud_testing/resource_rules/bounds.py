@@ -5,6 +5,13 @@ from collections.abc import Callable, Mapping
 from tinkercloud_testing.resource_rules.rule import base_model, session
 from tinkercloud_testing.sessions import ENGINES, TRAINERS, Json
 
+NIC: Json = {"name": "rdma/hca", "count": 1}
+
+
+def variable(name: str, value: str = "1") -> Json:
+    return {"environment": [{"name": name, "value": value}]}
+
+
 AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
     "spec.modelName": (base_model, {"modelName": "m" * 200}, {"modelName": "m" * 201}),
     "spec.maxContextLength": (base_model, {"maxContextLength": 16}, {"maxContextLength": 15}),
@@ -23,6 +30,26 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         base_model,
         {"trainer": TRAINERS | {"startTimeoutSeconds": 1}},
         {"trainer": TRAINERS | {"startTimeoutSeconds": 0}},
+    ),
+    "spec.trainer.extendedResources": (
+        base_model,
+        {"trainer": TRAINERS | {"extendedResources": [NIC]}},
+        {"trainer": TRAINERS | {"extendedResources": [NIC | {"name": "cpu"}]}},
+    ),
+    "spec.sampler.extendedResources": (
+        base_model,
+        {"trainer": TRAINERS, "sampler": ENGINES | {"extendedResources": [NIC]}},
+        {"trainer": TRAINERS, "sampler": ENGINES | {"extendedResources": [NIC, NIC]}},
+    ),
+    "spec.trainer.environment": (
+        base_model,
+        {"trainer": TRAINERS | variable("NCCL_DEBUG")},
+        {"trainer": TRAINERS | variable("LD_PRELOAD")},
+    ),
+    "spec.sampler.environment": (
+        base_model,
+        {"trainer": TRAINERS, "sampler": ENGINES | variable("NCCL_DEBUG", "~")},
+        {"trainer": TRAINERS, "sampler": ENGINES | variable("NCCL_DEBUG", "$(RAY_AUTH_TOKEN)")},
     ),
     "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
     "spec.sampler.engines.startTimeoutSeconds": (

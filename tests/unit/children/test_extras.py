@@ -1,0 +1,135 @@
+"""Extended resources and variables of worker pods: in the containers that compute, and no other."""
+
+import pytest
+
+from tinkercloud_crds.extras import ExtendedResource
+from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_testing.sessions import (
+    COLOCATED,
+    ENGINES,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+    a_session,
+)
+
+OF_TRAINERS: Json = {
+    "extendedResources": [
+        {"name": "rdma/hca", "count": 2},
+        {"name": "hugepages-2Mi", "count": 2560},
+    ],
+    "environment": [
+        {"name": "NCCL_IB_HCA", "value": "mlx5"},
+        {"name": "GLOO_SOCKET_IFNAME", "value": "eth0"},
+    ],
+}
+OF_SAMPLERS: Json = {
+    "extendedResources": [{"name": "rdma/hca", "count": 1}],
+    "environment": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+}
+AMOUNTS_OF_TRAINERS = {"rdma/hca": "2", "hugepages-2Mi": "5120Mi"}
+AMOUNTS_OF_SAMPLERS = {"rdma/hca": "1"}
+NAMES = {"rdma/hca", "hugepages-2Mi"}
+VARIABLES = {"NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
+
+
+def a_build_with(sampler: Json, **session: object) -> Build:
+    shapes = {"trainer": TRAINERS | OF_TRAINERS, "sampler": {**sampler, **OF_SAMPLERS}}
+    return a_build(a_base_model(**shapes), a_session(**session))
+
+
+def containers(build: Build) -> dict[str, Json]:
+    """Return all containers of a session, each under its group's name and its own."""
+    spec = ray_cluster(build)["spec"]
+    groups = [{"groupName": "head", **spec["headGroupSpec"]}, *spec["workerGroupSpecs"]]
+    pods = {group["groupName"]: group["template"]["spec"] for group in groups}
+    return {
+        f"{name} {container['name']}": container
+        for name, pod in pods.items()
+        for container in [*pod.get("initContainers", []), *pod["containers"]]
+    }
+
+
+def amounts(container: Json) -> dict[str, str]:
+    """Return what a container asks for of our names, which it must be limited to."""
+    asked, limited = (
+        {name: amount for name, amount in container["resources"][kind].items() if name in NAMES}
+        for kind in ("requests", "limits")
+    )
+    assert asked == limited
+    return asked
+
+
+def variables(container: Json) -> dict[str, str]:
+    found = {item["name"]: item.get("value", "") for item in container["env"]}
+    assert len(found) == len(container["env"]), "a variable that is set twice"
+    return {name: value for name, value in found.items() if name in VARIABLES}
+
+
+def of_trainers() -> tuple[Json, Json]:
+    return AMOUNTS_OF_TRAINERS, {name: VARIABLES[name] for name in list(VARIABLES)[:2]}
+
+
+def of_samplers() -> tuple[Json, Json]:
+    return AMOUNTS_OF_SAMPLERS, {"NCCL_DEBUG": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("build", "trainers", "samplers"),
+    [
+        (a_build_with(SAMPLERS), {"trainer worker"}, {"sampler worker"}),
+        (
+            a_build_with(ENGINES),
+            {"trainer worker"},
+            {"sampler-0 engine", "sampler-1 engine"},
+        ),
+        (
+            a_build_with(COLOCATED),
+            {"trainer-0 worker", "trainer-1 worker"},
+            {f"trainer-{pod} engine-{number}" for pod in (0, 1) for number in (0, 1)},
+        ),
+        (
+            a_build_with(COLOCATED, role="Sampler", lora=None),
+            set(),
+            {f"sampler-{number} engine" for number in range(4)},
+        ),
+    ],
+    ids=["samplers without engines", "engines", "colocated engines", "samplers alone"],
+)
+def test_the_containers_that_compute_have_what_their_shape_names_and_no_other_has_any(
+    build: Build, trainers: set[str], samplers: set[str]
+) -> None:
+    found = {
+        name: (amounts(container), variables(container))
+        for name, container in containers(build).items()
+    }
+
+    wanted: dict[str, tuple[Json, Json]] = dict.fromkeys(found, ({}, {}))
+    wanted |= dict.fromkeys(trainers, of_trainers()) | dict.fromkeys(samplers, of_samplers())
+    assert found == wanted
+    assert any("fetch-model" in name for name in found)
+
+
+def test_what_the_operator_tells_a_container_is_still_there() -> None:
+    plain = containers(a_build(a_base_model(trainer=TRAINERS, sampler=ENGINES)))
+
+    told = containers(a_build_with(ENGINES))
+
+    assert told.keys() == plain.keys()
+    for name, container in plain.items():
+        assert [item for item in told[name]["env"] if item in container["env"]] == container["env"]
+        for kind in ("requests", "limits"):
+            needs = container["resources"][kind]
+            assert told[name]["resources"][kind] | needs == told[name]["resources"][kind]
+
+
+def test_a_pod_asks_for_what_all_of_its_containers_ask_for() -> None:
+    [_, trainers] = a_build_with(COLOCATED).shape.pods
+
+    assert trainers.extended == (
+        ExtendedResource(name="rdma/hca", count=2 + 2 * 1),
+        ExtendedResource(name="hugepages-2Mi", count=2560),
+    )
