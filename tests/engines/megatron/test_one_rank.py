@@ -29,7 +29,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
 )
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, gradient_of, run
+from tinkercloud_testing.trainers import assert_close, gradient_of, run, ten_changing_steps
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
@@ -151,25 +151,42 @@ def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(
     assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
-def test_ten_steps_equal_the_torch_trainers_and_pefts(alone: timedelta, tmp_path: Path) -> None:
+def test_ten_steps_with_changing_hyperparameters_equal_the_torch_trainers_and_pefts(
+    alone: timedelta, tmp_path: Path
+) -> None:
     megatron, torch_trainer = pair(tiny_qwen3, tmp_path)
     torch_trainer.add_model("fresh", LORA)
     twin = PeftTwin(tiny_qwen3(), torch_trainer.snapshot("fresh"))
-    twin.steps([FIRST_BATCH], FIRST_STEP)
-    batches = [random_data(LENGTHS, seed=seed) for seed in range(10)]
+    twin.steps([(FIRST_BATCH, FIRST_STEP)])
+    steps = ten_changing_steps(LENGTHS)
 
-    losses = [twin.steps(batches, ADAM)]
+    losses = [twin.steps(steps)]
     for trainer in (megatron, torch_trainer):
         losses.append([])
-        for data in batches:
+        for data, params in steps:
             output = run(trainer, data)
-            trainer.optim_step("m", ADAM)
+            trainer.optim_step("m", params)
             losses[-1].append(output.metrics["loss:sum"])
 
     of_peft, of_megatron, of_torch = losses
     np.testing.assert_allclose(of_megatron, of_torch, rtol=1e-5)
     np.testing.assert_allclose(of_megatron, of_peft, rtol=1e-5)
     assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=1e-3)
+
+
+def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(
+    alone: timedelta, tmp_path: Path
+) -> None:
+    megatron, _ = pair(tiny_llama, tmp_path)
+    data = random_data(LENGTHS)
+    gradients = []
+    for requests in ([data], [data[:1], data[1:3], data[3:]]):
+        for request in requests:
+            run(megatron, request)
+        gradients.append(gradient_of(megatron))
+        megatron.discard_gradient("m")
+
+    assert_close(gradients[1], gradients[0], rtol=1e-5)
 
 
 def test_adapters_of_one_base_stay_apart_bit_for_bit(alone: timedelta, tmp_path: Path) -> None:

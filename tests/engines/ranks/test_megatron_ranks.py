@@ -11,14 +11,26 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.payloads import Datum
 from tinkercloud_protocol.training import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama, tiny_qwen2, tiny_qwen3
+from tinkercloud_testing.models import (
+    VOCAB_SIZE,
+    save,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, weights_at_ranks
-from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
+from tinkercloud_testing.trainers import (
+    assert_close,
+    gradient_of,
+    moments_of,
+    run,
+    ten_changing_steps,
+)
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
@@ -39,6 +51,7 @@ ADAM = AdamParams(learning_rate=1e-2)
 CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny_llama,
+    "mistral": tiny_mistral,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
 }
@@ -52,7 +65,7 @@ SHAPES: dict[str, Shape] = {
     "dp2": ("llama", 1, 1, 1, 2),
     "tp2 pp2 qwen2": ("qwen2", 2, 2, 1, 4),
     "tp2 cp2 qwen3": ("qwen3", 2, 1, 2, 4),
-    "cp2 dp2": ("llama", 1, 1, 2, 4),
+    "cp2 dp2 mistral": ("mistral", 1, 1, 2, 4),
 }
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
@@ -111,10 +124,6 @@ def begin_alike(ranked: RankedTrainer, single: TorchTrainer) -> None:
     ranked.import_state("m", single.export_state("m"))
 
 
-def ten_batches() -> list[list[Datum]]:
-    return [random_data([*LENGTHS, 1 + seed], seed=seed) for seed in range(10)]
-
-
 @dataclass(frozen=True)
 class OfPeft:
     """What PEFT computes."""
@@ -136,7 +145,9 @@ def of_peft(name: str) -> OfPeft:
     moved = PeftTwin(MODELS[name](), single.snapshot("m"))
     moved.backward(data)
     return OfPeft(
-        np.concatenate(moved.logprobs(data)), moved.gradients(), fresh.steps(ten_batches(), ADAM)
+        np.concatenate(moved.logprobs(data)),
+        moved.gradients(),
+        fresh.steps(ten_changing_steps(LENGTHS)),
     )
 
 
@@ -229,7 +240,7 @@ def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers: T
     assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 
-def test_adapters_begin_alike_ten_steps_go_alike_and_as_pefts_and_the_copies_stay_equal(
+def test_adapters_begin_alike_ten_changing_steps_go_as_pefts_and_the_copies_stay_equal(
     shape: Shape, trainers: Trainers
 ) -> None:
     ranked, single = trainers
@@ -237,9 +248,9 @@ def test_adapters_begin_alike_ten_steps_go_alike_and_as_pefts_and_the_copies_sta
     for trainer in (ranked, single):
         trainer.add_model("m", LORA)
         losses.append([])
-        for data in ten_batches():
+        for data, params in ten_changing_steps(LENGTHS):
             output = run(trainer, data)
-            trainer.optim_step("m", ADAM)
+            trainer.optim_step("m", params)
             losses[-1].append(output.metrics["loss:sum"])
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
@@ -279,7 +290,7 @@ def by_turns(
     figures: dict[str, list[float]] = {name: [] for name in models}
     for name, config in models.items():
         ranked.add_model(name, config)
-    for data in ten_batches()[:2]:
+    for data, _ in ten_changing_steps(LENGTHS)[:2]:
         for name in models:
             figures[name].append(run(ranked, data, model_id=name).metrics["loss:sum"])
         for name in models:

@@ -71,10 +71,10 @@ class PeftTwin:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def steps(self, batches: Iterable[Sequence[Datum]], params: AdamParams) -> list[float]:
+    def steps(self, batches: Iterable[tuple[Sequence[Datum], AdamParams]]) -> list[float]:
         """Take a step with the gradient of each batch, and return the losses before them."""
         losses = []
-        for data in batches:
+        for data, params in batches:
             losses.append(self.backward(data))
             self.optim_step(params)
         return losses

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.payloads import Datum
-from tinkercloud_testing.data import a_request
+from tinkercloud_protocol.training import AdamParams
+from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Gradient, LossOutput, Trainer, TrainingState
 
@@ -21,6 +22,26 @@ def run(
     """Add the gradient of a batch to a model's."""
     batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
     return trainer.forward_backward(model_id, batch, lambda: None)
+
+
+def changing_hyperparameters(step: int) -> AdamParams:
+    """Return hyperparameters for a step of several, each of which differs from the one before."""
+    return AdamParams(
+        learning_rate=1e-2 / (step + 1),
+        beta1=0.9 - 0.02 * step,
+        beta2=0.95 - 0.01 * step,
+        eps=1e-12 * (step + 1),
+        weight_decay=0.01 * step,
+        grad_clip_norm=0.5 if step % 2 else 0.0,
+    )
+
+
+def ten_changing_steps(lengths: Sequence[int]) -> list[tuple[list[Datum], AdamParams]]:
+    """Return ten batches of examples of these lengths and a changing one, with hyperparameters."""
+    return [
+        (random_data([*lengths, 1 + step], seed=step), changing_hyperparameters(step))
+        for step in range(10)
+    ]
 
 
 def gradient_of(trainer: Trainer, model_id: str = "m") -> Gradient:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.data import counting_every_token, random_data
 from tinkercloud_testing.models import (
     tiny_deepseek_v2,
@@ -21,7 +21,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
 )
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, run
+from tinkercloud_testing.trainers import assert_close, changing_hyperparameters, run
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -138,14 +138,7 @@ def test_ten_steps_with_changing_hyperparameters_equal_torch_adamw() -> None:
 
     losses = []
     for step in range(10):
-        data = random_data(LENGTHS, seed=step)
-        params = AdamParams(
-            learning_rate=1e-3 / (step + 1),
-            beta1=0.9 - 0.02 * step,
-            beta2=0.95,
-            weight_decay=0.01 * step,
-            grad_clip_norm=0.5 if step % 2 else 0.0,
-        )
+        data, params = random_data(LENGTHS, seed=step), changing_hyperparameters(step)
         losses.append((run(trainer, data).metrics["loss:sum"], twin.backward(data)))
         trainer.optim_step("m", params)
         twin.optim_step(params)
