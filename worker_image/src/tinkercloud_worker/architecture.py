@@ -139,6 +139,24 @@ def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' conf
     return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
 
 
+def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the length beyond which a sequence has other rotary positions, from its first on.
+
+    That is so of `longrope`. Those that are `dynamic` change beyond the longest sequence only.
+    None: they are the same for all sequences.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Either of all layers, or of each kind of them.
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    switches = [
+        int(each["original_max_position_embeddings"])
+        for each in kinds
+        if each.get("rope_type") == "longrope"
+    ]
+    switch = min(switches, default=max_context_length(config))
+    return switch if switch < max_context_length(config) else None
+
+
 def trunk_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     """Return the module that holds a model's layers, and its output embedding.
 

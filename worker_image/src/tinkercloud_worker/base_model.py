@@ -27,6 +27,7 @@ from tinkercloud_worker.architecture import (
     find_targets,
     max_context_length,
     name_of,
+    rotary_switch,
     round_behind_embedding,
     trunk_and_head,
 )
@@ -90,7 +91,10 @@ class BaseModel:
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
         """The output embedding, as it is in the base."""
         self._mask_kinds = mask_kinds(model.config)
-        self.takes_packs = use_packed_attention(model)
+        self.rotary_switch = rotary_switch(model.config)
+        """Length beyond which a sequence has other rotary positions, if there is such a one."""
+        # A pass has the rotary positions of the longest sequence in it.
+        self.takes_packs = self.rotary_switch is None and use_packed_attention(model)
         """Whether `hidden_of` may be given more than one sequence."""
         check_logits(self, model)
         if self.takes_packs and not keeps_sequences_apart(self):

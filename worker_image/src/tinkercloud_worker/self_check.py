@@ -26,6 +26,9 @@ them. Another length may take other kernels in every layer, whose rounding a dee
 a model that is not causal is as far away as any two.
 """
 
+REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What models raise where they are given something, or a cache, of which they can make nothing."""
+
 _LEAKS = {True: 1e-5, False: 0.02}
 """Of hidden states after one sequence of a pack beside those after another; in float32 and in less.
 
@@ -60,7 +63,7 @@ def check_logits(base: Base, model: PreTrainedModel) -> None:
         UnsupportedModelError: they differ: the model scales or caps its logits, or is not causal,
             in a way that `BaseModel` does not know.
     """
-    ids_R = _scattered_ids(base)
+    ids_R = scattered_ids(base)
     with torch.no_grad():
         theirs_RV = model(input_ids=ids_R[None]).logits[0]
         alone_RD = _hidden(base, ids_R)
@@ -83,10 +86,17 @@ def keeps_sequences_apart(base: Base) -> bool:
     A window is longer than the sequences: that it is kept in packs is not seen of hidden states,
     but of what attention is told.
     """
-    ids_R = _scattered_ids(base)
+    ids_R = scattered_ids(base)
     with torch.no_grad():
-        packed_RD = _hidden_after(base, ids_R, ids_R)
-        other_RD = _hidden_after(base, ids_R.flip(0), ids_R)
+        try:
+            packed_RD = _hidden_after(base, ids_R, ids_R)
+            other_RD = _hidden_after(base, ids_R.flip(0), ids_R)
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            # Of recurrent layers, mostly, which look for padding in the mask.
+            log.debug("this model takes no packs", error=str(error))
+            return False
         with watched_windows() as windows:
             alone_RD = _hidden(base, ids_R)
     error, leak = _distance(packed_RD, alone_RD), _distance(packed_RD, other_RD)
@@ -94,7 +104,13 @@ def keeps_sequences_apart(base: Base) -> bool:
     return windows.are_told and error <= _TOLERANCES[is_float32][1] and leak <= _LEAKS[is_float32]
 
 
-def _scattered_ids(base: Base) -> Tensor:
+def is_near(base: Base, ours_RN: Tensor, theirs_RN: Tensor) -> bool:
+    """Whether hidden states differ by no more than other kernels make of the same."""
+    return _distance(ours_RN, theirs_RN) <= _TOLERANCES[base.dtype == torch.float32][1]
+
+
+def scattered_ids(base: Base) -> Tensor:
+    """Return the ids [R] of a few tokens that models are checked with."""
     # From all over the vocabulary: the first ones are often never trained, and what a model makes
     # of those in bfloat16 is noise.
     stride = base.vocab_size // (_TOKENS + 1)

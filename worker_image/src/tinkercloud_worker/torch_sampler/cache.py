@@ -164,6 +164,19 @@ class _SlotLayer(_Layer):
         super().__init__()
         self._owner = owner
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many positions the next pass reads, and the first of them."""
+        del query_length
+        return self._owner.read_length, 0
+
+    def get_seq_length(self) -> int:
+        """Refuse: what a model computes from it would be wrong for all slots but one.
+
+        Raises:
+            NotImplementedError: always; see `decoding_check`.
+        """
+        raise NotImplementedError("slots hold sequences of different lengths")
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -193,6 +206,11 @@ class SlotCache(Cache):
         """Another number whenever keys and values are in another place than before."""
         self.max_tokens = 0
         """Positions of all slots that room may be made for ahead of need."""
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return what nobody reads: masks are made for each row's position (`masks.rows_at`)."""
+        del layer_idx
+        return 0
 
     @property
     def room(self) -> "SlotRoom":

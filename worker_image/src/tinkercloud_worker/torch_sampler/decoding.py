@@ -31,7 +31,7 @@ from tinkercloud_worker.torch_sampler.cache import (
 )
 from tinkercloud_worker.torch_sampler.drawing import Policy, draw, uniform
 from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
-from tinkercloud_worker.torch_sampler.masks import Masks
+from tinkercloud_worker.torch_sampler.masks import rows_at
 
 _NONE = Room(sequences=0, tokens=0)
 _STOP_WINDOW_TOKENS = 8
@@ -138,7 +138,6 @@ class DecodingBatch:
         """
         self._base = base
         self._drawer = drawer
-        self._masks = Masks(base.config)
         self._num_layers = int(base.config.num_hidden_layers)
         self._cache = SlotCache(self._num_layers)
         self._graphs = StepGraphs(base, self._cache, recorder, kept) if recorder else None
@@ -215,11 +214,11 @@ class DecodingBatch:
     def step(self) -> list[Running]:
         """Draw one token for every sequence; return those that ended, which have left."""
         routes = routes_of([sequence.weights for sequence in self.sequences])
-        logits_BV = self._base.logits(self._hidden(routes), routes)
+        logits_BV = self._base.logits(self.hidden(), routes)
         self._drawer.extend(self.sequences, logits_BV)
         return self._remove([sequence for sequence in self.sequences if sequence.is_done])
 
-    def _hidden(self, routes: list[Route]) -> Tensor:
+    def hidden(self) -> Tensor:
         """Return the hidden states [B, D] of every sequence's newest token."""
         tokens = [sequence.tokens[-1] for sequence in self.sequences]
         positions = [sequence.position for sequence in self.sequences]
@@ -228,16 +227,16 @@ class DecodingBatch:
             hidden_BD = self._graphs.hidden(tokens, positions, weights)
             if hidden_BD is not None:
                 return hidden_BD
+        routes = routes_of([sequence.weights for sequence in self.sequences])
         device = self._base.device
         positions_B = torch.tensor(positions, device=device)
         self._cache.make_room(len(tokens), max(positions) + 1)
         self._cache.begin_step(positions_B, max(positions) + 1)
-        with torch.no_grad():
+        with torch.no_grad(), rows_at(positions_B):
             hidden_BTD = self._base.hidden(
                 torch.tensor(tokens, device=device).unsqueeze(1),
                 routes,
                 position_ids_BT=positions_B.unsqueeze(1),
-                attention_mask=self._masks.of(positions_B, self._cache.read_length),
                 cache=self._cache,
             )
         return hidden_BTD[:, 0]

@@ -24,7 +24,7 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats, padded
 from tinkercloud_worker.torch_sampler.cache import Room, SlotCache, SlotRoom
-from tinkercloud_worker.torch_sampler.masks import Masks
+from tinkercloud_worker.torch_sampler.masks import rows_at
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +100,6 @@ class StepGraphs:
         self._base = base
         self._kept = kept
         self._cache = cache
-        self._masks = Masks(base.config)
         self._record = record
         self._banks = AdapterBanks(base.targets, base.dtype)
         self._generations = (0, 0)
@@ -186,12 +185,11 @@ class StepGraphs:
         bank = seats.bank
         weights = bank.weights(slots_B, seats.used, seats.scale) if bank is not None else None
         self._cache.begin_step(positions_B, length)
-        with torch.no_grad():
+        with torch.no_grad(), rows_at(positions_B, added_in=self._base.dtype):
             hidden_BTD = self._base.hidden(
                 ids_B[:, None],
                 route_all(weights),
                 position_ids_BT=positions_B[:, None],
-                attention_mask=self._masks.added(positions_B, length, self._base.dtype),
                 cache=self._cache,
             )
         return hidden_BTD[:, 0]

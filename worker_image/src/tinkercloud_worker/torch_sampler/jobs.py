@@ -8,6 +8,7 @@ from torch import Tensor
 from tinkercloud_protocol.payloads import SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.routes import ActiveWeights
+from tinkercloud_worker.torch_sampler.alone import AloneBatch
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache, Room
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
@@ -24,7 +25,7 @@ class Job:
     resolve: Callable[[SamplingResult | Exception], None]
     is_cancelled: Callable[[], bool]
     weights: ActiveWeights | None = None
-    batch: DecodingBatch | None = None
+    batch: DecodingBatch | AloneBatch | None = None
     cache: PrefillCache | None = None
     scorer: PromptScorer | None = None
     read: int = 0

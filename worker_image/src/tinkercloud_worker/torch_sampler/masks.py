@@ -1,50 +1,97 @@
-"""Attention masks of a decoding step, in the form the base model's architecture wants.
+"""Attention masks of a decoding step: the model's own, for rows that are at different positions.
+
+transformers makes masks for rows that are all as long. Which positions one may see, be it by a
+window or by chunks, is a function of two positions there, which the model chooses for each kind of
+its layers. Here that function is asked for each row's own position: no kind need be known.
 
 Shape legend: B running sequences, L positions read.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tinkercloud_worker.packing import mask_kinds
+from tinkercloud_worker.packing import ATTENTION
+
+_BOOLEAN = (ATTENTION, "sdpa")
+"""Ways to attend that take which positions are seen; the others add to scores."""
 
 
-class Masks:
-    """Which cached positions each sequence's new position may attend to."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """A pass over one new position of every row."""
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers' have no common type
-        self._kinds = mask_kinds(config)
-        self._window = int(getattr(config, "sliding_window", None) or 0)
+    positions_B: Tensor
+    """Where each stands."""
+    added_in: torch.dtype | None
+    """Of masks that are added to scores anyway; None: as the model's attention wants them."""
 
-    def of(self, positions_B: Tensor, length: int) -> object:
-        """Return which of `length` cached positions each row's new position may attend to.
 
-        A boolean tensor [B, 1, 1, L], or one for each kind of layer where a model has several.
-        """
-        return self._for_model(self._allowed(positions_B, length))
+_rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 
-    def added(self, positions_B: Tensor, length: int, dtype: torch.dtype) -> object:
-        """Return the same as what is added to scores: 0 and minus infinity.
 
-        It is what torch makes of a boolean mask in every layer, made once.
-        """
-        masks = self._allowed(positions_B, length)
-        for kind, mask in masks.items():
-            masks[kind] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-        return self._for_model(masks)
+@contextmanager
+def rows_at(positions_B: Tensor, added_in: torch.dtype | None = None) -> Iterator[None]:
+    """Have masks that a model makes meanwhile be those of rows at these positions.
 
-    def _allowed(self, positions_B: Tensor, length: int) -> dict[str, Tensor]:
-        query_B1 = positions_B.unsqueeze(1)
-        key_L = torch.arange(length, device=positions_B.device)
-        causal_BL = key_L <= query_B1
-        masks = {}
-        for kind in self._kinds:
-            recent_BL = key_L > query_B1 - self._window
-            mask_BL = causal_BL & recent_BL if kind == "sliding_attention" else causal_BL
-            masks[kind] = mask_BL[:, None, None]
-        return masks
+    Args:
+        positions_B: of the new position of each row.
+        added_in: dtype of masks that are added to scores, which is what torch makes of a boolean
+            one in every layer; None: boolean ones, where the model's attention takes them.
+    """
+    token = _rows.set(_Rows(positions_B, added_in))
+    try:
+        yield
+    finally:
+        _rows.reset(token)
 
-    def _for_model(self, masks: dict[str, Tensor]) -> object:
-        return masks if len(masks) > 1 else masks[self._kinds[0]]
+
+def _mask(
+    plain: Callable[..., Tensor | None],
+    kind_added_in: Callable[[torch.dtype], torch.dtype | None],
+    *,
+    mask_function: Callable[..., Tensor],
+    kv_length: int,
+    kv_offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,  # noqa: ANN401 - transformers', passed on
+) -> Tensor | None:
+    """Return the mask [B, 1, 1, L] of some layers. The signature is transformers'."""
+    rows = _rows.get()
+    if rows is None:
+        return plain(
+            mask_function=mask_function,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            dtype=dtype,
+            **kwargs,
+        )
+    query_B111 = rows.positions_B[:, None, None, None]
+    row_B111 = torch.arange(len(query_B111), device=query_B111.device)[:, None, None, None]
+    key_111L = kv_offset + torch.arange(kv_length, device=query_B111.device)[None, None, None]
+    seen = mask_function(row_B111, torch.zeros_like(row_B111[:1]), query_B111, key_111L)
+    seen_B11L = seen.expand(len(query_B111), 1, 1, kv_length)
+    added_in = rows.added_in or kind_added_in(dtype)
+    if added_in is None:
+        return seen_B11L
+    return torch.zeros_like(seen_B11L, dtype=added_in).masked_fill_(~seen_B11L, -torch.inf)
+
+
+def _take_over(name: str) -> None:
+    def kind_added_in(dtype: torch.dtype) -> torch.dtype | None:
+        return None if name in _BOOLEAN else dtype
+
+    plain = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    AttentionMaskInterface.register(name, partial(_mask, plain, kind_added_in))
+
+
+for _name in (*_BOOLEAN, "eager"):
+    _take_over(_name)

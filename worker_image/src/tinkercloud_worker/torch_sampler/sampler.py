@@ -22,8 +22,10 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.routes import route_all
+from tinkercloud_worker.torch_sampler.alone import AloneBatch
 from tinkercloud_worker.torch_sampler.cache import KeyValues, Room
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running, routes_of
+from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.jobs import Job, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
@@ -70,6 +72,9 @@ class TorchSampler:
         self._wake = wake
         self._recorder = recorder
         self._drawer = Drawer(tokenizer)
+        decoding = check_decoding(base, self._drawer)
+        self._slotted = decoding.slotted
+        self._alone = AloneBatch(base, self._drawer, decoding.new_cache)
         kept_tokens = config.max_cached_tokens // _KEPT_SHARE
         self._prefixes = PrefixStore(kept_tokens)
         self._kept = Room(config.max_running_sequences, kept_tokens)
@@ -148,7 +153,7 @@ class TorchSampler:
         self._drop_cancelled()
         self._read_prompts()
         self._start_samples()
-        for batch in list(self._batches.values()):
+        for batch in self._all_batches:
             if batch.sequences:
                 members = [job for job in self._jobs if job.batch is batch]
                 self._guarded(members, lambda batch=batch: batch.step())  # type: ignore[misc]
@@ -182,7 +187,9 @@ class TorchSampler:
             self._guarded([job], lambda job=job: self._admit(job))  # type: ignore[misc]
             if job not in self._jobs:
                 continue
-            count = min(left, len(job.request.prompt) - job.read)
+            count = len(job.request.prompt) - job.read
+            if job.batch is not self._alone:
+                count = min(left, count)
             if self._can_be_packed(job) and count == len(job.request.prompt):
                 together.append(job)
             else:
@@ -198,6 +205,7 @@ class TorchSampler:
         """
         return (
             self._recorder is not None
+            and job.batch is not self._alone
             and self._base.takes_packs
             and not job.is_whole_model
             and job.read == 0
@@ -228,7 +236,7 @@ class TorchSampler:
     def _read_together(self, jobs: Sequence[Job]) -> None:
         """Read whole prompts in one pass."""
         batch = jobs[0].batch
-        assert batch is not None  # noqa: S101 - they are admitted
+        assert isinstance(batch, DecodingBatch)  # noqa: S101 - they are admitted, and can be packed
         weights = [job.weights for job in jobs]
         read = batch.prefill_together([job.request.prompt.tolist() for job in jobs], weights)
         last_BD = torch.stack([hidden_TD[-1] for hidden_TD, _ in read])
@@ -240,7 +248,8 @@ class TorchSampler:
 
     def _end_reading(self, job: Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
         job.key_values, job.last_logits = key_values, last_logits_V
-        self._prefixes.add(job.version, job.request.prompt, key_values)
+        if key_values:
+            self._prefixes.add(job.version, job.request.prompt, key_values)
 
     def _admit(self, job: Job) -> None:
         """Begin a prompt with what is known of it; nothing happens the second time."""
@@ -252,8 +261,17 @@ class TorchSampler:
         reusable = len(job.request.prompt) - 1
         if first_needed is not None:
             reusable = min(reusable, first_needed)
-        job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
+        job.batch = self._batch_for(job)
+        prefix: KeyValues = ()
+        if job.batch is not self._alone:
+            job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
         job.read = job.reused
+        job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
+
+    def _batch_for(self, job: Job) -> DecodingBatch | AloneBatch:
+        """Return whose sequences a job's are to be."""
+        if len(job.request.prompt) + job.request.max_tokens > self._slotted:
+            return self._alone
         key = id(job.weights) if job.is_whole_model else None
         if key not in self._batches:
             # Recorded steps are the base's and adapters'; whole models come and go.
@@ -264,8 +282,7 @@ class TorchSampler:
                     self._base, self._drawer, recorder=self._recorder, kept=self._kept
                 )
             )
-        job.batch = self._batches[key]
-        job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
+        return self._batches[key]
 
     def _score(self, job: Job, start: int, hidden_TD: Tensor) -> None:
         needed = job.scorer.first_needed if job.scorer is not None else None
@@ -332,13 +349,17 @@ class TorchSampler:
 
     @property
     def _num_running(self) -> int:
-        return sum(len(batch.sequences) for batch in self._batches.values())
+        return sum(len(batch.sequences) for batch in self._all_batches)
+
+    @property
+    def _all_batches(self) -> list[DecodingBatch | AloneBatch]:
+        return [*self._batches.values(), self._alone]
 
     def _tokens_with(self, starting: Sequence[tuple[Job, Running]]) -> int:
         """Return the positions that running sequences come to take, with those that join."""
         return sum(
             batch.tokens_with([sequence for job, sequence in starting if job.batch is batch])
-            for batch in self._batches.values()
+            for batch in self._all_batches
         )
 
     def _collect(self, job: Job) -> None:

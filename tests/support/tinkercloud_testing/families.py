@@ -1,0 +1,200 @@
+"""Tiny random models of families that keep, or see, more than keys and values of all before."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE
+
+WINDOW = 9
+"""Positions of windows, and those that sparse attention chooses: fewer than sequences have."""
+ROTARY_SWITCH = 20
+"""Positions beyond which the family `longrope` has other rotary positions."""
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "eos_token_id": EOS_TOKEN_ID,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_SLIDING: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "initializer_range": 0.05,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Of few heads the scores of many positions are zero: which of them are chosen depends on chance.
+_INDEXED = _LATENT | {"index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 24}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+}
+_SPARSE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": ROTARY_SWITCH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": ROTARY_SWITCH,
+        "factor": 6.4,
+    },
+}
+_DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def _made(name: str, config: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    model: PreTrainedModel = getattr(transformers, name)(
+        getattr(transformers, config)(**_SIZES | changes)
+    )
+    # transformers begins with zeros; sinks and biases of states make no difference then.
+    for parameter_name, parameter in model.named_parameters():
+        if "bias" in parameter_name or "sinks" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def _family(prefix: str, *, text: str = "", **changes: Any) -> Callable[[], PreTrainedModel]:
+    return partial(_made, f"{prefix}ForCausalLM", f"{prefix}{text}Config", **changes)
+
+
+SLOTTED: dict[str, Callable[[], PreTrainedModel]] = {
+    "grouped queries": _family("Llama"),
+    "dynamic positions": _family("Llama", rope_parameters=_DYNAMIC),
+    "window everywhere": _family("Mistral", sliding_window=WINDOW),
+    "windows in masks only": _family("Qwen2Moe", use_sliding_window=True, **_SLIDING, **_SPARSE),
+    "window of one size in masks": _family("Phimoe", sliding_window=WINDOW, **_EXPERTS),
+    "capped attention": _family(
+        "Gemma2", head_dim=8, sliding_window=WINDOW, final_logit_softcapping=None
+    ),
+    "sinks": _family(
+        "GptOss",
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **_SLIDING,
+        **_EXPERTS,
+    ),
+    "latent attention": _family("DeepseekV3", **_LATENT),
+    "learned positions": partial(_made, "GPT2LMHeadModel", "GPT2Config", **_GPT),
+    "eager only": _family("GPTJ", rotary_dim=8, **_GPT),
+}
+"""Families whose sequences are drawn together, in slots."""
+
+ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
+    "sparse, DeepSeek-V3.2": _family("DeepseekV32", **_INDEXED),
+    "sparse, GLM": _family("GlmMoeDsa", **_INDEXED),
+    "shared keys, Gemma 3n": _family(
+        "Gemma3n",
+        text="Text",
+        intermediate_size=[48] * 4,
+        activation_sparsity_pattern=None,
+        laurel_rank=4,
+        final_logit_softcapping=1e9,
+        **_SHARED_KEYS,
+    ),
+    "shared keys, Gemma 4": _family(
+        "Gemma4", text="Text", global_head_dim=8, final_logit_softcapping=None, **_SHARED_KEYS
+    ),
+    "hybrid, Falcon-H1": _family("FalconH1", **_MAMBA | {"mamba_n_heads": 4}, mamba_d_ssm=32),
+    "hybrid, Qwen3-Next": _family("Qwen3Next", **_DELTA, **_SPARSE),
+    "hybrid, Qwen3.5": _family("Qwen3_5", text="Text", **_DELTA),
+    "hybrid, Jamba": _family(
+        "Jamba",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "hybrid, Bamba": _family("Bamba", attn_layer_indices=[1], attn_rotary_emb=4, **_MAMBA),
+    "hybrid, Zamba2": _family(
+        "Zamba2",
+        layers_block_type=["mamba", "hybrid"],
+        mamba_d_state=8,
+        mamba_ngroups=1,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        chunk_size=16,
+        num_mem_blocks=1,
+        adapter_rank=4,
+    ),
+    "convolutions, LFM2": _family("Lfm2", layer_types=["conv", "full_attention"]),
+    "linear attention, MiniMax": _family(
+        "MiniMax",
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        block_size=16,
+    ),
+    "recurrent, Mamba": _family("Mamba", state_size=8),
+    "masks of its own, GPT-Neo": _family(
+        "GPTNeo",
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+    ),
+    "positions by length, OPT": _family("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "biases by length, Bloom": _family("Bloom", n_layer=2, n_head=4),
+}
+"""Families whose sequences are drawn one by one."""
+
+longrope = _family("Phi3", **_LONGROPE)
+"""Makes a model whose sequences are drawn in slots up to `ROTARY_SWITCH`, then one by one."""
