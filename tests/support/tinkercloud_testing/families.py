@@ -103,7 +103,8 @@ def _made(name: str, config: str, **changes: Any) -> PreTrainedModel:
     for parameter_name, parameter in model.named_parameters():
         if "bias" in parameter_name or "sinks" in parameter_name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _family(prefix: str, *, text: str = "", **changes: Any) -> Callable[[], PreTrainedModel]:

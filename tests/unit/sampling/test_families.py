@@ -58,7 +58,8 @@ def logprobs_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """Return the logprobs [R, V] that follow each token of a sequence: alone, without a cache."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits.float().log_softmax(-1)
+    logprobs: Tensor = logits.float().log_softmax(-1)
+    return logprobs
 
 
 def check(model: PreTrainedModel, results: Sequence[SamplingResult]) -> None:

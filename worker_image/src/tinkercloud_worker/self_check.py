@@ -93,9 +93,9 @@ def keeps_sequences_apart(base: Base) -> bool:
             other_RD = _hidden_after(base, ids_R.flip(0), ids_R)
         except torch.OutOfMemoryError:
             raise
-        except REFUSALS as error:
+        except REFUSALS as refusal:
             # Of recurrent layers, mostly, which look for padding in the mask.
-            log.debug("this model takes no packs", error=str(error))
+            log.debug("this model takes no packs", error=str(refusal))
             return False
         with watched_windows() as windows:
             alone_RD = _hidden(base, ids_R)
