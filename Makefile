@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Containers often forbid bytecode. But tests start hundreds of programs, each of which would compile torch's source anew.
+unexport PYTHONDONTWRITEBYTECODE
 export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
 
 BIN := .venv/bin
