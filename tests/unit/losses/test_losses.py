@@ -152,6 +152,18 @@ def test_a_ratio_beyond_float32_is_cut_off_by_a_bound_as_any_other_is(name: str)
     assert float(total) == pytest.approx(-high)
 
 
+@pytest.mark.parametrize(("q", "ratio"), [(-3e38, 1.5), (3e38, 0.0)])
+def test_the_gspo_ratio_is_a_number_though_a_sequences_sum_is_beyond_float32(
+    q: float, ratio: float
+) -> None:
+    total, gradient = losses.derivative(
+        LOSSES["gspo"], column([-1.0, -2.0]), inputs_of("gspo", [q, q], [1.0, 1.0])
+    )
+
+    assert float(total) == pytest.approx(-2 * ratio)
+    assert gradient.tolist() == [[0.0], [0.0]]
+
+
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "gspo"])
 def test_a_ratio_beyond_float32_that_nothing_cuts_off_is_a_gradient_no_step_takes(
     name: str,

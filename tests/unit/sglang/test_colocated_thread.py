@@ -210,6 +210,30 @@ async def test_saving_that_somebody_gave_up_releases_memory_too(
     await until(lambda: record.events == ["a model is saved", "memory is released"])
 
 
+@pytest.mark.parametrize("kind", ["with a turn", "beside"])
+async def test_what_waits_when_the_thread_stops_ends_as_soon_as_it_is_cancelled(
+    thread: ColocatedThread, kind: str
+) -> None:
+    run = thread.run if kind == "with a turn" else thread.run_beside
+    job = Held(lambda: None)
+    waiting = [asyncio.create_task(run(job))]
+    await job.began.wait()
+    waiting += [asyncio.create_task(run(lambda *_: pytest.fail("it is dropped"))) for _ in "12"]
+    await asyncio.sleep(0)
+
+    stopping = asyncio.create_task(asyncio.to_thread(thread.stop))
+    await until(lambda: thread._stopping)
+    job.may_end.set()
+    await stopping
+    # As asyncio does with all that is left when a process ends.
+    begun = [*waiting, *thread._begun]
+    for task in begun:
+        task.cancel()
+
+    _, left = await asyncio.wait(begun, timeout=10)
+    assert not left
+
+
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110 - what happens on a thread

@@ -130,10 +130,17 @@ def gspo(lp: Tensor, x: LossInputs) -> Tensor:
     """PPO with one ratio per sequence: the geometric mean over the masked tokens."""
     mask = x.values["sequence_ratio_mask"]
     log_ratio = (lp.detach() - x.values["logprobs"]) * mask
-    sums = lp.new_zeros(x.num_data).index_add_(0, x.datum_of_row, log_ratio.sum(1))
-    counts = lp.new_zeros(x.num_data).index_add_(0, x.datum_of_row, mask.sum(1))
-    mean = (sums / counts.clamp(min=1.0))[x.datum_of_row].unsqueeze(1)
+    # In float64, which a sequence's sum stays within, whatever float32 numbers are added up.
+    sums = _by_datum(log_ratio, x)
+    counts = _by_datum(mask, x)
+    mean = (sums / counts.clamp(min=1.0)).float()[x.datum_of_row].unsqueeze(1)
     return _pessimistic(_ratio(mean + (lp - lp.detach())), x)
+
+
+def _by_datum(values: Tensor, x: LossInputs) -> Tensor:
+    """Return the float64 sum [N] of values [R, K] over each of N data."""
+    total = values.new_zeros(x.num_data, dtype=torch.float64)
+    return total.index_add_(0, x.datum_of_row, values.sum(1, dtype=torch.float64))
 
 
 _POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}

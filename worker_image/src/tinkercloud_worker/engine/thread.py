@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from tinkercloud_protocol.errors import Unavailable
+
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
@@ -23,6 +25,10 @@ Between = Callable[[], None]
 
 _TURNS = 8
 """Background steps between two jobs, or at each pause of one."""
+
+
+class ThreadStopped(Unavailable):
+    """A job came when the thread had been told to end; it has not been run."""
 
 
 @runtime_checkable
@@ -107,7 +113,11 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the job that runs, drop the others, and end the thread."""
+        """Finish the job that runs, drop the others, and end the thread.
+
+        Who waits for a job that was dropped waits until it is cancelled. Jobs that come later raise
+        ThreadStopped.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -136,6 +146,9 @@ class EngineThread:
         """Run a job on the thread and return its result; its exception is raised here.
 
         The job receives a function to call whenever the background may have a turn.
+
+        Raises:
+            ThreadStopped: the thread has been told to end.
         """
         result: T = await self.run_with_others(_Alone(job), None)
         return result
@@ -168,6 +181,8 @@ class EngineThread:
             loop.call_soon_threadsafe(resolve, result, error)
 
         with self._wake:
+            if self._stopping:
+                raise ThreadStopped("the engine's thread has ended; send the request again")
             self._jobs.append(_Job(group, item, resolve_there))
             self._wake.notify()
         return await done

@@ -8,10 +8,10 @@ it leaves behind all the same, or frees, is given up as well.
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
-from tinkercloud_worker.engine.thread import EngineThread, Group
+from tinkercloud_worker.engine.thread import EngineThread, Group, ThreadStopped
 
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class ColocatedThread(EngineThread):
         finally:
             # Who has the turn does so before it ends.
             if not self._holders:
-                await super().run_beside(self._release)
+                await self._give_up_memory()
 
     async def _with_turn(self, group: Group[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
         async with self._turn():
@@ -72,9 +72,14 @@ class ColocatedThread(EngineThread):
             finally:
                 try:
                     if self._holders == 1:
-                        await super().run_beside(self._release)
+                        await self._give_up_memory()
                 finally:
                     self._holders -= 1
+
+    async def _give_up_memory(self) -> None:
+        # Who is cancelled as the process ends comes by here too, when nothing runs jobs any more.
+        with suppress(ThreadStopped):
+            await super().run_beside(self._release)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
