@@ -47,6 +47,7 @@ pytestmark = [
 LENGTHS = [5, 17, 3, 11, 8]
 LORA = LoraConfig(rank=4, seed=1)
 OF_ANOTHER_RANK = LoraConfig(rank=8, seed=2)
+OF_OUTPUT_LAYER = LoraConfig(rank=4, seed=1, train_attn=False, train_mlp=False)
 ADAM = AdamParams(learning_rate=1e-2)
 CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -238,6 +239,20 @@ def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers: T
         run(trainer, data, "gspo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
 
     assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
+
+
+def test_an_adapter_of_the_output_layer_alone_has_the_torch_trainers_gradient(
+    trainers: Trainers,
+) -> None:
+    gradients = []
+    for trainer in trainers:
+        trainer.add_model("m", OF_OUTPUT_LAYER)
+        run(trainer, random_data([6, 9], seed=9))
+        trainer.optim_step("m", ADAM)
+        run(trainer, random_data(LENGTHS))
+        gradients.append(gradient_of(trainer))
+
+    assert_close(*gradients, rtol=1e-4)
 
 
 def test_adapters_begin_alike_ten_changing_steps_go_as_pefts_and_the_copies_stay_equal(
