@@ -1,4 +1,4 @@
-"""docs/planning.md says for 31 public models what is planned on six fleets, and it is true."""
+"""docs/planning.md says for 29 public models what is planned on six fleets, and it is true."""
 
 import json
 from pathlib import Path
