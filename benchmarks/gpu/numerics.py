@@ -24,8 +24,9 @@ from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.payloads import Datum, SampledSequence
 from tinkercloud_worker import lora
+from tinkercloud_worker.accelerator import recorder_for
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.torch_sampler.graphs import Recorder, recorder_for
+from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = (24, 9, 17)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.accelerator import Backend
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.sglang_courier import Courier
-from tinkercloud_worker.inference.sglang_group import Backend, SglangGroup
+from tinkercloud_worker.inference.sglang_group import SglangGroup
 
 
 class OurRank(Courier):

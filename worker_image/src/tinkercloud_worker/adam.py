@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import AdamParams, LoraConfig
-from tinkercloud_worker import lora
+from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.parameters import Trainable, norm_of
 from tinkercloud_worker.engine.ranks import Parts
@@ -118,8 +118,7 @@ class AdamTrainer(ABC):
 
     def release_memory(self) -> None:
         """See `Trainer.release_memory`."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        accelerator.release_memory()
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""

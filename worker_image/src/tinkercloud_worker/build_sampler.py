@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_worker import lora
+from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
@@ -32,7 +32,6 @@ from tinkercloud_worker.inference.sglang_shared import SglangSharedMemory
 from tinkercloud_worker.inference.sglang_weights import Carrier
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.torch_sampler.graphs import recorder_for
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 
@@ -81,7 +80,7 @@ def build_sampler(
                 base().dtype,
             ),
             wake=thread.wake,
-            recorder=recorder_for(base().device),
+            recorder=accelerator.recorder_for(base().device),
         )
         thread.start(sampler)
         return sampler, thread

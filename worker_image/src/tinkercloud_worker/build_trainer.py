@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import TokenLimits
@@ -54,7 +55,7 @@ def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
     )
     from tinkercloud_worker.actors.ranked_trainer import RankedTrainer  # noqa: PLC0415
 
-    gpus = 1.0 if config.trainer.device == "cuda" else 0.0
+    gpus = accelerator.gpus_of(config.trainer.device)
     shape = GroupShape(config.trainer.ranks, gpus_per_rank=gpus, strategy=strategy(config.trainer))
     factory: Callable[[], RankTrainer] = partial(
         torch_rank if config.trainer.backend == "torch" else megatron_rank, config
@@ -71,7 +72,7 @@ def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
     other. Copies on CPUs meet once a step, and each is the faster for a node's cores to itself.
     """
     is_divided = trainer.sharded or trainer.model_ranks * trainer.expert_parallel > 1
-    return "PACK" if is_divided or trainer.device == "cuda" else "SPREAD"
+    return "PACK" if is_divided or accelerator.gpus_of(trainer.device) else "SPREAD"
 
 
 def _limits(config: HeadConfig) -> TokenLimits:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.experts import find_experts
 
 log = structlog.get_logger(__name__)
@@ -36,7 +37,7 @@ def are_fused(device: torch.device, dtype: torch.dtype) -> bool:
 
     In float32 a model stays transformers' own to the last operation.
     """
-    if device.type != "cuda" or dtype == torch.float32 or not _can_compile():
+    if not accelerator.runs_triton(device) or dtype == torch.float32 or not _can_compile():
         return False
     if find_spec("liger_kernel") is None:
         log.info("no fused kernels: liger-kernel is not installed")
@@ -77,7 +78,9 @@ def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
-        on_gpu = isinstance(first, Tensor) and first.is_cuda and _can_compile()
+        on_gpu = (
+            isinstance(first, Tensor) and accelerator.runs_triton(first.device) and _can_compile()
+        )
         return (compiled() if on_gpu else function)(*args, **kwargs)
 
     return call

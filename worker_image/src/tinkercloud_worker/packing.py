@@ -23,6 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tinkercloud_worker import accelerator
+
 ATTENTION = "packed_sdpa"
 """The name that transformers knows `_attend` by."""
 _OWN_ATTENTION = "sdpa"
@@ -201,7 +203,7 @@ def flash_takes(query: Tensor, value: Tensor) -> bool:
     """Whether flash attention has a kernel for heads of these types and widths [..., E]."""
     size = query.shape[-1]
     return (
-        query.is_cuda
+        accelerator.has_flash_attention(query)
         and query.dtype in _HALF
         and size == value.shape[-1]
         and size % 8 == 0

@@ -7,13 +7,15 @@ a pass over the result. torch has no such product on a CPU: there each is rounde
 import torch
 from torch import Tensor
 
+from tinkercloud_worker import accelerator
+
 _PART_BYTES = 256 << 20
 """Size of the part of a product that is held until it is added."""
 
 
 def float32_product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     """Return the product [M, N], float32; the factors are of one type."""
-    if left_MK.is_cuda and left_MK.dtype != torch.float32:
+    if accelerator.adds_up_in_float32(left_MK):
         return torch.mm(left_MK, right_KN, out_dtype=torch.float32)
     return (left_MK @ right_KN).float()
 

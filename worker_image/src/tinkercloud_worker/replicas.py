@@ -7,13 +7,12 @@ lies over ranks (`engine.ranks.Parts`) each does so with its part.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, state_of
 from tinkercloud_worker.engine.ranks import Parts
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
@@ -59,7 +58,7 @@ class ReplicatedTrainer(AdamTrainer):
     def last_words(self) -> Mapping[str, TrainingState]:
         """See `RankTrainer.last_words`."""
         whole = {name: model for name, model in list(self._models.items()) if not _parted(model)}
-        with _beside_what_hangs():
+        with accelerator.beside_what_hangs():
             return {name: state_of(model, _on_cpu) for name, model in whole.items()}
 
     def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
@@ -75,13 +74,6 @@ def _on_cpu(model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
     if model.parts is not None:
         return model.parts.gather(layout.views(flat))
     return layout.views(flat.to("cpu", copy=True))
-
-
-def _beside_what_hangs() -> AbstractContextManager[object]:
-    """Return a context whose work on a GPU does not wait for a collective that a rank has left."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def _parted(model: TrainedModel) -> Parts | None:

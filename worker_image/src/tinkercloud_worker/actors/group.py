@@ -31,6 +31,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
@@ -82,7 +83,7 @@ class GroupShape:
     @property
     def backend(self) -> str:
         """What the ranks talk by, as `torch.distributed` names it."""
-        return "cpu:gloo,cuda:nccl" if self.gpus_per_rank else "gloo"
+        return accelerator.backend_of_ranks(self.gpus_per_rank)
 
 
 @dataclass(frozen=True, slots=True)

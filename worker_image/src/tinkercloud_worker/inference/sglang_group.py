@@ -8,17 +8,12 @@ said here.
 
 import asyncio
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
-import torch
-
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_worker import metrics
+from tinkercloud_worker import accelerator, metrics
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.sglang_courier import Courier
-
-Backend = Literal["nccl", "gloo"]
 
 NAME = "tinkercloud"
 """Of the group, in every engine."""
@@ -36,7 +31,7 @@ class SglangGroup:
 
     way: metrics.Way = "group"
 
-    def __init__(self, client: InferenceClient, backend: Backend) -> None:
+    def __init__(self, client: InferenceClient, backend: accelerator.Backend) -> None:
         """Make a group; nothing is started yet."""
         self._client = client
         self._backend = backend
@@ -110,9 +105,9 @@ class SglangGroup:
     @property
     def _versions(self) -> str:
         """What to add to a failure: NCCL refuses ranks of another version when they first meet."""
-        if self._backend != "nccl":
+        ours = accelerator.version_of(self._backend)
+        if ours is None:
             return ""
-        ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         return f" (NCCL here is {ours}; the engine's must be of the same version)"
 
     @property

@@ -24,7 +24,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined] # public, missing in __all__
@@ -34,16 +33,15 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
     TCPStore,
 )
 
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.inference.sglang_courier import Say, run
 from tinkercloud_worker.inference.sglang_tensors import buckets, run_of_bytes
 
 Broadcast = Callable[[Tensor], None]
 """Brings bytes to all other ranks; returns once it has let go of them."""
-_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
-"""Where each backend's tensors are."""
-_NCCL_OF_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+_SET_BY_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang sets for itself, and NCCL needs to be alike at all ranks."""
-_NCCL_OF_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
+_SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
 """What it sets too where a deterministic engine has several ranks."""
 
 
@@ -67,7 +65,7 @@ def _work(options: Namespace, say: Say, asked: "SimpleQueue[dict[str, Any]]") ->
 
 def _options() -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--backend", required=True, choices=_DEVICES)
+    parser.add_argument("--backend", required=True, choices=accelerator.CARRIED_FROM)
     parser.add_argument("--address", required=True)
     parser.add_argument("--world-size", required=True, type=int)
     parser.add_argument("--group-name", required=True)
@@ -96,28 +94,19 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
     then those of torch's `_new_process_group_helper`, name and device. Gloo waits for all ranks
     here, NCCL in its first broadcast.
     """
-    device = _DEVICES[options.backend]
+    device = accelerator.CARRIED_FROM[options.backend]
     for prefix in (options.group_name, f"{options.group_name}/", f"{device}/"):
         store = PrefixStore(prefix, store)
-    whence = dist.BroadcastOptions()
-    whence.rootRank, whence.rootTensor = 0, 0
     if options.backend == "gloo":
+        whence = dist.BroadcastOptions()
+        whence.rootRank, whence.rootTensor = 0, 0
         gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
         return lambda run: gloo.broadcast([run], whence).wait()  # type: ignore[attr-defined] # as above
-    os.environ.update(_NCCL_OF_ENGINES)
+    os.environ.update(_SET_BY_ENGINES)
     ranks_of_the_engine = options.world_size - 1
     if ranks_of_the_engine > 1:
-        os.environ.update(_NCCL_OF_DIVIDED_ENGINES)
-    settings = dist.ProcessGroupNCCL.Options()
-    settings._timeout = patience
-    nccl = dist.ProcessGroupNCCL(store, 0, options.world_size, settings)
-
-    def broadcast(run: Tensor) -> None:
-        nccl.broadcast([run.to(device)], whence).wait()  # type: ignore[attr-defined] # as above
-        # Until here only the stream has waited.
-        torch.cuda.synchronize()
-
-    return broadcast
+        os.environ.update(_SET_BY_DIVIDED_ENGINES)
+    return accelerator.broadcast_from_gpu(store, options.world_size, patience)
 
 
 def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:

@@ -6,13 +6,10 @@ between two of them, and nothing is lost to an engine that dies while it reads.
 """
 
 from pathlib import Path
-from typing import Literal
 
-from tinkercloud_worker import metrics
+from tinkercloud_worker import accelerator, metrics
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.sglang_courier import Courier
-
-Memory = Literal["cuda", "cpu"]
 
 _PARTS = "tinkercloud_worker.inference.sglang_shared_parts"
 _START_SECONDS = 120.0
@@ -26,7 +23,7 @@ class SglangSharedMemory:
 
     way: metrics.Way = "shared_memory"
 
-    def __init__(self, client: InferenceClient, memory: Memory) -> None:
+    def __init__(self, client: InferenceClient, memory: accelerator.Memory) -> None:
         """Make what shares memory; none is shared yet.
 
         Args:

@@ -19,18 +19,16 @@ from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import set_sharing_strategy
-from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_tensor
+from torch.multiprocessing.reductions import rebuild_storage_filename
 
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.inference.sglang_courier import Say, run
 from tinkercloud_worker.inference.sglang_tensors import bucket, buckets, run_of_bytes
-
-_DEVICE_ARGUMENT = 6
-"""Which argument of torch's `rebuild_cuda_tensor` is the index of the device."""
 
 
 def main() -> None:
@@ -45,7 +43,7 @@ def _options() -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--file", required=True, type=Path)
     parser.add_argument("--most-bytes", required=True, type=int)
-    parser.add_argument("--memory", required=True, choices=("cuda", "cpu"))
+    parser.add_argument("--memory", required=True, choices=get_args(accelerator.Memory))
     parser.add_argument("--ranks", required=True, type=int)
     return parser.parse_args()
 
@@ -77,18 +75,11 @@ class _Handles(ForkingPickler):
     """Writes tensors as torch does for its own processes, and as suits others."""
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as in its base
-        if isinstance(value, Tensor) and value.is_cuda:
-            return _of_gpu(value)
+        if isinstance(value, Tensor) and (handle := accelerator.handed_over(value)):
+            return handle
         if isinstance(value, torch.UntypedStorage):
             return _of_machine(value)
         return NotImplemented
-
-
-def _of_gpu(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    # SGLang takes the GPU's own name where torch has the number it has here.
-    name = str(torch.cuda.get_device_properties(tensor.device).uuid)
-    return rebuild, (*arguments[:_DEVICE_ARGUMENT], name, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 def _of_machine(

@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.megatron_trainer.sequence import DividedSequences, SequenceDivision
 from tinkercloud_worker.packing import flash_attention, flash_takes
 
@@ -94,7 +95,7 @@ def _causal(query_HLD: Tensor, seen: int) -> Tensor:
     those for the first positions.
     """
     length = query_HLD.shape[1]
-    if query_HLD.is_cuda or length == seen:
+    if accelerator.aligns_causal_masks(query_HLD) or length == seen:
         return causal_lower_right(length, seen)
     ones = torch.ones(length, seen, dtype=torch.bool, device=query_HLD.device)
     return ones.tril(seen - length)

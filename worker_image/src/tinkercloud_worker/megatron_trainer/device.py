@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.architecture import UnsupportedModelError
 
 
@@ -56,7 +57,7 @@ def device_of(name: str) -> Device:
         return Cpu()
     from tinkercloud_worker.megatron_trainer.gpu import Gpu  # noqa: PLC0415
 
-    if not torch.cuda.is_available():
+    if not accelerator.is_there():
         raise UnsupportedModelError(
             f"trainer.device: {name!r}, but this rank has no GPU; give the trainer pods GPUs, or"
             " set it to 'cpu'"

@@ -6,14 +6,13 @@ recorded, and leaves its hidden states where the last replay left them; Python i
 So shapes are rounded up to powers of two, adapters are copied to places of their own (`banks`)
 before the steps that use them, and whatever moves in memory makes recordings void.
 
-The module knows nothing of CUDA but in `CudaRecorder`: what records is given to it.
+The module knows nothing of CUDA: what records is given to it (`accelerator.GraphRecorder`).
 
 Shape legend: B rows, padded, T = 1 new positions, D hidden size.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -36,54 +35,6 @@ Recorder = Callable[[Compute], Compute]
 _MOST_STEPS = 32
 _SHORTEST = 256
 """Positions that a recorded step reads at least."""
-
-
-def recorder_for(device: torch.device) -> Recorder | None:
-    """Return what records on a device; None where nothing does, or launching costs little."""
-    return CudaRecorder(device) if device.type == "cuda" else None
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which share their memory: no two of them run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, compute: Compute) -> Compute:
-        """Record; see `Recorder`.
-
-        Raises:
-            RuntimeError: the work can't be recorded: it reads results back while it computes.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # Libraries and kernels are loaded by the first use, which can't be recorded.
-            compute()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may allocate meanwhile: weights are published from one.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                result = compute()
-        except RuntimeError:
-            self._leave_pool()
-            raise
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    def _leave_pool(self) -> None:
-        """End what a recording that failed leaves begun: the allocator would free nothing more."""
-        index = self._stream.device.index
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

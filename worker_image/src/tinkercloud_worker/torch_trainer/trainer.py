@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.training import LoraConfig
-from tinkercloud_worker import lora, losses
+from tinkercloud_worker import accelerator, lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
@@ -193,7 +193,9 @@ class TorchTrainer(AdamTrainer):
 
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
         """Make the trunk's backward pass, if it has anything to add to a gradient."""
-        if hidden_RD.requires_grad and (gradient_RD.is_cuda or bool(gradient_RD.any())):
+        if hidden_RD.requires_grad and (
+            accelerator.is_awaited(gradient_RD) or bool(gradient_RD.any())
+        ):
             hidden_RD.backward(gradient_RD)
 
     def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:

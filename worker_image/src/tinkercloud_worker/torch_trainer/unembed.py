@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.kernels import compiled_on_gpu
 from tinkercloud_worker.unembedding import Unembedding
 
@@ -59,7 +60,7 @@ def logprobs_and_gradient(
         out_RK[rows] = chosen_RK - log_normalizer_R1
         c_RK = derivative(rows, out_RK[rows])
         h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
-        if c_RK.is_cuda:
+        if accelerator.is_awaited(c_RK):
             # It would have to wait for the answer which rows can be left out.
             gradient_RD[rows] = own.backward(h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
             continue
@@ -105,6 +106,6 @@ def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
     weight = layer.linear.weight
-    size = _ACCELERATOR_LOGITS_BYTES if weight.is_cuda else _LOGITS_BYTES
+    size = _ACCELERATOR_LOGITS_BYTES if accelerator.wants_many_rows(weight) else _LOGITS_BYTES
     rows = max(1, size // (4 * weight.shape[0]))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
