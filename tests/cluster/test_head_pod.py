@@ -29,7 +29,7 @@ from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.engine_image import a_server_of_others, engine_image
 from tinkercloud_testing.cluster.installation import a_secret
 from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.node import RealNode, head_process
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.volumes import a_volume
 from tinkercloud_testing.models import save, tiny_llama
@@ -153,22 +153,6 @@ class Session:
 
     def ray_status(self) -> str:
         return self.run("ray", "status")
-
-    def head_process(self) -> int:
-        """Return the head's process on this machine."""
-        uid = self.pod["metadata"]["uid"]
-        [found] = [
-            int(process.name)
-            for process in Path("/proc").glob("[0-9]*")
-            if is_head(process) and uid in (process / "cgroup").read_text()
-        ]
-        return found
-
-
-def is_head(process: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return b"python\0-m\0tinkercloud_worker\0" in (process / "cmdline").read_bytes()
-    return False
 
 
 def first_tokens(drawn: pb.SampleResponse) -> list[int]:
@@ -302,7 +286,7 @@ def test_a_head_pod_trains(session: Session) -> None:
 def test_a_killed_head_comes_back_as_another_generation(session: Session) -> None:
     before = session.status().generation
 
-    os.kill(session.head_process(), signal.SIGKILL)
+    os.kill(head_process(session.pod), signal.SIGKILL)
 
     wait_until(lambda: session.is_generation_after(before), "the next head", START_SECONDS)
     session.wait_until_ready()

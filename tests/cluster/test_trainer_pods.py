@@ -5,8 +5,11 @@ The two are megatron's, and an engine in a pod of its own samples what they trai
 The tests are a story in the order they stand in: each goes on where the one before it ended.
 """
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.client import Cluster, Refused
 from tinkercloud_testing.cluster.engine_image import engine_image
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
@@ -26,10 +29,11 @@ from tinkercloud_testing.cluster.installation import (
 )
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import NAME as NODE
-from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.node import RealNode, head_process
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.servers import a_server
+from tinkercloud_testing.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -244,6 +248,36 @@ def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
         pending.result(timeout=START_SECONDS)
     assert train_a_step(story.training) == pytest.approx(expected[3], abs=1e-4)
     assert lost not in pods_of(installation, "trainer")
+
+
+def test_ranks_of_a_killed_head_end_and_the_next_heads_take_their_places(
+    installation: Installation, story: Story
+) -> None:
+    saved = story.training.save_state("before").result().path
+    [head], trainers = pods_of(installation, "head"), pods_of(installation, "trainer")
+    before = {start for pod in trainers for start in starts_of_ranks(installation, pod)}
+    pod = installation.cluster.get("pod", head, installation.namespace)
+
+    os.kill(head_process(pod), signal.SIGKILL)
+
+    with pytest.raises((tinker.TinkerError, ValueError), match=saved):
+        train_a_step(story.training)
+    wait_until(lambda: is_replaced(installation, before), "ranks of the next head", START_SECONDS)
+    assert len(before) == len(trainers)
+
+
+def starts_of_ranks(installation: Installation, pod: str) -> list[str]:
+    """Return when each rank of a pod began, in ticks since this machine did."""
+    return at_ranks(installation, pod, 'cut -d " " -f 22 "${process%/*}/stat"').split()
+
+
+def is_replaced(installation: Installation, before: Set[str]) -> bool:
+    """Whether each trainer pod has one rank, and none of those before."""
+    try:
+        now = [starts_of_ranks(installation, pod) for pod in pods_of(installation, "trainer")]
+    except Refused:
+        return False
+    return [len(starts) for starts in now] == [1, 1] and not before & set(chain(*now))
 
 
 def test_a_deleted_session_leaves_nothing(installation: Installation, story: Story) -> None:

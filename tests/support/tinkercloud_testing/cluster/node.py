@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
@@ -288,3 +289,20 @@ def _pause_image(folder: Path) -> Image:
 
 def _socket(folder: Path) -> Path:
     return folder / "containerd.sock"
+
+
+def head_process(pod: dict[str, Any]) -> int:
+    """Return the process on this machine of the head that runs in a pod."""
+    uid = pod["metadata"]["uid"]
+    [found] = [
+        int(process.name)
+        for process in Path("/proc").glob("[0-9]*")
+        if _is_head(process) and uid in (process / "cgroup").read_text()
+    ]
+    return found
+
+
+def _is_head(process: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return b"python\0-m\0tinkercloud_worker\0" in (process / "cmdline").read_bytes()
+    return False
