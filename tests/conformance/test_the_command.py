@@ -1,12 +1,15 @@
 """The `tinkercloud` command beside a running server, and what the server does with signals."""
 
+import importlib.metadata
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tinker
 
 from tinkercloud_testing.sdk_steps import a_datum, step
@@ -40,6 +43,58 @@ def test_a_key_can_be_made_used_listed_and_revoked(server: Server) -> None:
     assert listed[made["id"]]["owner"] == "team"
     assert listed[made["id"]]["revoked"]
     assert made["key"] not in server.command("keys", "list", "--json")
+
+
+def test_a_command_about_keys_names_the_folder_it_used_and_who_serves_it(
+    server: Server, tmp_path: Path
+) -> None:
+    assert server.process is not None
+
+    served = tinkercloud(server, "keys", "list")
+    made = tinkercloud(server, "keys", "create", "me", "--state-dir", str(tmp_path / "new"))
+    again = tinkercloud(server, "keys", "list", "--state-dir", str(tmp_path / "new"))
+
+    pid = server.process.pid
+    assert f"in {server.state_dir}, of the server that is process {pid}" in served.stderr
+    assert made.stdout.startswith("tml-")
+    assert f"in {tmp_path / 'new'}, made just now; no server uses it" in made.stderr
+    assert f"in {tmp_path / 'new'}; no server uses it" in again.stderr
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/etc/hostname"])
+def test_a_state_folder_that_can_not_be_used_is_told_in_a_sentence(
+    server: Server, folder: str
+) -> None:
+    served = tinkercloud(server, "serve", "--port", "0", "--state-dir", folder)
+    keys = tinkercloud(server, "keys", "list", "--state-dir", folder)
+    doctor = tinkercloud(server, "doctor", "--json", "--state-dir", folder)
+
+    for refused in (served, keys):
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"error: state_dir: {folder} can't be used (")
+    findings = {row["check"]: row for row in json.loads(doctor.stdout)}
+    assert doctor.returncode == 1
+    assert findings["state folder"]["detail"].startswith(f"state_dir: {folder} can't be used (")
+    assert findings["catalog"]["result"] == "FAILED"
+
+
+def test_the_doctor_finds_what_is_wrong_with_the_settings(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text("port = = 3")
+
+    result = tinkercloud(
+        server, "doctor", "--json", TINKERCLOUD_CONFIG_FILE=str(tmp_path / "wrong.toml")
+    )
+
+    (finding,) = json.loads(result.stdout)
+    assert (result.returncode, finding["check"], finding["result"]) == (1, "settings", "FAILED")
+    assert str(tmp_path / "wrong.toml") in finding["detail"]
+
+
+def test_the_version_is_printed(server: Server) -> None:
+    assert tinkercloud(server, "--version").stdout.split() == [
+        "tinkercloud",
+        importlib.metadata.version("tinkercloud-api"),
+    ]
 
 
 def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:
@@ -105,7 +160,7 @@ def test_the_doctor_says_which_model_is_missing(server: Server) -> None:
 
     assert result.returncode == 1
     assert finding["result"] == "FAILED"
-    assert "/nowhere/at/all" in finding["detail"]
+    assert "there is no folder '/nowhere/at/all'" in finding["detail"]
 
 
 def test_a_second_server_on_the_same_state_is_refused(server: Server) -> None:
@@ -168,6 +223,45 @@ def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -
     key = first.split("TINKER_API_KEY=")[1].split()[0]
     assert key.startswith("tml-")
     assert "tml-" not in second.replace("tml-...", "")
+    (line,) = [line for line in second.splitlines() if " keys create NAME" in line]
+    made = subprocess.run(
+        shlex.split(line.replace("NAME", "another")),
+        env={k: v for k, v in environment.items() if k != "TINKERCLOUD_STATE_DIR"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout.startswith("tml-")
+    assert f"in {server.state_dir}; no server uses it" in made.stderr
+
+
+def test_what_is_ready_or_not_is_told_at_the_servers_terminal(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    absent = {"TINKERCLOUD_TRAINER__DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    with a_server(tmp_path / "ready", {MODEL: model_folder}) as ready:
+        wait_until(lambda: "the model is ready" in ready.log, "the model")
+    with a_server(tmp_path / "failed", {MODEL: model_folder}, absent) as failed:
+        wait_until(lambda: "a session head could not be started" in failed.log, "its failure")
+
+    assert "the model is ready" not in failed.log
+    assert "trainer.device: 'cuda', but this head has no GPU" in failed.log
+
+
+def test_an_orderly_stop_is_no_error_and_shows_no_token(model_folder: Path, tmp_path: Path) -> None:
+    with a_server(tmp_path / "ready", {MODEL: model_folder}) as ready:
+        wait_until(lambda: "the model is ready" in ready.log, "the model")
+    with a_server(tmp_path / "loading", {MODEL: model_folder}) as loading:
+        wait_until(lambda: "session head started" in loading.log, "the head")
+        # Its server waits for it by now: it answers that it is starting, and then is told to stop.
+        (token,) = (tmp_path / "loading").glob("heads/*/token")
+        secret = token.read_text()
+
+    assert "session head has stopped" in ready.log
+    for log in (ready.log, loading.log):
+        assert "[error" not in log
+        assert "was never retrieved" not in log
+    assert secret not in loading.log
 
 
 def test_a_hangup_starts_the_server_over_and_runs_resume(

@@ -5,6 +5,7 @@ running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` ne
 """
 
 import asyncio
+import importlib.metadata
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -12,25 +13,21 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import aiohttp
 import typer
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tinkercloud_api import diagnosis, logs, planning, server
+from tinkercloud_api import diagnosis, logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.models import ModelNotFoundError
-from tinkercloud_api.settings import Settings, UnknownSettingError, load_settings
-from tinkercloud_protocol.wire import describe
+from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
 
 T = TypeVar("T")
 
 app = typer.Typer(
     name="tinkercloud",
-    help="A self-hosted implementation of the Tinker API.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -46,12 +43,37 @@ BaseUrl = Annotated[
     str, typer.Option(envvar="TINKER_BASE_URL", help="The server to ask.", show_default=True)
 ]
 ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Your key.")]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that holds all state: that of a server, if it is for one.", show_default=False
+    ),
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _print_version(is_wanted: bool) -> None:  # noqa: FBT001 - typer's callbacks are called so
+    if is_wanted:
+        typer.echo(f"tinkercloud {importlib.metadata.version('tinkercloud-api')}")
+        raise typer.Exit
+
+
+@app.callback()
+def tinkercloud(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """A self-hosted implementation of the Tinker API."""
 
 
 def _fail(message: str) -> NoReturn:
@@ -62,9 +84,7 @@ def _fail(message: str) -> NoReturn:
 def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
     try:
         return load_settings(**overrides)
-    except ValidationError as error:
-        _fail(f"settings: {describe(error)}")
-    except (UnknownSettingError, SettingsError, FileNotFoundError) as error:
+    except SettingsRefusedError as error:
         _fail(f"settings: {error}")
 
 
@@ -89,7 +109,7 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Folder that holds all state.")] = None,
+    state_dir: StateDir = None,
 ) -> None:
     """Serve the Tinker API: with session heads as child processes, or as pods of a cluster."""
     models = {}
@@ -100,13 +120,21 @@ def serve(
     logs.configure(settings)
     try:
         server.run(settings)
-    except (server.AlreadyRunningError, CatalogUnreachableError, ModelNotFoundError) as error:
+    except (
+        server.PortTakenError,
+        state_folder.StateFolderError,
+        CatalogUnreachableError,
+        ModelNotFoundError,
+    ) as error:
         _fail(str(error))
 
 
-def _with_catalog(work: Callable[[Catalog], Awaitable[T]]) -> T:
+def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
+    """Do something with the catalog, and say on standard error which one that was."""
+    settings = _settings(state_dir=state_dir)
+
     async def run() -> T:
-        engine = open_database(_settings().catalog_url)
+        engine = open_database(settings.catalog_url)
         await migrate(engine)
         catalog = Catalog(engine)
         try:
@@ -115,9 +143,25 @@ def _with_catalog(work: Callable[[Catalog], Awaitable[T]]) -> T:
             await catalog.close()
 
     try:
-        return asyncio.run(run())
-    except CatalogUnreachableError as error:
+        whose = _whose_catalog(settings)
+        result = asyncio.run(run())
+    except (CatalogUnreachableError, state_folder.StateFolderError) as error:
         _fail(str(error))
+    typer.echo(whose, err=True)
+    return result
+
+
+def _whose_catalog(settings: Settings) -> str:
+    """Return which catalog the settings name, and who serves it; make its folder."""
+    if settings.database_url is not None:
+        return "catalog: that of database_url"
+    folder = settings.state_dir.absolute()
+    is_new = not (folder / "catalog.db").exists()
+    state_folder.make(folder)
+    if (pid := state_folder.running_server(folder)) is not None:
+        return f"catalog: in {folder}, of the server that is process {pid}"
+    made = ", made just now" if is_new else ""
+    return f"catalog: in {folder}{made}; no server uses it, --state-dir names another"
 
 
 @keys_app.command("create")
@@ -125,15 +169,17 @@ def create_key(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     owner: Annotated[str | None, typer.Option(help="Whose it is; by default NAME.")] = None,
     role: Annotated[Role, typer.Option(help="admin sees what belongs to others.")] = Role.USER,
+    state_dir: StateDir = None,
     *,
     as_json: Json = False,
 ) -> None:
     """Make a key and show it, this once."""
     key = new_key()
     row = _with_catalog(
+        state_dir,
         lambda catalog: catalog.add_key(
             key_hash=hash_key(key), name=name, owner=owner or name, role=role
-        )
+        ),
     )
     if as_json:
         typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
@@ -142,7 +188,7 @@ def create_key(
 
 
 @keys_app.command("list")
-def list_keys(*, as_json: Json = False) -> None:
+def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """List all keys, without the keys themselves."""
     rows = [
         {
@@ -153,7 +199,7 @@ def list_keys(*, as_json: Json = False) -> None:
             "created": row.created_at.isoformat(timespec="seconds"),
             "revoked": row.revoked_at.isoformat(timespec="seconds") if row.revoked_at else "",
         }
-        for row in _with_catalog(lambda catalog: catalog.keys())
+        for row in _with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
     columns = ["id", "name", "owner", "role", "created", "revoked"]
     _show(rows, columns, as_json=as_json)
@@ -162,9 +208,10 @@ def list_keys(*, as_json: Json = False) -> None:
 @keys_app.command("revoke")
 def revoke_key(
     key_id: Annotated[int, typer.Argument(help="Its id, as `keys list` shows it.")],
+    state_dir: StateDir = None,
 ) -> None:
     """Revoke a key. A running server refuses it within ten seconds."""
-    if not _with_catalog(lambda catalog: catalog.revoke_key(key_id)):
+    if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
         _fail(f"there is no key {key_id} that is not revoked already")
 
 
@@ -262,9 +309,12 @@ def plan_model(
 
 
 @app.command()
-def doctor(*, as_json: Json = False) -> None:
+def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check that this machine can serve, and say what to do where it can't."""
-    findings = asyncio.run(diagnosis.examine(_settings()))
+    try:
+        findings = asyncio.run(diagnosis.examine(load_settings(state_dir=state_dir)))
+    except SettingsRefusedError as error:
+        findings = [diagnosis.Finding("settings", is_good=False, detail=str(error))]
     rows = [finding.as_row() for finding in findings]
     _show(rows, ["check", "result", "detail"], as_json=as_json)
     if any(not finding.is_good for finding in findings):

@@ -2,18 +2,17 @@
 
 import importlib.util
 import shutil
-import tempfile
 from dataclasses import dataclass
 
 import aiohttp
 import obstore
 
-from tinkercloud_api.catalog.database import open_database
+from tinkercloud_api import state_folder
+from tinkercloud_api.catalog.database import CatalogUnreachableError, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError, resolve
 from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
-from tinkercloud_api.server import running_server
 from tinkercloud_api.settings import Settings
 from tinkercloud_crds.labels import BASE_MODELS
 from tinkercloud_protocol.errors import Unavailable
@@ -49,16 +48,9 @@ async def examine(settings: Settings) -> list[Finding]:
 
 def _state_dir(settings: Settings) -> Finding:
     try:
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=settings.state_dir):
-            pass
-    except OSError as error:
-        return Finding(
-            "state folder",
-            is_good=False,
-            detail=f"{settings.state_dir} can't be written ({error.strerror}): set"
-            " TINKERCLOUD_STATE_DIR",
-        )
+        state_folder.make(settings.state_dir)
+    except state_folder.StateFolderError as error:
+        return Finding("state folder", is_good=False, detail=str(error))
     return Finding("state folder", is_good=True, detail=str(settings.state_dir))
 
 
@@ -93,7 +85,10 @@ async def _cluster(settings: Settings) -> Finding:
 
 
 async def _catalog(settings: Settings) -> Finding:
-    catalog = Catalog(open_database(settings.catalog_url))
+    try:
+        catalog = Catalog(open_database(settings.catalog_url))
+    except CatalogUnreachableError as error:
+        return Finding("catalog", is_good=False, detail=str(error))
     try:
         await catalog.ping()
     except Unavailable as error:
@@ -124,9 +119,10 @@ def _model(name: str, where: str) -> Finding:
 
 
 async def _server(settings: Settings) -> Finding:
-    pid = running_server(settings.state_dir)
+    pid = state_folder.running_server(settings.state_dir)
     if pid is None:
-        return Finding("server", is_good=True, detail="not running")
+        detail = f"none uses {settings.state_dir}; --state-dir names another folder"
+        return Finding("server", is_good=True, detail=detail)
     url = f"http://{settings.host}:{settings.port}/healthz"
     try:
         timeout = aiohttp.ClientTimeout(total=5)

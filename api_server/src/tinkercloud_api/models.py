@@ -13,6 +13,14 @@ class ModelNotFoundError(Exception):
     """A model that was to be served is not on this machine; the message says what to do."""
 
 
+def no_such_folder(where: str) -> str:
+    """Return what is wrong with a model that is no folder, and can't be one of the hub either."""
+    return (
+        f"there is no folder {where!r}, nor has the hub models of such a name, which would be NAME"
+        " or OWNER/NAME; name a folder that is there, or a model's id"
+    )
+
+
 def resolve(name: str, where: str) -> ServedModel:
     """Find a model on this machine.
 
@@ -27,7 +35,9 @@ def resolve(name: str, where: str) -> ServedModel:
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(where, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError, FileNotFoundError):
+        except HFValidationError:
+            raise ModelNotFoundError(f"model {name!r}: {no_such_folder(where)}") from None
+        except (LocalEntryNotFoundError, FileNotFoundError):
             raise ModelNotFoundError(
                 f"model {name!r}: {where!r} is neither a folder nor a model in the local Hugging"
                 f" Face cache. Fetch it first (`hf download {where}`) or name a folder:"

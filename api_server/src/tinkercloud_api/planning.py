@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
 
+from tinkercloud_api.models import no_such_folder
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import ModelName
 from tinkercloud_crds.planning import architecture, families, fleet
@@ -83,13 +85,13 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    try:
+    with suppress(OSError, HFValidationError):
         return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
-    except (HFValidationError, OSError):
-        pass
     try:
         return Path(hf_hub_download(model, _CONFIG))
-    except (HFValidationError, OSError) as error:
+    except HFValidationError:
+        raise CannotPlan(no_such_folder(model)) from None
+    except OSError as error:
         raise CannotPlan(
             f"{model!r} is neither a folder nor a model in the local Hugging Face cache, and the"
             f" hub does not give its {_CONFIG} ({type(error).__name__}). Name a folder that holds"

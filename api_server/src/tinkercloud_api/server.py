@@ -1,20 +1,20 @@
 """Runs the API server in this process, until a signal ends or restarts it."""
 
 import asyncio
-import fcntl
 import getpass
 import os
+import shlex
 import signal
 import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 import structlog
 import uvicorn
 
+from tinkercloud_api import state_folder
 from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
@@ -28,11 +28,10 @@ from tinkercloud_api.settings import Settings
 log = structlog.get_logger(__name__)
 
 _GRACE_SECONDS = 10
-PID_FILE = "server.pid"
 
 
-class AlreadyRunningError(Exception):
-    """Another server uses the same state folder or the same port."""
+class PortTakenError(Exception):
+    """The address can't be listened on, as when another program does."""
 
 
 class _Server(uvicorn.Server):
@@ -62,7 +61,10 @@ def run(settings: Settings) -> None:
     SIGINT and SIGTERM end the server and its session heads, SIGHUP starts it over.
 
     Raises:
-        AlreadyRunningError: another server runs with this state folder, or has the port.
+        PortTakenError: another program has the port.
+        StateFolderError: the state folder can't be used, or another server uses it.
+        CatalogUnreachableError: the catalog does not answer.
+        ModelNotFoundError: a model that is to be served is not on this machine.
     """
     os.umask(0o077)
     app = Application(settings, _provider(settings))
@@ -101,10 +103,10 @@ def _alone(settings: Settings) -> AbstractContextManager[object]:
     second pod out.
     """
     if settings.database_url is None or settings.provider == "local":
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        state_folder.make(settings.state_dir)
     if settings.provider == "kubernetes":
         return nullcontext()
-    return _PidFile(settings.state_dir / PID_FILE)
+    return state_folder.Served(settings.state_dir)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -113,55 +115,12 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
-        raise AlreadyRunningError(
+        raise PortTakenError(
             f"{settings.host}:{settings.port} can't be listened on ({error.strerror}): choose"
             " another with --port or TINKERCLOUD_PORT"
         ) from None
     listener.listen(2048)
     return listener
-
-
-class _PidFile:
-    """Says which process serves a state folder, and keeps a second one out.
-
-    The lock on the file counts, not the file: it ends with the process, however that ends.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> None:
-        self._file = self._path.open("a+")
-        if not _lock(self._file):
-            raise AlreadyRunningError(
-                f"process {running_server(self._path.parent)} serves {self._path.parent} already:"
-                " stop it, or choose another folder with TINKERCLOUD_STATE_DIR"
-            )
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-
-    def __exit__(self, *_exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def running_server(state_dir: Path) -> int | None:
-    """Return the process that serves a state folder; None if none does."""
-    try:
-        with (state_dir / PID_FILE).open() as file:
-            return None if _lock(file) else int(file.read())
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 async def _introduce(settings: Settings, port: int) -> None:
@@ -203,7 +162,7 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     if key is not None:
         lines += ["An API key was made. It is shown this once and stored hashed:", ""]
     else:
-        lines += ["Keys: `tinkercloud keys create NAME` makes another.", ""]
+        lines += ["Another API key:", "", _key_command(settings), ""]
     lines += [
         f"export TINKER_BASE_URL={url}",
         f"export TINKER_API_KEY={key or 'tml-...'}",
@@ -218,3 +177,12 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
             "tokenizer = training.get_tokenizer()",
         ]
     return "\n".join(lines)
+
+
+def _key_command(settings: Settings) -> str:
+    """Return a command that makes a key for this server, typed wherever."""
+    beside_python = Path(sys.executable).with_name("tinkercloud")
+    command = [str(beside_python) if beside_python.exists() else "tinkercloud", "keys", "create"]
+    if settings.database_url is None:
+        return shlex.join([*command, "NAME", "--state-dir", str(settings.state_dir.absolute())])
+    return shlex.join([*command, "NAME"]) + "    # with this server's database_url"

@@ -8,17 +8,21 @@ nothing must not pass for one that works.
 
 import importlib
 import inspect
+import json
 import os
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SecretStr, model_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
+    SettingsError,
 )
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
@@ -30,6 +34,7 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
     check_gpu_of_head,
 )
+from tinkercloud_protocol.wire import sentences
 
 ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
@@ -109,7 +114,9 @@ class Settings(BaseSettings):
     """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://...; by
     default a folder in `state_dir`. Credentials come from the environment as usual for the store.
     """
-    models: dict[str, str] = Field(default_factory=dict)
+    models: dict[str, str] = Field(
+        default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
+    )
     """Served models: the name SDK users ask for, and a local Hugging Face folder or the id of a
     model in the local Hugging Face cache."""
     bootstrap_key: SecretStr | None = None
@@ -177,7 +184,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Say which sources there are, strongest first (called by pydantic-settings)."""
         file = os.environ.get(CONFIG_FILE_VARIABLE)
-        toml = (TomlConfigSettingsSource(settings_cls, Path(file)),) if file else ()
+        toml = (InitSettingsSource(settings_cls, _read_file(Path(file))),) if file else ()
         return (init_settings, env_settings, *toml)
 
     @property
@@ -275,8 +282,8 @@ def _instead(name: str) -> str:
     return known.get(name) or known.get(group) or "heads there have its default"
 
 
-class UnknownSettingError(Exception):
-    """A setting that does not exist; the message names it."""
+class SettingsRefusedError(Exception):
+    """A setting can't be read, is not acceptable or does not exist; the message names it."""
 
 
 def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
@@ -286,20 +293,112 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of 
         overrides: values that are stronger than environment and file; None means not given.
 
     Raises:
-        UnknownSettingError: the environment holds a TINKERCLOUD_ variable nobody reads.
-        pydantic.ValidationError: a value is not acceptable; the message names its field.
-        pydantic_settings.SettingsError: a list or a table of the environment is not JSON.
-        FileNotFoundError: the configuration file does not exist.
+        SettingsRefusedError: the file can't be read, a list or a table of the environment is not
+            JSON, a value is not acceptable, or nobody knows its name.
     """
-    known = {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}
+    known = {*Settings.model_fields, CONFIG_FILE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
     for name in os.environ:
-        stem = name.upper().split("__")[0]
-        if stem.startswith(ENV_PREFIX) and stem not in known | {CONFIG_FILE_VARIABLE}:
-            raise UnknownSettingError(
-                f"environment variable {name} is not a setting; the settings are listed in"
-                " docs/configuration.md"
-            )
+        if name.upper().startswith(ENV_PREFIX) and _path(name).partition(".")[0] not in known:
+            raise SettingsRefusedError(_unknown(_path(name)))
+    try:
+        return Settings(**{name: value for name, value in overrides.items() if value is not None})
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        raise SettingsRefusedError(sentences([_named(fault) for fault in faults])) from None
+    except SettingsError as error:
+        raise SettingsRefusedError("; ".join(_wants_of_json()) or str(error)) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        why = f"can't be read ({error.strerror})"
+    except ValueError as error:
+        why = f"is no TOML ({error})"
+    raise SettingsRefusedError(
+        f"{CONFIG_FILE_VARIABLE} names {path}, which {why}; name a TOML file"
+    )
+
+
+def _path(variable: str) -> str:
+    """Return which setting a variable is, as `limits.max_lora_rank`."""
+    return variable[len(ENV_PREFIX) :].lower().replace("__", ".")
+
+
+def _variable(path: str) -> str:
+    return ENV_PREFIX + path.upper().replace(".", "__")
+
+
+def _field(path: str) -> FieldInfo | None:
+    """Return a setting; None if there is none of this name."""
+    fields: Mapping[str, FieldInfo] = Settings.model_fields
+    field = None
+    for name in path.split("."):
+        field = fields.get(name)
+        model = _table_of(field)
+        fields = model.model_fields if model is not None else {}
+    return field
+
+
+def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """Return the settings of which a field is a table; None if it is not one."""
+    annotation = field.annotation if field is not None else None
+    is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_table else None
+
+
+def _named(fault: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a fault told by the name that its setting has where it, or one beside it, is set."""
+    path = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        return {"type": fault["type"], "loc": (), "msg": _unknown(path)}
+    if not path:
+        return fault
+    # What is said of a table begins with which of its settings it is about.
+    first, _, rest = fault["msg"].removeprefix("Value error, ").partition(": ")
+    within = f"{path}.{first}"
+    if _table_of(_field(path)) is not None and _field(within) is not None:
+        return {"type": fault["type"], "loc": (_name(within),), "msg": rest}
+    return {**fault, "loc": (_name(path),)}
+
+
+def _name(path: str) -> str:
+    group = path.partition(".")[0]
+    by_variable = any(
+        name.upper().startswith(ENV_PREFIX) and _path(name).partition(".")[0] == group
+        for name in os.environ
+    )
+    return _variable(path) if by_variable else path
+
+
+def _unknown(path: str) -> str:
+    given = [name for name in os.environ if name.upper() == _variable(path)]
     file = os.environ.get(CONFIG_FILE_VARIABLE)
-    if file and not Path(file).is_file():
-        raise FileNotFoundError(f"{CONFIG_FILE_VARIABLE} names {file}, which does not exist")
-    return Settings(**{name: value for name, value in overrides.items() if value is not None})
+    where = f"{path} in {file}" if file else path
+    name = f"environment variable {given[0]}" if given else where
+    return f"{name} is not a setting; the settings are listed in docs/configuration.md"
+
+
+def _wants_of_json() -> Iterator[str]:
+    """Yield what to write for each variable that must be JSON and is not."""
+    for variable, value in os.environ.items():
+        is_ours = variable.upper().startswith(ENV_PREFIX)
+        field = _field(_path(variable)) if is_ours else None
+        if field is None or not (_table_of(field) or field.examples):
+            continue
+        try:
+            json.loads(value)
+        except ValueError:
+            yield (
+                f"{variable} is not JSON, as lists and tables are in variables; write for example"
+                f" {variable}='{json.dumps(_example(field))}'"
+            )
+
+
+def _example(field: FieldInfo) -> object:
+    if field.examples:
+        return field.examples[0]
+    table = field.get_default()
+    name = next(iter(type(table).model_fields))
+    return {name: getattr(table, name)}

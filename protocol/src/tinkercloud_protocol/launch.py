@@ -123,7 +123,7 @@ class InferenceConfig(_Config):
 
     kind: Literal["sglang", "vllm"] = "sglang"
     """What the servers run, and so what they are asked in."""
-    urls: tuple[str, ...] = ()
+    urls: Annotated[tuple[str, ...], Field(examples=[["http://127.0.0.1:30000"]])] = ()
     """Where they listen, `http://host:port`. Each holds the same base model; a sampling session
     keeps to one of them, where its prompts are cached."""
     model: str | None = None

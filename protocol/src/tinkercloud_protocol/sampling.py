@@ -89,7 +89,8 @@ class SampleRequest(WireModel):
         if self.record_stability_info:
             raise ValueError(
                 "record_stability_info is not served: the stable_reinforce loss that reads it has"
-                " no public definition; use importance_sampling, ppo, cispo, dro or gspo"
+                " no public definition; use importance_sampling, ppo, cispo, dro or gspo (in the"
+                " cookbook the option loss_fn=importance_sampling)"
             )
         if self.prompt_logprobs_last_n is not None and not self.prompt_logprobs:
             raise ValueError("prompt_logprobs_last_n needs prompt_logprobs to be true")

@@ -87,7 +87,7 @@ def describe(error: ValidationError, whole: str = "") -> str:
     return sentences(error.errors(include_url=False, include_context=False), whole)
 
 
-def sentences(faults: Sequence[Mapping[str, Any]], whole: str) -> str:
+def sentences(faults: Sequence[Mapping[str, Any]], whole: str = "") -> str:
     """Return what a user can act on: of the first faults field, fault and the value that came.
 
     Args:
@@ -104,6 +104,9 @@ def sentences(faults: Sequence[Mapping[str, Any]], whole: str) -> str:
             told.append(message)
             continue
         is_shown = "input" in fault and fault["type"] not in {"missing", "json_invalid"}
+        # Words of our own say what of an object is wrong; how large it is says nothing.
+        if fault["type"] == "value_error" and isinstance(fault.get("input"), dict):
+            is_shown = False
         got = f" (got {_short(fault['input'])})" if is_shown else ""
         told.append(f"{where}: {message}{got}")
     if len(faults) > MAX_ERRORS_SHOWN:

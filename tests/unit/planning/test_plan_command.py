@@ -348,3 +348,10 @@ def test_a_model_that_is_nowhere_is_refused_with_what_to_do(hub: str, tmp_path: 
     assert result.returncode == 1
     assert "'acme/absent' is neither a folder nor a model in the local" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = run(str(tmp_path / "nope"), "--gpus", "1xL4")
+
+    assert result.exit_code == 1
+    assert f"there is no folder '{tmp_path}/nope'" in " ".join(result.output.split())

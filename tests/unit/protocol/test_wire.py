@@ -60,7 +60,7 @@ def test_too_many_entries_of_metadata_are_counted() -> None:
         CreateSession.model_validate(SESSION | {"user_metadata": metadata})
 
     reason = "user_metadata: 65 entries, at most 64 are accepted"
-    assert describe(raised.value) == f"{reason} (got an object of 65 entries)"
+    assert describe(raised.value) == reason
 
 
 @pytest.mark.parametrize("padding", [0, MAX_SHOWN_BODY_BYTES])

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.settings import UnknownSettingError, load_settings
+from tinkercloud_api.settings import SettingsRefusedError, load_settings
 from tinkercloud_protocol.launch import Limits
 
 
@@ -45,14 +44,16 @@ def test_nested_settings_are_set_by_the_environment(monkeypatch: pytest.MonkeyPa
 def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_PROT", "1")
 
-    with pytest.raises(UnknownSettingError, match="TINKERCLOUD_PROT"):
+    with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_PROT"):
         load_settings()
 
 
 def test_an_unknown_nested_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_LIMITS__MAX_RANK", "1")
 
-    with pytest.raises(ValidationError, match="max_rank"):
+    with pytest.raises(
+        SettingsRefusedError, match="variable TINKERCLOUD_LIMITS__MAX_RANK is not a"
+    ):
         load_settings()
 
 
@@ -63,14 +64,28 @@ def test_an_unknown_key_in_the_file_is_refused(
     file.write_text("prot = 1\n")
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
 
-    with pytest.raises(ValidationError, match="prot"):
+    with pytest.raises(SettingsRefusedError, match=rf"prot in {file} is not a setting; .*docs/"):
         load_settings()
 
 
-def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", "/nowhere.toml")
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("missing.toml", None, "No such file"),
+        ("", None, "Is a directory"),
+        ("wrong.toml", b"port = = 3", "is no TOML .*line 1"),
+        ("binary.toml", b"\xff\xfe", "is no TOML .*utf-8"),
+    ],
+)
+def test_a_file_that_can_not_be_read_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, content: bytes | None, told: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
 
-    with pytest.raises(FileNotFoundError, match=r"/nowhere\.toml"):
+    with pytest.raises(SettingsRefusedError, match=f"CONFIG_FILE names {file}, which .*{told}"):
         load_settings()
 
 
@@ -83,7 +98,7 @@ def test_a_value_that_is_not_acceptable_is_refused(
 ) -> None:
     monkeypatch.setenv(f"TINKERCLOUD_{name}", value)
 
-    with pytest.raises(ValidationError, match=name.lower()):
+    with pytest.raises(SettingsRefusedError, match=f"TINKERCLOUD_{name}|bootstrap_key"):
         load_settings()
 
 
@@ -96,7 +111,7 @@ def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
     monkeypatch.setenv(f"TINKERCLOUD_SAMPLER__INFERENCE__{setting.upper()}", value)
-    with pytest.raises(ValidationError, match=f"{setting}: {value} wants .*device cpu"):
+    with pytest.raises(SettingsRefusedError, match=f"{setting}: {value} wants .*device cpu"):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
@@ -145,7 +160,7 @@ def test_what_heads_are_told_elsewhere_on_kubernetes_is_refused_with_where(
 ) -> None:
     on_kubernetes(monkeypatch, **{name: value})
 
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(SettingsRefusedError, match=told):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_PROVIDER", "local")
@@ -175,7 +190,7 @@ def test_no_body_is_taken_that_heads_of_kubernetes_would_refuse(
     on_kubernetes(monkeypatch, LIMITS__MAX_BODY_BYTES=str(largest + 1))
 
     with pytest.raises(
-        ValidationError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
+        SettingsRefusedError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
     ):
         load_settings()
 
@@ -257,10 +272,42 @@ def test_a_key_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_table_that_is_not_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERCLOUD_MODELS", "a=b")
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("MODELS", '{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}'),
+        ("SAMPLER__INFERENCE__URLS", '["http://127.0.0.1:30000"]'),
+        ("TRAINER", '{"backend": "torch"}'),
+        ("SAMPLER__INFERENCE", '{"kind": "sglang"}'),
+    ],
+)
+def test_a_list_or_table_that_is_not_json_is_told_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, name: str, example: str
+) -> None:
+    monkeypatch.setenv(f"TINKERCLOUD_{name}", "foo")
 
-    assert 'settings: error parsing value for field "models"' in refusal()
+    with pytest.raises(SettingsRefusedError) as refused:
+        load_settings()
+
+    assert str(refused.value) == (
+        f"TINKERCLOUD_{name} is not JSON, as lists and tables are in variables; write for example"
+        f" TINKERCLOUD_{name}='{example}'"
+    )
+    monkeypatch.setenv(f"TINKERCLOUD_{name}", example)
+    if name != "SAMPLER__INFERENCE__URLS":
+        load_settings()
+
+
+def test_a_fault_of_a_table_names_the_setting_as_where_the_others_are_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = "backend megatron trains at ranks; set it to 1 or more"
+    (tmp_path / "settings.toml").write_text('[trainer]\nbackend = "megatron"\n')
+
+    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(tmp_path / "settings.toml"))
+    assert refusal() == f"error: settings: trainer.ranks: {told}"
+    monkeypatch.setenv("TINKERCLOUD_TRAINER__BACKEND", "megatron")
+    assert refusal() == f"error: settings: TINKERCLOUD_TRAINER__RANKS: {told}"
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,5 +329,5 @@ def test_a_head_is_given_up_no_sooner_than_its_ranks(monkeypatch: pytest.MonkeyP
 def test_ranks_have_some_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS", "0")
 
-    with pytest.raises(ValidationError, match="start_timeout_seconds"):
+    with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS"):
         load_settings()

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, Listen
+from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer
@@ -61,13 +62,20 @@ def load_base(config: HeadConfig) -> BaseModel:
     """Load the head's copy of the base model.
 
     Raises:
-        UnsupportedModelError: its architecture is not one we compute correctly.
+        UnsupportedModelError: its architecture is not one we compute correctly, or it is to be
+            where this head has no GPU.
     """
+    device = "cpu" if config.trainer.ranks else config.trainer.device
+    if device != "cpu" and not torch.accelerator.is_available():
+        raise UnsupportedModelError(
+            f"trainer.device: {device!r}, but this head has no GPU; give it one that torch can use,"
+            " or set it to 'cpu'"
+        )
     return BaseModel.load(
         config.model.path,
         getattr(torch, config.trainer.dtype),
         packed=config.trainer.packed_weights,
-        device="cpu" if config.trainer.ranks else config.trainer.device,
+        device=device,
     )
 
 

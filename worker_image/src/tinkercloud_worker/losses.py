@@ -40,7 +40,8 @@ _LARGEST_LOG_RATIO = 80.0
 """Float32 has exponentials up to 88; an advantage is still to be multiplied in."""
 
 PUBLISHED_BUT_UNDEFINED = {
-    "stable_reinforce": "it has no public definition",
+    "stable_reinforce": "it has no public definition (in the cookbook, choose another by the option"
+    " loss_fn)",
     "custom": "uploaded losses are not run here; the SDK runs custom losses on the client",
 }
 

@@ -29,7 +29,11 @@ class CatalogUnreachableError(Exception):
 
 
 def open_database(url: str) -> AsyncEngine:
-    """Return an engine for a database URL; the folder of an SQLite file is made if needed."""
+    """Return an engine for a database URL; the folder of an SQLite file is made if needed.
+
+    Raises:
+        CatalogUnreachableError: it can't be made.
+    """
     return _open(make_url(url), _STATEMENT_SECONDS)
 
 
@@ -45,9 +49,19 @@ def _open(url: URL, statement_seconds: float | None) -> AsyncEngine:
     )
     if engine.dialect.name == "sqlite":
         if engine.url.database:
-            Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(Path(engine.url.database).parent)
         event.listen(engine.sync_engine, "connect", _configure_sqlite)
     return engine
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CatalogUnreachableError(
+            f"the catalog's folder {folder} can't be made ({error.strerror}): it is that of"
+            " database_url or, without one, state_dir"
+        ) from None
 
 
 def _configure_sqlite(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:

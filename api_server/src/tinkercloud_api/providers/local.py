@@ -22,6 +22,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from typing import IO
 
 import aiohttp
@@ -70,6 +71,7 @@ class _LocalHead:
         self._starting: asyncio.Task[HeadRoute] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self.route: HeadRoute | None = None
 
     async def acquire(self) -> HeadRoute:
@@ -159,11 +161,15 @@ class _LocalHead:
         ready = asyncio.create_task(self._get(route, routes.HEAD_WAIT_READY))
         ended = asyncio.create_task(process.wait())
         seconds = self._settings.head_deadline_seconds
-        done, _ = await asyncio.wait(
-            {ready, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        ready.cancel()
-        ended.cancel()
+        try:
+            done, _ = await asyncio.wait(
+                {ready, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            # Also when the start is given up: a task that nobody awaits has its error logged.
+            ready.cancel()
+            ended.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
         if ready in done and ready.exception() is None:
             return
         if process.returncode is None:
@@ -204,6 +210,7 @@ class _LocalHead:
         return True
 
     def _adopted(self, route: HeadRoute) -> None:
+        log.info("the model is ready", model=self._model.name)
         self.route = route
         self._lease = asyncio.create_task(self._hold_lease(route))
 
@@ -218,7 +225,10 @@ class _LocalHead:
             except aiohttp.ClientError:
                 continue
         await self._ended()
-        log.error("session head is gone", model=self._model.name, generation=route.generation)
+        if self._is_stopping:
+            log.info("session head has stopped", model=self._model.name)
+        else:
+            log.error("session head is gone", model=self._model.name, generation=route.generation)
         self.route = None
 
     async def _ended(self) -> None:
@@ -241,14 +251,24 @@ class _LocalHead:
             route.url + path,
             headers={routes.HEAD_TOKEN_HEADER: route.token},
             timeout=aiohttp.ClientTimeout(total=None),
-            raise_for_status=True,
         ) as response:
+            if response.status != HTTPStatus.OK:
+                # Not aiohttp's error, which shows the request's headers, and so the token.
+                raise aiohttp.ClientError(f"{path} was answered with status {response.status}")
             return await response.read()
 
     async def stop(self) -> None:
         """Stop the head and wait for its end."""
+        self._is_stopping = True
+        try:
+            await self._stop()
+        finally:
+            self._is_stopping = False
+
+    async def _stop(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+            await asyncio.wait({self._starting})
         pid = self._running_pid()
         if pid is None or not _signal(pid, signal.SIGTERM):
             return
