@@ -40,8 +40,12 @@ def is_healthy() -> bool:
 
 
 def wait_until_healthy(seconds: float = 120) -> None:
-    """Wait for the server."""
+    """Wait for the server; say so where it does not answer at once."""
     deadline = time.monotonic() + seconds
+    if not is_healthy():
+        print(
+            f"Waiting up to {seconds:.0f} s for a server at {BASE_URL} (`make run` starts one) ..."
+        )
     while not is_healthy():
         if time.monotonic() > deadline:
             sys.exit(f"No server answers at {BASE_URL}. Start one with `make run`.")

@@ -22,8 +22,10 @@ Of the API server and the `tinkercloud` command, and [of the operator](#the-oper
 
 ## The API server
 
-Every setting is an environment variable. The same names, in lower case and without the prefix, are
-keys of a TOML file named by `{CONFIG_FILE_VARIABLE}`; nested ones are tables there:
+Every setting is an environment variable; lists and tables are JSON in variables, such as
+`TINKERCLOUD_MODELS='{{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}}'`. The same names, in lower case
+and without the prefix, are keys of a TOML file named by `{CONFIG_FILE_VARIABLE}`; nested ones are
+tables there:
 
 ```toml
 port = 8001

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from tinkercloud_testing.servers import API_KEY, Server
 
 MODEL = "tiny/llama"
+README = Path(__file__).parents[2] / "README.md"
 
 SUPERVISED = """
 import asyncio, sys
@@ -98,26 +101,17 @@ def test_supervised_training_on_a_local_file_lowers_the_loss_and_saves(
     assert saved[-1]["sampler_path"] in listed
 
 
-def test_math_rl_on_arithmetic_runs_to_its_end(
+def test_math_rl_on_arithmetic_runs_to_its_end_by_the_readmes_command(
     server: Server, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     log_path = tmp_path / "logs"
-    options = {
-        "model_name": MODEL,
-        "renderer_name": "role_colon",
-        "env": "arithmetic",
-        "groups_per_batch": "4",
-        "group_size": "4",
-        "max_tokens": "5",
-        "max_steps": "2",
-        "eval_every": "0",
-        "loss_fn": "importance_sampling",
-        "behavior_if_log_dir_exists": "delete",
-        "log_path": str(log_path),
-    }
-    arguments = [f"{name}={value}" for name, value in options.items()]
+    (command,) = re.findall(r"\$ \S+/python (-m tinker_cookbook[^`]*)```", README.read_text())
+    arguments = shlex.split(command)
+    here = [f"model_name={MODEL}", f"log_path={log_path}"]
+    named = [option.partition("=")[0] for option in here]
+    assert len([each for each in arguments if each.partition("=")[0] in named]) == len(here)
 
-    run(["-m", "tinker_cookbook.recipes.math_rl.train", *arguments], environment)
+    run([each for each in arguments if each.partition("=")[0] not in named] + here, environment)
 
     rows = metrics(log_path)
     gaps = [row["optim/kl_sample_train_v1"] for row in rows if "optim/kl_sample_train_v1" in row]

@@ -364,19 +364,16 @@ def _named(fault: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _name(path: str) -> str:
-    group = path.partition(".")[0]
-    by_variable = any(
-        name.upper().startswith(ENV_PREFIX) and _path(name).partition(".")[0] == group
-        for name in os.environ
-    )
-    return _variable(path) if by_variable else path
+    group = _variable(path.partition(".")[0])
+    is_by_variable = any(name.upper().partition("__")[0] == group for name in os.environ)
+    return _variable(path) if is_by_variable else path
 
 
 def _unknown(path: str) -> str:
-    given = [name for name in os.environ if name.upper() == _variable(path)]
+    given = next((name for name in os.environ if name.upper() == _variable(path)), None)
     file = os.environ.get(CONFIG_FILE_VARIABLE)
     where = f"{path} in {file}" if file else path
-    name = f"environment variable {given[0]}" if given else where
+    name = f"environment variable {given}" if given else where
     return f"{name} is not a setting; the settings are listed in docs/configuration.md"
 
 
@@ -399,6 +396,4 @@ def _wants_of_json() -> Iterator[str]:
 def _example(field: FieldInfo) -> object:
     if field.examples:
         return field.examples[0]
-    table = field.get_default()
-    name = next(iter(type(table).model_fields))
-    return {name: getattr(table, name)}
+    return dict([next(iter(field.get_default()))])
