@@ -1,6 +1,5 @@
 """The `tinkercloud` command beside a running server, and what the server does with signals."""
 
-import importlib.metadata
 import json
 import os
 import shlex
@@ -9,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import tinker
 
 from tinkercloud_testing.sdk_steps import a_datum, step
@@ -61,40 +59,11 @@ def test_a_command_about_keys_names_the_folder_it_used_and_who_serves_it(
     assert f"in {tmp_path / 'new'}; no server uses it" in again.stderr
 
 
-@pytest.mark.parametrize("folder", ["/proc/nope", "/etc/hostname"])
-def test_a_state_folder_that_can_not_be_used_is_told_in_a_sentence(
-    server: Server, folder: str
-) -> None:
-    served = tinkercloud(server, "serve", "--port", "0", "--state-dir", folder)
-    keys = tinkercloud(server, "keys", "list", "--state-dir", folder)
-    doctor = tinkercloud(server, "doctor", "--json", "--state-dir", folder)
+def test_a_state_folder_that_can_not_be_used_is_told_in_a_sentence(server: Server) -> None:
+    refused = tinkercloud(server, "serve", "--port", "0", "--state-dir", "/etc/hostname")
 
-    for refused in (served, keys):
-        assert refused.returncode == 1
-        assert refused.stderr.startswith(f"error: state_dir: {folder} can't be used (")
-    findings = {row["check"]: row for row in json.loads(doctor.stdout)}
-    assert doctor.returncode == 1
-    assert findings["state folder"]["detail"].startswith(f"state_dir: {folder} can't be used (")
-    assert findings["catalog"]["result"] == "FAILED"
-
-
-def test_the_doctor_finds_what_is_wrong_with_the_settings(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "wrong.toml").write_text("port = = 3")
-
-    result = tinkercloud(
-        server, "doctor", "--json", TINKERCLOUD_CONFIG_FILE=str(tmp_path / "wrong.toml")
-    )
-
-    (finding,) = json.loads(result.stdout)
-    assert (result.returncode, finding["check"], finding["result"]) == (1, "settings", "FAILED")
-    assert str(tmp_path / "wrong.toml") in finding["detail"]
-
-
-def test_the_version_is_printed(server: Server) -> None:
-    assert tinkercloud(server, "--version").stdout.split() == [
-        "tinkercloud",
-        importlib.metadata.version("tinkercloud-api"),
-    ]
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: state_dir: /etc/hostname can't be used (")
 
 
 def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:

@@ -1,5 +1,7 @@
 """Settings: sources and their order, and that nothing unknown passes."""
 
+import importlib.metadata
+import json
 import os
 import re
 import sys
@@ -331,3 +333,39 @@ def test_ranks_have_some_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS"):
         load_settings()
+
+
+def findings(*arguments: str) -> dict[str, dict[str, str]]:
+    """Return what the doctor finds wrong, by what it looked at."""
+    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    assert result.exit_code == 1
+    return {row["check"]: row for row in json.loads(result.stdout) if row["result"] == "FAILED"}
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/etc/hostname"])
+def test_a_state_folder_that_can_not_be_used_is_told_in_a_sentence(folder: str) -> None:
+    told = f"state_dir: {folder} can't be used ("
+
+    assert refusal("--state-dir", folder).startswith(f"error: {told}")
+    found = findings("--state-dir", folder)
+    assert found["state folder"]["detail"].startswith(told)
+    assert f"folder {folder} can't be made" in found["catalog"]["detail"]
+
+
+def test_the_doctor_finds_what_is_wrong_with_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("port = = 3")
+    monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
+
+    (finding,) = findings().values()
+
+    assert finding["check"] == "settings"
+    assert f"{file}, which is no TOML" in finding["detail"]
+
+
+def test_the_version_is_printed() -> None:
+    printed = CliRunner().invoke(app, ["--version"]).output
+
+    assert printed.split() == ["tinkercloud", importlib.metadata.version("tinkercloud-api")]

@@ -68,6 +68,7 @@ class _LocalHead:
         self._settings = settings
         self._client = client
         self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
+        self._reason = self._folder / "reason"
         self._starting: asyncio.Task[HeadRoute] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
@@ -118,6 +119,7 @@ class _LocalHead:
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
         with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._reason.unlink(missing_ok=True)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "tinkercloud_worker", str(self._folder / "config.json")),
@@ -148,6 +150,7 @@ class _LocalHead:
             token_file=str(self._folder / "token"),
             checkpoint_root=settings.checkpoint_url,
             scratch_dir=str(self._folder / "scratch" / generation),
+            reason_file=str(self._reason),
             listen=Listen(fd=fd),
             trainer=settings.trainer,
             sampler=settings.sampler,
@@ -181,6 +184,8 @@ class _LocalHead:
         )
 
     def _last_words(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return self._reason.read_text().strip()
         tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
         lines = [line for line in tail.splitlines() if line.strip()]
         errors = [line for line in lines if '"level": "error"' in line or "Error" in line]
