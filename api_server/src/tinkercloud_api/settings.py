@@ -344,8 +344,9 @@ def _field(path: str) -> FieldInfo | None:
 def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """Return the settings of which a field is a table; None if it is not one."""
     annotation = field.annotation if field is not None else None
-    is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_table else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def _named(fault: Mapping[str, Any]) -> Mapping[str, Any]:
