@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, Listen
+from tinkercloud_worker import accelerator
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import build_sampler, check_model
@@ -66,7 +67,7 @@ def load_base(config: HeadConfig) -> BaseModel:
             where this head has no GPU.
     """
     device = "cpu" if config.trainer.ranks else config.trainer.device
-    if device != "cpu" and not torch.accelerator.is_available():
+    if device != "cpu" and not accelerator.is_there():
         raise UnsupportedModelError(
             f"trainer.device: {device!r}, but this head has no GPU; give it one that torch can use,"
             " or set it to 'cpu'"
