@@ -106,7 +106,7 @@ def test_math_rl_on_arithmetic_runs_to_its_end_by_the_readmes_command(
 ) -> None:
     log_path = tmp_path / "logs"
     (command,) = re.findall(r"\$ \S+/python (-m tinker_cookbook[^`]*)```", README.read_text())
-    arguments = shlex.split(command)
+    arguments = shlex.split(command.replace("\\\n", ""))
     here = [f"model_name={MODEL}", f"log_path={log_path}"]
     named = [option.partition("=")[0] for option in here]
     assert len([each for each in arguments if each.partition("=")[0] in named]) == len(here)
