@@ -3,7 +3,9 @@
 Absolute times on a shared machine mean nothing; a ratio of two things that took turns does.
 """
 
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -57,3 +59,21 @@ def peak_rss_bytes() -> int:
     """Return the most memory this process has held since the mark was last reset."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
+
+
+def revision(root: Path) -> dict[str, object]:
+    """Return which commit a folder is, and whether files differ from it; None: it is no clone."""
+    if _git(root, "rev-parse", "--show-prefix") != "":
+        return {"commit": None, "dirty": None}
+    # What is written by measuring is no part of what is measured.
+    changed = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return {"commit": _git(root, "rev-parse", "HEAD"), "dirty": changed != ""}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Return what git says of a folder; None: nothing, or there is no git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    asked = subprocess.run([git, *arguments], cwd=root, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None

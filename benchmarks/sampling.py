@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measuring import Measurement, medians
 from benchmarks.training import a_batch
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.payloads import Datum
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread

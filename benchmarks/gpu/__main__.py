@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.workloads import WORKLOADS
-from benchmarks.measuring import Measurement
+from benchmarks.measuring import Measurement, revision
 
 ROOT = Path(__file__).parents[2]
 PACKAGES_OF_OURS = ("protocol", "worker_image", "crds", "operator")
@@ -94,6 +94,8 @@ class Report:
     measured: list[Measurement] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    git: dict[str, object] = field(default_factory=lambda: revision(ROOT))
+    """As it was at the beginning."""
 
     @property
     def seconds(self) -> float:
@@ -102,9 +104,10 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing failed and the engine computes what Hugging Face does."""
+        """Whether there is something, nothing failed and all is computed as Hugging Face does."""
         numerics = [m for m in self.measured if m.id.startswith(NUMERICS)]
-        return not self.failed and all(m.verdict != "below" for m in numerics)
+        right = all(m.verdict != "below" for m in numerics)
+        return bool(self.measured) and not self.failed and right
 
     def verdict(self, measurement: Measurement) -> str:
         """Return how a figure compares; speeds and memory only where the bounds are for."""
@@ -120,6 +123,7 @@ class Report:
             "size": self.size,
             "device": hardware(self.bench),
             "versions": versions(),
+            "git": self.git,
             "seconds": round(self.seconds, 1),
             "measurements": [{**m.as_row(), "verdict": self.verdict(m)} for m in self.measured],
             "skipped": self.skipped,
@@ -245,7 +249,7 @@ def result_file(bench: Bench) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; return 0 if nothing failed and all numbers are right."""
+    """Measure; return 0 if something was measured, nothing failed and all numbers are right."""
     asked = parse(arguments)
     sys.path.extend(path for path in ENGINE if path not in sys.path)
     bench = Bench(torch.device(asked.device), WORKLOADS[asked.size])
@@ -259,6 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure(report, part)
             out.write_text(json.dumps(report.content(), indent=2) + "\n")
     print(f"{report.seconds:.0f} s; written to {out}")
+    if not report.measured:
+        print(
+            "Nothing was measured: each figure's reason is above, and in the file.", file=sys.stderr
+        )
     return 0 if report.is_good else 1
 
 

@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.workloads import Shape
-from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.payloads import Datum, ForwardBackwardRequest
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
@@ -29,8 +29,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBeside
 
 MODEL = "m"
 _SAMPLER_BYTES = 8 << 30
-_CHUNK_TOKENS = 2048
-"""As many as a GPU computes in about the time that it takes to launch their kernels."""
 
 _held: dict[tuple[str, torch.dtype], BaseModel] = {}
 
@@ -98,6 +96,16 @@ def step(trainer: Trainer, batch: Batch, model_id: str = MODEL) -> None:
     trainer.discard_gradient(model_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a sampler may take at a time; the sequences differ from figure to figure."""
+
+    max_running_sequences: int
+    prefill_chunk_tokens: int = 2048
+    """As many as a GPU computes in about the time that it takes to launch their kernels."""
+    max_cached_tokens: int = 1 << 17
+
+
 class RunningSampler:
     """A sampler on its engine thread."""
 
@@ -127,9 +135,7 @@ def a_sampler(
 ) -> Iterator[RunningSampler]:
     """Run a sampler over a base model."""
     thread = EngineThread(on_crash=lambda error: print("the engine failed:", repr(error)))
-    config = SamplerConfig(
-        max_running_sequences=max_running_sequences, prefill_chunk_tokens=_CHUNK_TOKENS
-    )
+    config = Capacity(max_running_sequences)
     make: Any = PreTrainedTokenizerFast
     tokenizer = make(tokenizer_object=Tokenizer(models.WordLevel({"?": 0})))
     with tempfile.TemporaryDirectory() as folder:

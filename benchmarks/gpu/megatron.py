@@ -30,8 +30,8 @@ from benchmarks.gpu.numerics import LENGTHS, Merged, worst
 from benchmarks.gpu.training import throughput
 from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement
-from tinkercloud_protocol.payloads import Datum
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.trainer import LossOutput, Trainer
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism, device_of
 from tinkercloud_worker.megatron_trainer.model import MegatronModel, blank, load

@@ -15,7 +15,7 @@ from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import gpu
 from tinkercloud_crds.planning.layouts import Layout
-from tinkercloud_protocol.training import AdamParams
+from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.kernels import are_fused
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement
-from tinkercloud_protocol.payloads import Datum, SampledSequence
+from tinkercloud_protocol.tensors import Datum, SampledSequence
 from tinkercloud_worker import lora
 from tinkercloud_worker.accelerator import recorder_for
 from tinkercloud_worker.base_model import BaseModel

@@ -37,7 +37,7 @@ from benchmarks.gpu.sglang_proof import (
 )
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.payloads import FloatArray
+from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_testing.sessions import COLOCATED
 from tinkercloud_worker.engine.sampler import (

@@ -26,6 +26,7 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
 from tinkercloud_operator.children.pods import Json
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -33,7 +34,6 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.models import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,

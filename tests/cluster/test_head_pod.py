@@ -23,8 +23,8 @@ from tinkercloud_operator import reconcile
 from tinkercloud_operator.children import surroundings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.engine_image import a_server_of_others, engine_image
 from tinkercloud_testing.cluster.installation import a_secret

@@ -14,9 +14,9 @@ from tinker import types
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
-from tinkercloud_protocol.payloads import FloatArray, TopLogprobs
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.tensors import FloatArray, TopLogprobs
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server

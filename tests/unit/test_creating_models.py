@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.bare_heads import MODEL, a_head
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import Limits, SamplerSpec
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama

@@ -14,8 +14,9 @@ from tinkercloud_protocol.launch import Limits, SamplerConfig, SamplerSpec
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head, a_sample
 from tinkercloud_testing.waiting import wait_until
+from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.sampler import SamplingRequest, prepare
+from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head import service
 
 SESSION = SamplingSessionId("s", 0)

@@ -18,6 +18,7 @@ from tinkercloud_api.providers.base import HeadRoute, Placement, Waiting
 from tinkercloud_api.router import Router
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -28,7 +29,6 @@ from tinkercloud_protocol.launch import (
     Timings,
 )
 from tinkercloud_protocol.paths import CheckpointKind
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead

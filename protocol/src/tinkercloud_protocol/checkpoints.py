@@ -34,8 +34,9 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import MANIFEST_NAME, CheckpointPath, suspended_prefix
-from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
+from tinkercloud_protocol.training import OptimizerConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -11,7 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.training import OptimizerConfig
 
 
 class _Config(BaseModel):

@@ -7,22 +7,26 @@ the `tinker` package ships (`tinker.proto.tinker_public_pb2`).
 Shape legend: N tokens of a datum, K targets per position.
 """
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_protocol.errors import InvalidRequest
-
-Array = npt.NDArray[np.float32 | np.int64]
-Int32Array = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
+from tinkercloud_protocol.tensors import (
+    Array,
+    Datum,
+    FloatArray,
+    ForwardBackwardRequest,
+    Int32Array,
+    PromptScores,
+    SampledSequence,
+    TopLogprobs,
+    densify,
+)
 
 MAX_SPREAD_BYTES = 256 << 20
 """What all sparse tensors of a request may take once they are dense: a few bytes claim any shape.
@@ -33,56 +37,11 @@ MAX_PARTS = 1 << 18
 """Datums of a request, chunks of their inputs, tensors and settings of the loss, together: each is
 an object here, of more bytes than it may have on the wire. The SDK sends 1024 datums at most."""
 
-EMPTY_TOP_TOKEN = 0
-EMPTY_TOP_LOGPROB = -99999.0
-"""What an empty cell of a top-k table holds on the wire."""
-
 Dtype = np.dtype[np.float32 | np.int64]
 _NUMPY_DTYPE: dict[int, Dtype] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Datum:
-    """One training example. `tokens` is int32 [N]; inputs are float32 or int64, [N] or [N, K]."""
-
-    tokens: Int32Array
-    inputs: Mapping[str, Array]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardBackwardRequest:
-    """A decoded forward_backward request."""
-
-    model_id: str
-    seq_id: int
-    data: tuple[Datum, ...]
-    loss_fn: str
-    loss_fn_config: Mapping[str, float | str]
-    forward_only: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """What its tokens and tensors take, decoded."""
-        return sum(
-            datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
-            for datum in self.data
-        )
-
-    def digest(self) -> bytes:
-        """Return a digest of the content, equal for equal requests however they were encoded."""
-        hasher = hashlib.blake2b(digest_size=16)
-        config = sorted(self.loss_fn_config.items())
-        hasher.update(repr((self.loss_fn, config, self.forward_only)).encode())
-        for datum in self.data:
-            hasher.update(b"\x00" + datum.tokens.tobytes())
-            for name in sorted(datum.inputs):
-                array = datum.inputs[name]
-                hasher.update(repr((name, array.shape, array.dtype.str)).encode())
-                hasher.update(np.ascontiguousarray(array).data)
-        return hasher.digest()
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -219,36 +178,6 @@ def _dense_from_csr(
     return densify(values, crow, col, shape=shape, where=where)
 
 
-def densify(
-    values: Array, crow: Array, col: Array, *, shape: Sequence[int], where: str, fill: int = 0
-) -> Array:
-    """Return the dense [N, K] array of a CSR one; cells it does not list hold `fill`.
-
-    Raises:
-        InvalidRequest: the indices are not those of a CSR array of this shape.
-    """
-    if len(shape) != 2:
-        raise InvalidRequest(f"{where}: a sparse tensor needs a shape of two sizes")
-    rows, columns = int(shape[0]), int(shape[1])
-    # Compared, not subtracted: differences of what a client sent may wrap round to any sum.
-    sound = (
-        crow.size == rows + 1
-        and values.size == col.size
-        and crow[0] == 0
-        and crow[-1] == col.size
-        and bool(np.all(crow[1:] >= crow[:-1]))
-        and bool(np.all((col >= 0) & (col < columns)))
-    )
-    if not sound:
-        raise InvalidRequest(
-            f"{where}: the CSR indices do not describe a [{rows}, {columns}] tensor: crow_indices"
-            " must rise from 0 to the number of values, col_indices lie within the columns"
-        )
-    dense = np.full((rows, columns), fill, dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
-    return dense
-
-
 def encode_forward_backward_output(
     logprobs: Sequence[FloatArray], metrics: Mapping[str, float]
 ) -> bytes:
@@ -275,50 +204,6 @@ def encode_forward_backward_output(
     return message.SerializeToString()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TopLogprobs:
-    """The k most likely tokens at L positions: ids int32 [L, k], logprobs float32 [L, k]."""
-
-    token_ids: Int32Array
-    logprobs: FloatArray
-
-    def message(self) -> pb.TopkLogprobs:
-        """Return the wire form."""
-        length, k = self.token_ids.shape
-        return pb.TopkLogprobs(
-            token_ids=np.ascontiguousarray(self.token_ids, dtype="<i4").tobytes(),
-            logprobs=_float_bytes(self.logprobs),
-            k=k,
-            length=length,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SampledSequence:
-    """One drawn continuation: token ids and their logprobs at temperature 1, both [L]."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    stopped: bool
-    """True if a stop rule ended it, False if it ran into its length limit."""
-    top: TopLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptScores:
-    """What was asked about a prompt of P tokens; parts that were not asked for are None."""
-
-    logprobs: FloatArray | None = None
-    """float32 [P]; NaN where not scored (always at position 0)."""
-    top: TopLogprobs | None = None
-    """[P, k]; empty cells where not scored."""
-    targets: FloatArray | None = None
-    """float32 [P - 1, K], NaN in cells that named no token."""
-    alternatives: tuple[npt.NDArray[np.int64], FloatArray] | None = None
-    """Tokens drawn at each position after the first, and their logprobs: both [P - 1, k]."""
-    cached_tokens: int = 0
-
-
 def encode_sample_response(sequences: Sequence[SampledSequence], prompt: PromptScores) -> bytes:
     """Encode the result of an asample request."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.cached_tokens)
@@ -329,11 +214,11 @@ def encode_sample_response(sequences: Sequence[SampledSequence], prompt: PromptS
             logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
         )
         if sequence.top is not None:
-            added.topk_sampled_logprobs.CopyFrom(sequence.top.message())
+            added.topk_sampled_logprobs.CopyFrom(_top_message(sequence.top))
     if prompt.logprobs is not None:
         message.prompt_logprobs = _float_bytes(prompt.logprobs)
     if prompt.top is not None:
-        message.topk_prompt_logprobs.CopyFrom(prompt.top.message())
+        message.topk_prompt_logprobs.CopyFrom(_top_message(prompt.top))
     if prompt.targets is not None:
         message.target_prompt_logprobs.CopyFrom(_dense_message(prompt.targets))
     if prompt.alternatives is not None:
@@ -341,6 +226,16 @@ def encode_sample_response(sequences: Sequence[SampledSequence], prompt: PromptS
         message.prompt_alt_tokens.tokens.CopyFrom(_dense_message(tokens))
         message.prompt_alt_tokens.logprobs.CopyFrom(_dense_message(logprobs))
     return message.SerializeToString()
+
+
+def _top_message(top: TopLogprobs) -> pb.TopkLogprobs:
+    length, k = top.token_ids.shape
+    return pb.TopkLogprobs(
+        token_ids=np.ascontiguousarray(top.token_ids, dtype="<i4").tobytes(),
+        logprobs=_float_bytes(top.logprobs),
+        k=k,
+        length=length,
+    )
 
 
 def _dense_message(array: Array) -> pb.Tensor:
@@ -354,10 +249,3 @@ def _dense_message(array: Array) -> pb.Tensor:
 
 def _float_bytes(array: FloatArray) -> bytes:
     return np.ascontiguousarray(array, dtype="<f4").tobytes()
-
-
-def nonfinite_names(datum: Datum) -> Iterator[str]:
-    """Yield the names of a datum's float inputs that hold a NaN or an infinity."""
-    for name, array in datum.inputs.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            yield name

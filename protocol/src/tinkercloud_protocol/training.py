@@ -8,27 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireModel
 
 SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Position in the model's own order of requests; the SDK counts from 1 without gaps."""
-
-
-class LoraConfig(WireModel):
-    """Which adapter to train. There is no alpha on the wire: it is 32 (numerics of the service)."""
-
-    rank: Annotated[int, Field(ge=1, le=1024)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Seed of the initial weights; absent means a random one."""
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-    @model_validator(mode="after")
-    def _trains_something(self) -> "LoraConfig":
-        if not (self.train_unembed or self.train_mlp or self.train_attn):
-            raise ValueError("at least one of train_attn, train_mlp and train_unembed must be true")
-        return self
 
 
 class OptimizerConfig(WireModel):
@@ -77,21 +61,6 @@ class LoadWeightsRequest(WireModel):
                 " model_seq_id (create a model from the checkpoint)"
             )
         return self
-
-
-class AdamParams(WireModel):
-    """Hyperparameters of one optimizer step; defaults are the SDK's. Semantics: torch AdamW."""
-
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=1e-38)] = 1e-12
-    """Float32 has nothing much smaller, and 0 would make NaN of a weight without a gradient, which
-    all A of a fresh adapter are."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled from the gradient, as in AdamW."""
-    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
-    """Largest global L2 norm of the accumulated gradient; 0 means no clipping."""
 
 
 class OtherOptimizerParams(WireModel):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import in_dtype, save, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS

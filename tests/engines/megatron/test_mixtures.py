@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import (

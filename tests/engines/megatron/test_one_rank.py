@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
 from tinkercloud_testing.models import (

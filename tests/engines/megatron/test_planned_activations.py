@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from tinkercloud_crds.planning.activations import SEPARATE, layer_values
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.layouts import Layout
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.cpu import Cpu

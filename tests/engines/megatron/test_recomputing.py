@@ -20,7 +20,7 @@ from tinkercloud_crds.planning.activations import SEPARATE
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_crds.planning.memory import training
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import (

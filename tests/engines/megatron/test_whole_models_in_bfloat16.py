@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_protocol.payloads import Datum
+from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
 from tinkercloud_testing.trainers import run

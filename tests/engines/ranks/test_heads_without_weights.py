@@ -5,6 +5,7 @@ from typing import Never
 
 import pytest
 
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -12,7 +13,6 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker.__main__ import build_backend
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer

@@ -14,7 +14,7 @@ from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.layouts import Layout
 from tinkercloud_crds.planning.memory import training
 from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_qwen3_moe

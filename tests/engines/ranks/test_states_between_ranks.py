@@ -9,7 +9,7 @@ import ray
 import torch
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_llama

@@ -14,6 +14,7 @@ from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import (
     BaseModelSource,
@@ -25,7 +26,6 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load
 
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import tiny_llama

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules

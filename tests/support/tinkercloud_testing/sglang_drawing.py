@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinkercloud_protocol.payloads import PromptScores, SampledSequence, TopLogprobs
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.models import EOS_TOKEN_ID
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from prometheus_client import REGISTRY
 
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.payloads import Datum
-from tinkercloud_protocol.training import AdamParams
+from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Gradient, LossOutput, Trainer, TrainingState

@@ -28,8 +28,9 @@ from tinkercloud_api.providers.session_status import (
 from tinkercloud_crds.shapes import LabelValue
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.training import LoraConfig, OptimizerConfig
+from tinkercloud_protocol.training import OptimizerConfig
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 MODEL = ModelSpec(owner="me", lora=LoraConfig(rank=8, train_unembed=False))

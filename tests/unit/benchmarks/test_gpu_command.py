@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 ABSENT = {"vllm", "several GPUs"}
 MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
+BESIDE_PEFT = {"G4", "G5"}
 SERVED = {f"S{number}" for number in range(1, 26)}
 """Of a server of others."""
 EVERY_FIGURE = {
@@ -85,18 +86,39 @@ def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do
     assert verdicts["M5"] == "pass"
 
 
-def test_what_is_not_installed_is_named_and_the_rest_is_measured(tmp_path: Path) -> None:
+def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
+    tmp_path: Path,
+) -> None:
     written = results(
-        tmp_path / "out.json", "import sys\nsys.modules['tinker'] = None", "--device", "cpu"
+        tmp_path / "out.json", "import tinkercloud_testing.bare_machine", "--device", "cpu"
     )
 
-    measured = {m["id"] for m in written["measurements"]}
-    missing = SERVED | EVERY_FIGURE - {"N1", "G6", "G7"}
-    assert measured == {"N1", "G7"}
-    assert {written["skipped"][name] for name in missing} == {
-        "tinker is not installed (pip install tinker)"
+    verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}
+    skipped = written["skipped"]
+    assert written["failed"] == {}
+    assert written["git"].keys() == {"commit", "dirty"}
+    assert verdicts.keys() == EVERY_FIGURE - BESIDE_PEFT - MEMORY - MEGATRON
+    assert {verdicts[f"N{number}"] for number in range(1, 8)} == {"pass"}
+    assert skipped.keys() == ABSENT | BESIDE_PEFT | MEMORY | MEGATRON | SERVED
+    assert {skipped[name] for name in BESIDE_PEFT} == {"peft is not installed (pip install peft)"}
+    assert {skipped[name] for name in MEGATRON} == {
+        "megatron-core is not installed (pip install megatron-core)"
     }
-    assert written["versions"]["torch"]
+    assert {"is not installed (pip install" in skipped[name] for name in SERVED} == {True}
+    versions = written["versions"]
+    assert versions["torch"]
+    assert versions["transformers"]
+    assert versions["tinker"] is versions["peft"] is None
+
+
+def test_a_run_that_measures_nothing_fails_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+
+    done = run("", "--out", str(out), "--device", "cpu", "--only", "G6")
+
+    assert done.returncode == 1
+    assert "Nothing was measured: each figure's reason is above" in done.stderr
+    assert "does not count" in json.loads(out.read_text())["skipped"]["G6"]
 
 
 def test_a_figure_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:

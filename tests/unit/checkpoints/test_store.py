@@ -16,8 +16,8 @@ from obstore.store import ObjectStore
 
 from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker.checkpoints import parts
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store

@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.head import requests, service
 

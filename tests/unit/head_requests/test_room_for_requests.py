@@ -16,8 +16,8 @@ from tinkercloud_protocol.payloads import MAX_PARTS, decode_forward_backward
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head
+from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.sampler import prepare
 from tinkercloud_worker.head.requests import receive_batch, receive_json
 
 LARGE = TokenLimits(vocab_size=1 << 20, max_context_length=1 << 20)

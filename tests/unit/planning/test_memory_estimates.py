@@ -32,7 +32,7 @@ from tinkercloud_crds.planning.memory import (
     sampling,
     training,
 )
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.activations import RANK, built, bytes_of, kept
 from tinkercloud_testing.models import (
     in_dtype,

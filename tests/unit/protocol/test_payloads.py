@@ -15,14 +15,11 @@ from tinker.proto.response_conv import (
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.payloads import (
-    PromptScores,
-    SampledSequence,
-    TopLogprobs,
     decode_forward_backward,
-    densify,
     encode_forward_backward_output,
     encode_sample_response,
 )
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs, densify
 from tinkercloud_testing.data import a_datum, a_request
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.adapters import AdapterFolder
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.payloads import Datum, FloatArray
+from tinkercloud_protocol.tensors import Datum, FloatArray
 from tinkercloud_testing.data import a_request
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_gpt2, tiny_llama, tiny_qwen3

@@ -9,6 +9,7 @@ import torch
 
 from tinkercloud_crds.planning.families import read
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -17,7 +18,6 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker.__main__ import build_backend
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.build_sampler import check_model, inference_sampler

@@ -18,8 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.payloads import Datum
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe

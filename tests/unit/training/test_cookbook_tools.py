@@ -11,8 +11,8 @@ from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.payloads import Datum
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_llama, tiny_qwen3_moe
 from tinkercloud_testing.trainers import run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, norm_of

@@ -1,6 +1,7 @@
 """What a trainer must keep: sums, accumulation, independence, exact restoration."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import (
     save,
@@ -78,8 +79,8 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     for name, config in {
         "one": LORA,
         "same": LORA,
-        "other seed": LORA.model_copy(update={"seed": 2}),
-        "attention only": LORA.model_copy(update={"train_mlp": False, "train_unembed": False}),
+        "other seed": replace(LORA, seed=2),
+        "attention only": replace(LORA, train_mlp=False, train_unembed=False),
     }.items():
         trainer.add_model(name, config)
     one, same, other, attention = (

@@ -10,7 +10,7 @@ from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import AdamParams
+from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.lookups import gradient_of_lookups

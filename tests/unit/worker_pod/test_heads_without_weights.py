@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -16,7 +17,6 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.__main__ import build_backend
 from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture

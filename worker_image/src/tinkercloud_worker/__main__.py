@@ -4,7 +4,6 @@ Which trainer and which sampler there are, `build_trainer` and `build_sampler` d
 """
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -20,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.launch import HeadConfig, Listen
-from tinkercloud_worker import accelerator
+from tinkercloud_worker import accelerator, logs
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import build_sampler, check_model
@@ -147,17 +146,7 @@ async def serve(config: HeadConfig) -> None:
 
 def main() -> None:
     """Run the head whose configuration file is the only argument."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    logs.configure()
     config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
     if not config.generation:
         config = config.model_copy(update={"generation": secrets.token_hex(8)})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.parameters import Trainable, norm_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel

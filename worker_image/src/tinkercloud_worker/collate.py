@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.payloads import FloatArray
+from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, lengthened, packs
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import LossInputs

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
 
-import structlog
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -20,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_worker import accelerator
 from tinkercloud_worker.experts import find_experts
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,5 +96,5 @@ def _can_compile() -> bool:
         if not found
     ]
     if missing:
-        log.warning("kernels are not compiled, which is slower", missing=missing)
+        log.warning("kernels are not compiled, which is slower", extra={"missing": missing})
     return not missing

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec
 
 ALPHA = 32.0

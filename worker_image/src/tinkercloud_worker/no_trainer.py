@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Never
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.adam import AdamTrainer
 from tinkercloud_worker.engine.batch import Batch
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import accelerator
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, state_of
 from tinkercloud_worker.engine.ranks import Parts

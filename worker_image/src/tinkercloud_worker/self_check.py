@@ -3,10 +3,10 @@
 Shape legend: R positions, D hidden size, V vocabulary, N either of those.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-import structlog
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -15,7 +15,7 @@ from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.packing import Packed, watched_windows
 from tinkercloud_worker.routes import Route
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 _TOKENS = 8
 _TOLERANCES = {True: (1e-3, 1e-3), False: (0.03, 0.2)}
@@ -77,7 +77,8 @@ def check_logits(base: Base, model: PreTrainedModel) -> None:
             f" difference of logits {logits_error:.1e}, of positions that others follow"
             f" {causal_error:.1e}); it can't be served"
         )
-    log.debug("base model checked", logits_error=logits_error, causal_error=causal_error)
+    errors = {"logits_error": logits_error, "causal_error": causal_error}
+    log.debug("base model checked", extra=errors)
 
 
 def keeps_sequences_apart(base: Base) -> bool:
@@ -95,7 +96,7 @@ def keeps_sequences_apart(base: Base) -> bool:
             raise
         except REFUSALS as refusal:
             # Of recurrent layers, mostly, which look for padding in the mask.
-            log.debug("this model takes no packs", error=str(refusal))
+            log.debug("this model takes no packs", extra={"error": str(refusal)})
             return False
         with watched_windows() as windows:
             alone_RD = _hidden(base, ids_R)

@@ -5,6 +5,7 @@ Pure functions.
 
 import hashlib
 import re
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -19,10 +20,10 @@ from tinkercloud_crds.conditions import timestamp
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import Lora, RestoreFrom, TrainingSessionSpec
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.training import LoraConfig
 from tinkercloud_protocol.wire import describe
 
 _MAX_SEED = 2**53
@@ -226,7 +227,7 @@ def _kind(lora: Lora | None) -> str:
 def _completed(model: ModelSpec, spec: TrainingSessionSpec) -> ModelSpec:
     changes: dict[str, Any] = {}
     if model.lora is not None and spec.lora is not None and model.lora.seed is None:
-        changes["lora"] = model.lora.model_copy(update={"seed": spec.lora.seed})
+        changes["lora"] = replace(model.lora, seed=spec.lora.seed)
     if model.restore_from is None and spec.restore_from is not None:
         changes["restore_from"] = spec.restore_from.path
         changes["restore_optimizer"] = spec.restore_from.optimizer

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
 
 from tinkercloud_protocol.errors import WireError
+from tinkercloud_worker import logs
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 LAST_WORDS = "last_words"
@@ -39,6 +40,7 @@ class Rank:
     """
 
     def __init__(self) -> None:
+        logs.configure()
         send_through_shared_memory()
 
     def open_store(self, size: int) -> tuple[str, int]:

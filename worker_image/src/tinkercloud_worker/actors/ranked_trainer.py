@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch, lengthened

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tinkercloud_protocol.payloads import FloatArray
+from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
 

@@ -20,7 +20,7 @@ from tinkercloud_protocol.checkpoints import (
     SuspendedManifest,
 )
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot

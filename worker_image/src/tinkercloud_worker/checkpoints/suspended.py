@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tinkercloud_protocol.checkpoints import BODIES, HEAD_STATE, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 
 Hex = Annotated[str, Field(pattern=r"[0-9a-f]*")]
 

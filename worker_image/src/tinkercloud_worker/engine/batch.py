@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.payloads import (
+from tinkercloud_protocol.tensors import (
     Datum,
     FloatArray,
     ForwardBackwardRequest,

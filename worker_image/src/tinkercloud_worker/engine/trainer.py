@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.payloads import FloatArray
-from tinkercloud_protocol.training import AdamParams, LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 
 

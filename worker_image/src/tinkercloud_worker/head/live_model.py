@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.payloads import ForwardBackwardRequest
+from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,

@@ -13,7 +13,8 @@ from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.payloads import ForwardBackwardRequest, encode_forward_backward_output
+from tinkercloud_protocol.payloads import encode_forward_backward_output
+from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,

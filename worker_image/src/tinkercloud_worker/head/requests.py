@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.envelope import TrainingEnvelope
 from tinkercloud_protocol.errors import InvalidRequest, WireError
-from tinkercloud_protocol.payloads import ForwardBackwardRequest, decode_forward_backward
+from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,

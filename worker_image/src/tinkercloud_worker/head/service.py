@@ -15,7 +15,8 @@ from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
 from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_worker.engine.sampler import SamplingRequest, prepare
+from tinkercloud_worker.engine.asample import prepare
+from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import Operation, Origin, refusal, to_result

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound, Unavailable
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import as_in_files, from_files
 from tinkercloud_worker.checkpoints import formats

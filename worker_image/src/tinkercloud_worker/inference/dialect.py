@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.payloads import PromptScores, SampledSequence
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import structlog
 
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.payloads import PromptScores, SampledSequence
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference import routing

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.payloads import (
+from tinkercloud_protocol.tensors import (
     EMPTY_TOP_LOGPROB,
     EMPTY_TOP_TOKEN,
     FloatArray,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.payloads import (
+from tinkercloud_protocol.tensors import (
     EMPTY_TOP_LOGPROB,
     EMPTY_TOP_TOKEN,
     PromptScores,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, all_of

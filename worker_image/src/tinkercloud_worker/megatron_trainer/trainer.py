@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.func import functional_call
 
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import TrainedModel, new_adapter
 from tinkercloud_worker.collate import PassOutput, pack_all

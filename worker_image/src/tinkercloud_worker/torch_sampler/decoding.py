@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tinkercloud_protocol.payloads import SampledSequence, TopLogprobs
+from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.packing import Packed

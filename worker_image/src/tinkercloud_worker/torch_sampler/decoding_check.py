@@ -9,12 +9,12 @@ length, which it would compute something from.
 Shape legend: S sequences, R positions, D hidden size.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import structlog
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -27,7 +27,7 @@ from tinkercloud_worker.torch_sampler.alone import AloneBatch, NewCache
 from tinkercloud_worker.torch_sampler.cache import KeyValues, LayerKeyValues
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 _PROMPTS = (slice(0, 5), slice(5, 7))
 """Of the tokens that models are checked with."""
@@ -56,13 +56,12 @@ def check_decoding(base: BaseModel, drawer: Drawer) -> Decoding:
         return Decoding(slotted, _no_cache)
     own_cache = partial(DynamicCache, config=base.config)
     if _is_right(base, lambda: _alone(base, drawer, own_cache)):
-        log.info("sequences of this model are drawn one by one", longer_than=slotted)
+        log.info("sequences of this model are drawn one by one", extra={"longer_than": slotted})
         return Decoding(slotted, own_cache)
     log.warning(
         "each token of this model takes a pass over its whole sequence: it computes something else"
         " with a cache, be it transformers' own. Inference servers may draw faster",
-        model_type=base.config.model_type,
-        longer_than=slotted,
+        extra={"model_type": base.config.model_type, "longer_than": slotted},
     )
     return Decoding(slotted, _no_cache)
 
@@ -89,7 +88,7 @@ def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | AloneBatch]) 
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:
-        log.debug("this model is not drawn so", error=str(error))
+        log.debug("this model is not drawn so", extra={"error": str(error)})
         return False
 
 

@@ -11,11 +11,11 @@ The module knows nothing of CUDA: what records is given to it (`accelerator.Grap
 Shape legend: B rows, padded, T = 1 new positions, D hidden size.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats, padded
 from tinkercloud_worker.torch_sampler.cache import Room, SlotCache, SlotRoom
 from tinkercloud_worker.torch_sampler.masks import rows_at
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 Compute = Callable[[], Tensor]
 """Computes something anew from tensors that stay where they are."""
@@ -127,7 +127,9 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning("decoding steps of this model can't be recorded", error=str(error))
+            log.warning(
+                "decoding steps of this model can't be recorded", extra={"error": str(error)}
+            )
             self._record = lambda compute: compute
             return compute
 

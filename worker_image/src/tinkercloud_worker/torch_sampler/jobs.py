@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tinkercloud_protocol.payloads import SampledSequence
+from tinkercloud_protocol.tensors import SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.routes import ActiveWeights
 from tinkercloud_worker.torch_sampler.alone import AloneBatch

@@ -7,7 +7,7 @@ new. Entries belong to one version of the weights and are never changed.
 import threading
 from collections import OrderedDict
 
-from tinkercloud_protocol.payloads import Int32Array
+from tinkercloud_protocol.tensors import Int32Array
 from tinkercloud_worker.torch_sampler.cache import KeyValues
 from tinkercloud_worker.torch_sampler.versions import Version
 

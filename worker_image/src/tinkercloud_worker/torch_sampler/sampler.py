@@ -7,23 +7,23 @@ the engine thread alone.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
-import structlog
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest, WireError
-from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.routes import route_all
 from tinkercloud_worker.torch_sampler.alone import AloneBatch
 from tinkercloud_worker.torch_sampler.cache import KeyValues, Room
+from tinkercloud_worker.torch_sampler.capacity import Capacity
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running, routes_of
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import Recorder
@@ -32,7 +32,7 @@ from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.versions import Version, Versions
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at a time."""
@@ -50,7 +50,7 @@ class TorchSampler:
         self,
         base: BaseModel,
         tokenizer: PreTrainedTokenizerBase,
-        config: SamplerConfig,
+        config: Capacity,
         *,
         versions: Versions,
         wake: Callable[[], None],
@@ -61,7 +61,7 @@ class TorchSampler:
         Args:
             base: the model.
             tokenizer: of the model.
-            config: how to sample.
+            config: what it may take at a time.
             versions: where published weights are kept.
             wake: called when there is work; may be called from any thread.
             recorder: of decoding steps; None: each is computed anew.

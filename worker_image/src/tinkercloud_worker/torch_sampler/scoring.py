@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.payloads import (
+from tinkercloud_protocol.tensors import (
     EMPTY_TOP_LOGPROB,
     EMPTY_TOP_TOKEN,
     PromptScores,

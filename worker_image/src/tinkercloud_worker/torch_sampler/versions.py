@@ -5,6 +5,7 @@ but any of them may be sampled from again. A version whose name is forgotten kee
 the last request that was taken in before has ended.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-import structlog
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.routes import ActiveWeights
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,4 +199,6 @@ def _delete(file: Path) -> None:
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("a file of sampler weights stays", file=str(file), error=str(error))
+        log.warning(
+            "a file of sampler weights stays", extra={"file": str(file), "error": str(error)}
+        )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import LoraConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import accelerator, lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import BaseModel

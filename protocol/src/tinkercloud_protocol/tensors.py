@@ -1,0 +1,135 @@
+"""Examples, and what comes of requests, as NumPy arrays: what `payloads` reads and writes.
+
+Engines compute with these, and know nothing of protobuf.
+
+Shape legend: N tokens of a datum, K targets per position.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkercloud_protocol.errors import InvalidRequest
+
+Array = npt.NDArray[np.float32 | np.int64]
+Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+EMPTY_TOP_TOKEN = 0
+EMPTY_TOP_LOGPROB = -99999.0
+"""What an empty cell of a top-k table holds on the wire."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Datum:
+    """One training example. `tokens` is int32 [N]; inputs are float32 or int64, [N] or [N, K]."""
+
+    tokens: Int32Array
+    inputs: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBackwardRequest:
+    """A decoded forward_backward request."""
+
+    model_id: str
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str]
+    forward_only: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """What its tokens and tensors take, decoded."""
+        return sum(
+            datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
+            for datum in self.data
+        )
+
+    def digest(self) -> bytes:
+        """Return a digest of the content, equal for equal requests however they were encoded."""
+        hasher = hashlib.blake2b(digest_size=16)
+        config = sorted(self.loss_fn_config.items())
+        hasher.update(repr((self.loss_fn, config, self.forward_only)).encode())
+        for datum in self.data:
+            hasher.update(b"\x00" + datum.tokens.tobytes())
+            for name in sorted(datum.inputs):
+                array = datum.inputs[name]
+                hasher.update(repr((name, array.shape, array.dtype.str)).encode())
+                hasher.update(np.ascontiguousarray(array).data)
+        return hasher.digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """The k most likely tokens at L positions: ids int32 [L, k], logprobs float32 [L, k]."""
+
+    token_ids: Int32Array
+    logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One drawn continuation: token ids and their logprobs at temperature 1, both [L]."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stopped: bool
+    """True if a stop rule ended it, False if it ran into its length limit."""
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """What was asked about a prompt of P tokens; parts that were not asked for are None."""
+
+    logprobs: FloatArray | None = None
+    """float32 [P]; NaN where not scored (always at position 0)."""
+    top: TopLogprobs | None = None
+    """[P, k]; empty cells where not scored."""
+    targets: FloatArray | None = None
+    """float32 [P - 1, K], NaN in cells that named no token."""
+    alternatives: tuple[npt.NDArray[np.int64], FloatArray] | None = None
+    """Tokens drawn at each position after the first, and their logprobs: both [P - 1, k]."""
+    cached_tokens: int = 0
+
+
+def densify(
+    values: Array, crow: Array, col: Array, *, shape: Sequence[int], where: str, fill: int = 0
+) -> Array:
+    """Return the dense [N, K] array of a CSR one; cells it does not list hold `fill`.
+
+    Raises:
+        InvalidRequest: the indices are not those of a CSR array of this shape.
+    """
+    if len(shape) != 2:
+        raise InvalidRequest(f"{where}: a sparse tensor needs a shape of two sizes")
+    rows, columns = int(shape[0]), int(shape[1])
+    # Compared, not subtracted: differences of what a client sent may wrap round to any sum.
+    sound = (
+        crow.size == rows + 1
+        and values.size == col.size
+        and crow[0] == 0
+        and crow[-1] == col.size
+        and bool(np.all(crow[1:] >= crow[:-1]))
+        and bool(np.all((col >= 0) & (col < columns)))
+    )
+    if not sound:
+        raise InvalidRequest(
+            f"{where}: the CSR indices do not describe a [{rows}, {columns}] tensor: crow_indices"
+            " must rise from 0 to the number of values, col_indices lie within the columns"
+        )
+    dense = np.full((rows, columns), fill, dtype=values.dtype)
+    dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
+    return dense
+
+
+def nonfinite_names(datum: Datum) -> Iterator[str]:
+    """Yield the names of a datum's float inputs that hold a NaN or an infinity."""
+    for name, array in datum.inputs.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            yield name

@@ -1,0 +1,151 @@
+"""From an asample request to something a sampler can run: checks, and what was left open."""
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.sampling import (
+    MAX_TOP_LOGPROBS,
+    SampleRequest,
+    SamplingParams,
+    WireTensor,
+)
+from tinkercloud_protocol.tensors import Int32Array, densify
+from tinkercloud_worker.engine.batch import TokenLimits, check_tokens
+from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+
+_SEED_MASK = (1 << 63) - 1
+
+MAX_PROMPT_CELLS = 1 << 24
+"""Values that may be asked for about one prompt: its tokens times what is asked at each of them.
+The answer has 4 to 12 bytes for each, whether a request names a token there or nothing."""
+
+
+def prepare(
+    request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int
+) -> SamplingRequest:
+    """Check a request and fill in its defaults.
+
+    Args:
+        request: as it came.
+        limits: vocabulary and context length of the served model.
+        end_tokens: tokens that end a text of that model.
+        random_seed: used if the request names none.
+
+    Raises:
+        InvalidRequest: the prompt, a length or a question is not acceptable.
+    """
+    prompt = _token_array(request.prompt.token_ids())
+    check_tokens(prompt, limits, "prompt")
+    room = limits.max_context_length - len(prompt)
+    params = request.sampling_params
+    if room < 1 or (params.max_tokens or 1) > room:
+        raise InvalidRequest(
+            f"sampling_params.max_tokens: the prompt has {len(prompt)} tokens, so at most {room}"
+            f" can follow (context length {limits.max_context_length}), got {params.max_tokens}"
+        )
+    seed = params.seed if params.seed is not None else random_seed
+    return SamplingRequest(
+        prompt=prompt,
+        num_samples=request.num_samples,
+        max_tokens=params.max_tokens or room,
+        seed=seed & _SEED_MASK,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        stop=stop_rules(params, end_tokens),
+        top_logprobs=request.topk_sample_logprobs,
+        questions=_questions(request, len(prompt), limits),
+    )
+
+
+def _token_array(token_ids: list[int]) -> Int32Array:
+    try:
+        return np.asarray(token_ids, dtype=np.int32)
+    except OverflowError:
+        raise InvalidRequest("prompt holds a token id that is not a 32-bit integer") from None
+
+
+def stop_rules(params: SamplingParams, end_tokens: frozenset[int]) -> StopRules:
+    """Read the `stop` parameter; see `SamplingParams.stop`."""
+    stop = params.stop
+    if stop is None:
+        return StopRules(end_tokens, ())
+    entries = [stop] if isinstance(stop, str) else stop
+    if not entries:
+        return StopRules(frozenset(), ())
+    if "" in entries:
+        raise InvalidRequest("sampling_params.stop holds an empty string, which ends everywhere")
+    strings = tuple(entry for entry in entries if isinstance(entry, str))
+    ids = frozenset(entry for entry in entries if isinstance(entry, int))
+    return StopRules(end_tokens | ids, strings)
+
+
+def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> PromptQuestions:
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and last_n > max(length - 1, 1):
+        raise InvalidRequest(
+            f"prompt_logprobs_last_n: {last_n} is more than the {length - 1} tokens after the"
+            " prompt's first one"
+        )
+    _check_cells(request, length)
+    wants_logprobs = bool(request.prompt_logprobs)
+    start = length - last_n if last_n is not None else 1
+    return PromptQuestions(
+        logprobs_from=max(start, 1) if wants_logprobs else None,
+        top_k=request.topk_prompt_logprobs,
+        targets=_target_ids(request.target_prompt_logprobs, length, limits),
+        alternatives_k=request.prompt_alt_tokens_k,
+    )
+
+
+def _check_cells(request: SampleRequest, length: int) -> None:
+    """Check that the answer about a prompt has a bound, before room is made for any of it."""
+    tensor = request.target_prompt_logprobs
+    shape = (tensor.shape if tensor is not None else None) or []
+    columns = shape[1] if len(shape) == 2 else 0
+    if columns > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"target_prompt_logprobs: shape {shape} has {columns} token ids at each"
+            f" position, at most {MAX_TOP_LOGPROBS} are accepted"
+        )
+    asked = request.topk_prompt_logprobs + request.prompt_alt_tokens_k + columns
+    if asked * length > MAX_PROMPT_CELLS:
+        raise InvalidRequest(
+            "topk_prompt_logprobs, prompt_alt_tokens_k and the columns of target_prompt_logprobs"
+            f" are {asked} together; a prompt of {length} tokens may be asked for"
+            f" {MAX_PROMPT_CELLS // length}: ask for fewer in one request"
+        )
+
+
+def _target_ids(
+    tensor: WireTensor | None, length: int, limits: TokenLimits
+) -> npt.NDArray[np.int64] | None:
+    if tensor is None:
+        return None
+    where = "target_prompt_logprobs"
+    shape = tensor.shape or []
+    if tensor.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
+        raise InvalidRequest(
+            f"{where} must be an int64 tensor of shape [{length - 1}, K] (prompt length - 1), got"
+            f" {tensor.dtype} {shape}"
+        )
+    for value in tensor.data:
+        if isinstance(value, float) and not (value.is_integer() and abs(value) < 2**63):
+            raise InvalidRequest(
+                f"{where}.data: dtype int64 takes whole numbers of 64 bits, got {value}"
+            )
+    values = np.asarray(tensor.data, dtype=np.int64)
+    if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
+        crow = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)
+        col = np.asarray(tensor.sparse_col_indices, dtype=np.int64)
+        dense = densify(values, crow, col, shape=shape, where=where, fill=-1).astype(np.int64)
+    elif values.size == shape[0] * shape[1]:
+        dense = values.reshape(shape)
+    else:
+        raise InvalidRequest(f"{where}: shape {shape} does not hold {values.size} values")
+    if dense.size and (dense.min() < -1 or dense.max() >= limits.vocab_size):
+        raise InvalidRequest(
+            f"{where} holds a token id outside 0..{limits.vocab_size - 1} (-1 asks nothing)"
+        )
+    return dense

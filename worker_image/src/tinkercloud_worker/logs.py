@@ -1,0 +1,38 @@
+"""What the processes of a head log: one JSON object a line, on stderr.
+
+Engines log by the standard library's `logging`, details in `extra`, as they run where nothing but
+torch and transformers is installed; all else by structlog. Both come out in the same form, and so
+do warnings of other libraries.
+"""
+
+import logging
+import sys
+
+import structlog
+
+
+def configure() -> None:
+    """Have this process log so: what is ours from INFO on, what is others' from WARNING on."""
+    described: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*described, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *described],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+        )
+    )
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("tinkercloud_worker").setLevel(logging.INFO)

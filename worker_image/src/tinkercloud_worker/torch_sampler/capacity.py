@@ -1,0 +1,19 @@
+"""What a torch sampler may take at a time."""
+
+from typing import Protocol
+
+
+class Capacity(Protocol):
+    """The bounds on a sampler's work; see `SamplerConfig`, which is a head's."""
+
+    @property
+    def max_running_sequences(self) -> int:
+        """Sequences decoded together."""
+
+    @property
+    def prefill_chunk_tokens(self) -> int:
+        """Prompt tokens computed between two decoding steps of the other sequences."""
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens whose keys and values are kept for the sequences that are drawn together."""
