@@ -104,6 +104,9 @@ def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
     assert {skipped[name] for name in MEGATRON} == {
         "megatron-core is not installed (pip install megatron-core)"
     }
+    assert {skipped[name] for name in MEMORY if name[0] == "P"} == {
+        "pydantic is not installed (pip install pydantic)"
+    }
     assert {"is not installed (pip install" in skipped[name] for name in SERVED} == {True}
     versions = written["versions"]
     assert versions["torch"]
