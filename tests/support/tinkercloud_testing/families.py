@@ -15,7 +15,7 @@ WINDOW = 9
 ROTARY_SWITCH = 20
 """Positions beyond which the family `longrope` has other rotary positions."""
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -24,10 +24,8 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.15,
-    "eos_token_id": EOS_TOKEN_ID,
-    "bos_token_id": None,
-    "pad_token_id": None,
 }
+_SIZES = SIZES | {"eos_token_id": EOS_TOKEN_ID, "bos_token_id": None, "pad_token_id": None}
 _SLIDING: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],

@@ -9,7 +9,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Condition
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.children.pods import Build, Names
-from tinkercloud_operator.observed import Observed, Pod
+from tinkercloud_operator.observed import Node, Observed, Pod
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Shape, resolve
 
@@ -18,6 +18,8 @@ Json = dict[str, Any]
 NOON = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 """When built sessions were created, and the time it is."""
 MODEL_NAME = "Qwen/Qwen3-8B"
+GPU_TAINT: Json = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+"""Keeps pods off nodes with GPUs that do not ask for some."""
 TRAINERS: Json = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 4}
 """A trainer's shape with worker pods."""
 SAMPLERS: Json = {"backend": "sglang", "replicas": 1, "gpusPerReplica": 2}
@@ -67,6 +69,13 @@ def a_base_model_manifest(name: str = "model", namespace: str = "default", **spe
 def a_session_manifest(name: str = "one", namespace: str = "default", **spec: Any) -> Json:
     """Return a TrainingSession as it is written in YAML; a field given as None is left out."""
     return _manifest("TrainingSession", name, namespace, _session_fields() | spec)
+
+
+def a_node(gpus: int = 8, cpu: float = 64, others: Json | None = None, **fields: Any) -> Node:
+    """Return a node of a pool of GPUs: 64 cores and 512 GiB, unless it is told otherwise."""
+    values: Json = {"labels": {"pool": "gpu"}, "taints": (), "memory": 512 * 2.0**30}
+    devices = {"nvidia.com/gpu": gpus, **(others or {})}
+    return Node(cpu=cpu, devices=devices, **values | fields)
 
 
 def a_pod(component: str = "head", **fields: Any) -> Pod:

@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.families import SIZES
 from tinkercloud_testing.models import (
     VOCAB_SIZE,
     tiny_gemma2,
@@ -44,16 +45,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 LENGTHS = (9, 4, 12)
 WINDOW = 9
 """Positions: shorter than a sequence of `LENGTHS`, longer than those of the check at the start."""
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-}
 SLIDING: dict[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": WINDOW,
