@@ -14,9 +14,9 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
 )
 from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_worker.__main__ import build_backend
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.run_head import build_backend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

@@ -18,11 +18,11 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_worker.__main__ import build_backend
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.run_head import build_backend
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "planning" / "public_models.json").read_text()

@@ -1,5 +1,6 @@
 """What runs in the process of one rank."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,8 @@ class Rank:
     """
 
     def __init__(self) -> None:
+        # Until the object is made, its trainer is imported, of which nothing becomes garbage.
+        gc.disable()
         logs.configure()
         send_through_shared_memory()
 
@@ -76,6 +79,9 @@ class Rank:
 
     def build(self, factory: Callable[[], Worker]) -> None:
         """Make the object that does the work."""
+        # What has been imported is not gone over in every search from now on.
+        gc.freeze()
+        gc.enable()
         self._worker = factory()
 
     def call(self, method: str, args: tuple[object, ...]) -> Answer:

@@ -1,0 +1,156 @@
+"""A session head: what its process is put together of, and how it serves.
+
+Which trainer and which sampler there are, `build_trainer` and `build_sampler` decide.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import torch
+import uvicorn
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from tinkercloud_protocol.launch import HeadConfig, Listen
+from tinkercloud_worker import accelerator, logs
+from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.build_sampler import build_sampler, check_model
+from tinkercloud_worker.build_trainer import build_trainer
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
+
+log = structlog.get_logger(__name__)
+
+
+def build_backend(config: HeadConfig) -> Backend:
+    """Assemble the engine that the configuration asks for.
+
+    The head has a copy of the base model only if it trains or samples by itself.
+    """
+    check_model(config)
+    base = cache(partial(load_base, config))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    trainer = build_trainer(config, base)
+    wanted, taken = config.limits.max_context_length, trainer.limits.max_context_length
+    if wanted is not None and wanted > taken:
+        log.warning(
+            "limits.max_context_length is more than the model takes", wanted=wanted, taken=taken
+        )
+    sampler, thread = build_sampler(config, base, tokenizer, trainer, _end_process)
+    return Backend(
+        config=config,
+        trainer=trainer,
+        sampler=sampler,
+        thread=thread,
+        store=CheckpointStore(open_store(config.checkpoint_root)),
+        end_tokens=end_tokens(config.model.path, tokenizer),
+    )
+
+
+def load_base(config: HeadConfig) -> BaseModel:
+    """Load the head's copy of the base model.
+
+    Raises:
+        UnsupportedModelError: its architecture is not one we compute correctly, or it is to be
+            where this head has no GPU.
+    """
+    device = "cpu" if config.trainer.ranks else config.trainer.device
+    if device != "cpu" and not accelerator.is_there():
+        raise UnsupportedModelError(
+            f"trainer.device: {device!r}, but this head has no GPU; give it one that torch can use,"
+            " or set it to 'cpu'"
+        )
+    return BaseModel.load(
+        config.model.path,
+        getattr(torch, config.trainer.dtype),
+        packed=config.trainer.packed_weights,
+        device=device,
+    )
+
+
+def _build_backend_or_say_why(config: HeadConfig) -> Backend:
+    try:
+        return build_backend(config)
+    except Exception as error:
+        if config.reason_file is not None:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            Path(config.reason_file).write_text(f"the engine could not be loaded: {line}\n")
+        raise
+
+
+def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end a text: the tokenizer's and the generation configuration's."""
+    found = {tokenizer.eos_token_id}
+    if (Path(path) / "generation_config.json").is_file():
+        configured = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        found.update(configured if isinstance(configured, list) else [configured])
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def _end_process(error: BaseException) -> None:
+    log.critical("the engine thread failed; ending the process", exc_info=error)
+    os._exit(70)
+
+
+class _Server(uvicorn.Server):
+    """A server that begins to drain as soon as it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a stop signal (called by uvicorn's signal handler)."""
+        self._loop.call_soon_threadsafe(self._lifecycle.begin_stop)
+        super().handle_exit(sig, frame)
+
+
+def listening_socket(listen: Listen) -> socket.socket:
+    """Return the socket to accept connections on.
+
+    Made here rather than by uvicorn, which takes an inherited one for a Unix socket; then nothing
+    would switch Nagle's algorithm off, and every answer would wait 40 ms for an acknowledgement.
+    """
+    if listen.fd is not None:
+        return socket.socket(fileno=listen.fd)
+    return socket.create_server((listen.host, listen.port), backlog=2048)
+
+
+async def serve(config: HeadConfig) -> None:
+    """Serve until a stop signal, or until nobody needs this head any more."""
+    token = HeadToken(Path(config.token_file))
+    lifecycle = Lifecycle(config.timings, lambda: _build_backend_or_say_why(config))
+    app = HeadApp(lifecycle, config.limits, token, config.generation)
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(config.timings.stop_seconds) + 5,
+    )
+    await _Server(settings, lifecycle).serve(sockets=[listening_socket(config.listen)])
+
+
+def main() -> None:
+    """Run the head whose configuration file is the only argument."""
+    logs.configure()
+    config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
+    if not config.generation:
+        config = config.model_copy(update={"generation": secrets.token_hex(8)})
+    structlog.contextvars.bind_contextvars(head=config.head, generation=config.generation)
+    uvicorn_loop = uvicorn.Config(app="", loop="auto").get_loop_factory()
+    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+        runner.run(serve(config))
