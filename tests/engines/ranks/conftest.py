@@ -11,19 +11,22 @@ import ray
 
 import tinkercloud_testing
 from tinkercloud_testing.ranks import Successive, TrainerOf
+from tinkercloud_testing.warm_python import warm_ranks
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.adam import AdamTrainer
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # Ranks are processes of their own, which know nothing of pytest's paths.
     folders = [str(Path(tinkercloud_testing.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    connect(GroupShape(ranks=4))
-    yield
-    ray.shutdown()
+    with warm_ranks(tmp_path_factory.mktemp("warm")) as settings:
+        os.environ.update(settings)
+        connect(GroupShape(ranks=4))
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

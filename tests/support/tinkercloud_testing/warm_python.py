@@ -1,0 +1,102 @@
+"""`python -m tinkercloud_testing.warm_python SOCKET MODULE...`: import once what many ranks need.
+
+To import torch, transformers and megatron-core takes longer than what most ranks of tests do. A
+program that has imported them becomes, in copies of itself, the scripts that `warm_start.py` asks
+for at a socket: each is a process of its own, born with what it would import first.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tinkercloud_testing.cluster.programs import Program
+
+MODULES = (
+    "tinkercloud_worker.build_trainer",
+    "tinkercloud_worker.megatron_trainer.model",
+    "tinkercloud_worker.megatron_trainer.trainer",
+)
+"""Of ranks: none of Ray's, which reads its settings as it is imported."""
+_SETTINGS = {
+    # As Ray and the group set them for ranks, which comes too late for what has been imported.
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_CLIENT = Path(__file__).with_name("warm_start.py")
+
+
+@contextlib.contextmanager
+def warm_ranks(folder: Path) -> Iterator[Mapping[str, str]]:
+    """Run such a program; the environment that is returned lets Ray begin its workers there.
+
+    Args:
+        folder: for its log and its socket.
+    """
+    path = folder / "socket"
+    program = Program(
+        name="the warm Python",
+        arguments=(sys.executable, "-m", __name__, str(path), *MODULES),
+        log=folder / "log",
+        ready=path.exists,
+        environment={"PYTHONPATH": str(Path(__file__).parents[1]), **_SETTINGS},
+    )
+    executable = shlex.join([sys.executable, "-IS", str(_CLIENT), str(path)])
+    program.start()
+    try:
+        job = {"runtime_env": {"py_executable": executable}}
+        yield {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    finally:
+        program.kill()
+
+
+def main() -> None:
+    """Serve until killed."""
+    path, *modules = sys.argv[1:]
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    # Who has ended is to leave at once: nobody waits for copies here.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen(64)
+        while True:
+            asking, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                _become(asking)
+                return
+            asking.close()
+
+
+def _become(asking: socket.socket) -> None:
+    """Be the script that is asked for, with its arguments, environment, folder and files."""
+    # Ray ends the process groups of its workers.
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    content, files, _, _ = socket.recv_fds(asking, 1 << 20, 3)
+    while more := asking.recv(1 << 20):
+        content += more
+    asking.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    request = json.loads(content)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = request["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
