@@ -41,10 +41,10 @@ def test_requests_of_a_minute_are_one_write_at_most(world: World, server: Server
 def test_a_head_that_was_replaced_unnoticed_never_gets_its_predecessors_requests(
     world: World, server: Server
 ) -> None:
-    training = world.a_training_client(server)
+    head = world.a_head()
+    training = world.a_training_client(server, head)
     step(training)
     saved = training.save_state("first").result().path
-    head = world.heads[-1]
 
     head.kill()
     head.start()
@@ -60,10 +60,10 @@ def test_a_session_suspended_for_idleness_is_resumed_by_the_next_request(
     reference = world.a_training_client(server)
     expected = [step(reference) for _ in range(4)]
     known = world.sessions()
-    training = world.a_training_client(server)
+    head = world.a_head()
+    training = world.a_training_client(server, head)
     [name] = set(world.sessions()) - set(known)
     losses = [step(training), step(training)]
-    head = world.heads[-1]
     head.stop()
     idle = (ConditionType.SUSPENDED, "True", Reason.IDLE, "unused for 600 s")
     world.say(name, idle, (ConditionType.READY, "False", Reason.SUSPENDED, ""), endpoint=None)

@@ -57,7 +57,7 @@ def test_a_model_asked_for_through_two_replicas_at_once_is_made_once(
     with ThreadPoolExecutor(8) as pool:
         promises = list(pool.map(lambda each: each.post("create_model", body), [server, other] * 4))
         name = world.new_session(known)
-        world.make_ready(name, world.a_head())
+        world.make_ready(name, world.head)
         [request_id] = {str(promise.json()["request_id"]) for promise in promises}
         results = list(pool.map(lambda each: each.result(request_id), [server, other]))
 

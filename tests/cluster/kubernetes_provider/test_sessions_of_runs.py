@@ -29,7 +29,7 @@ def test_a_created_model_is_a_training_session_that_trains_and_goes_with_its_cli
         tags = {"tinkercloud.dev/queue": "research", "tinkercloud.dev/idle-timeout": "600"}
         waiting = client.create_lora_training_client(MODEL, rank=4, seed=1, user_metadata=tags)
         name = world.new_session(known)
-        world.make_ready(name, world.a_head())
+        world.make_ready(name, world.head)
         training = waiting.result()
         losses = [step(training), step(training)]
         sampler = training.save_weights_and_get_sampling_client().result()
@@ -107,12 +107,13 @@ def test_an_unknown_choice_is_refused_with_those_that_exist(server: Server) -> N
 
 def test_a_deleted_session_ends_its_run(world: World, server: Server) -> None:
     known = world.sessions()
-    training = world.a_training_client(server)
+    head = world.a_head()
+    training = world.a_training_client(server, head)
     [name] = set(world.sessions()) - set(known)
     step(training)
 
     world.cluster.kubectl("delete", "trainingsession", name, f"--namespace={world.namespace}")
-    world.heads[-1].kill()
+    head.kill()
 
     with pytest.raises((tinker.TinkerError, ValueError), match="has stopped"):
         step(training)
@@ -123,7 +124,7 @@ def test_a_client_attaches_to_a_session_declared_in_git(
     world: World, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.cluster.apply(a_declared_session("declared", world.namespace))
-    world.make_ready("declared", world.a_head())
+    world.make_ready("declared", world.head)
     known = world.sessions()
     monkeypatch.setenv("TINKER_TAGS", "mine,tinkercloud.dev/session=declared")
 
@@ -161,7 +162,7 @@ def test_samplers_without_a_trainer_share_one_session(world: World, server: Serv
     text = types.ModelInput.from_ints([5, 6, 7])
     scored = one.compute_logprobs(text)
     name = world.new_session(known)
-    world.make_ready(name, world.a_head())
+    world.make_ready(name, world.head)
 
     two = client.create_sampling_client(base_model=MODEL).result()
 

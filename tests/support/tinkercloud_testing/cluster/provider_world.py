@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,13 @@ class World:
         }
         return Server({}, self.folder / name, settings)
 
+    @cached_property
+    def head(self) -> Head:
+        """The head of all sessions whose tests leave it alone: to start one takes many seconds."""
+        return self.a_head()
+
     def a_head(self) -> Head:
+        """Return a running head that may be stopped and killed."""
         folder = self.folder / f"head-{len(self.heads)}"
         head = Head(folder, self.model, self.folder / "store")
         self.heads.append(head)
@@ -175,12 +182,12 @@ class World:
         ready = (ConditionType.READY, "True", Reason.READY, "")
         self.say(name, ready, endpoint=head.url, incarnation=incarnation)
 
-    def a_training_client(self, server: Server, **options: Any) -> tinker.TrainingClient:
-        """Return a client of a run whose session gets a head of its own."""
+    def a_training_client(self, server: Server, head: Head | None = None) -> tinker.TrainingClient:
+        """Return a client of a run at a head: without one, at that of most sessions."""
         known = self.sessions()
         client = server.client()
-        waiting = client.create_lora_training_client(MODEL, rank=4, seed=1, **options)
-        self.make_ready(self.new_session(known), self.a_head())
+        waiting = client.create_lora_training_client(MODEL, rank=4, seed=1)
+        self.make_ready(self.new_session(known), head or self.head)
         return waiting.result()
 
 
