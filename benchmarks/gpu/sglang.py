@@ -46,6 +46,7 @@ from tinkercloud_worker.engine.sampler import (
 )
 from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import NotThere
+from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang_group import NAME, SglangGroup
 from tinkercloud_worker.metrics import Way
@@ -283,7 +284,7 @@ def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Me
 def _forsaken(proof: Proof) -> Measurement:
     """Let the server wait for a part of a model, from a head's rank that is killed."""
     client = proof.dialect.client
-    group = SglangGroup(client, "gloo")
+    group = SglangGroup(client, "gloo", HeadPlace())
     part = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[VOCAB_SIZE, 256]]}
 
     async def waits() -> float:

@@ -50,6 +50,7 @@ from tinkercloud_worker.engine.sampler import (
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 from tinkercloud_worker.inference import sglang_adapters, sglang_weights
 from tinkercloud_worker.inference.client import InferenceClient
+from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -303,5 +304,6 @@ def _sampler(
             scratch_dir=str(folder),
             trainer=TrainerConfig(device=inference.shared_memory or "cpu"),
             sampler=SamplerConfig(backend="sglang", inference=inference),
-        )
+        ),
+        HeadPlace(),
     )

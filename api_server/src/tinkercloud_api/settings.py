@@ -32,7 +32,7 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     Timings,
     TrainerConfig,
-    check_gpu_of_head,
+    check_gpu_of_trainer,
 )
 from tinkercloud_protocol.wire import sentences
 
@@ -170,7 +170,7 @@ class Settings(BaseSettings):
             )
         if self.provider == "local" and self.models_dir is not None:
             raise ValueError("models_dir: only used with provider=kubernetes; leave it out")
-        check_gpu_of_head(self.trainer, self.sampler)
+        check_gpu_of_trainer(self.trainer, self.sampler)
         return self
 
     @classmethod

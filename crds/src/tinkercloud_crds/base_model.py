@@ -114,6 +114,20 @@ class BaseModelSpec(Part):
                 "sampler.replicas: colocated engines share all GPUs of the trainers; it must be"
                 " trainer.replicas x trainer.gpusPerReplica / sampler.gpusPerReplica",
             ),
+            (
+                "!has(self.sampler) || !has(self.sampler.engines)"
+                " || !has(self.sampler.engines.sharedMemory) || self.trainer.replicas == 1",
+                "sampler.engines.sharedMemory: models lie in the memory of one trainer pod, which"
+                " engines of others do not see; set trainer.replicas to 1, or leave it out",
+            ),
+            (
+                "!has(self.sampler) || !has(self.sampler.engines)"
+                " || !has(self.sampler.engines.processGroup)"
+                " || self.sampler.engines.processGroup != 'nccl'"
+                " || (self.trainer.replicas >= 1 && self.trainer.gpusPerReplica >= 1)",
+                "sampler.engines.processGroup: nccl sends from a trainer's GPU; set"
+                " trainer.gpusPerReplica, or gloo",
+            ),
         )
     )
 

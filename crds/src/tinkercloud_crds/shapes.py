@@ -221,13 +221,18 @@ class EnginesShape(Part):
     start_timeout_seconds: Seconds = 1800
     """How long an engine may take to load the base model; then it is started over. Requests wait as
     long for one that is lost, if no other is left."""
-    process_group: Annotated[
-        Literal["gloo"] | None, Field(json_schema_extra={"enum": ["gloo"]})
-    ] = None
-    """Backend of a torch process group of the head with each engine, over which whole models go to
-    it first; absent means none. No `nccl`: a session's head has no GPU. Each engine costs the head
-    0.3 GiB of `head.resources.memory`, and 256 MiB while it is sent a model, or the size of its
-    largest tensor where that is larger. Not for colocated engines."""
+    process_group: Literal["gloo", "nccl"] | None = None
+    """Backend of a torch process group with each engine, over which whole models go to it first;
+    absent means none. They go from the pod of the first of the trainer's ranks, or from the head,
+    where that trains: with `gloo` from the CPU there, with `nccl` from the rank's GPU. Each engine
+    costs that pod 0.3 GiB of memory, and 256 MiB while it is sent a model, or the size of its
+    largest tensor where that is larger; with `nccl` as much on the GPU, and a CUDA context. Not for
+    colocated engines."""
+    shared_memory: Literal["cpu", "cuda"] | None = None
+    """Memory in which colocated engines of a single trainer pod are handed whole models first;
+    absent means none. `cpu`: `/dev/shm` of the pod, where `trainer.resources.sharedMemory` must
+    leave room for 512 MiB, and for twice the largest tensor. `cuda`: of the first rank's GPU (CUDA
+    IPC), which takes as much there, and a CUDA context."""
 
 
 class ExternalServers(Part):
@@ -281,6 +286,11 @@ class SamplerShape(Part):
             (
                 "!self.colocated || !has(self.engines) || !has(self.engines.processGroup)",
                 "engines.processGroup: is for engines with GPUs of their own; leave it out",
+            ),
+            (
+                "self.colocated || !has(self.engines) || !has(self.engines.sharedMemory)",
+                "engines.sharedMemory: is for colocated engines, in whose pod models are trained;"
+                " leave it out, or set engines.processGroup",
             ),
             (
                 f"!has(self.engines) || (has(self.image) && self.replicas <= {MAX_ENGINES})",

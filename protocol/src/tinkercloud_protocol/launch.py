@@ -147,14 +147,16 @@ class InferenceConfig(_Config):
     computes. sglang only, started with --enable-memory-saver."""
     process_group: Literal["nccl", "gloo"] | None = None
     """Backend of a torch process group with each engine, over which whole models go to it; what
-    fails goes in requests or by files. Head and engines must reach each other at any port. `nccl`:
-    from the GPU on which the head itself trains, to engines with the same version of NCCL. `gloo`:
-    from the head's CPU. Absent means no group. Backend sglang only."""
+    fails goes in requests or by files. They go from where they are trained, the head or the first
+    of the trainer's ranks, which must reach the engines, and be reached by them, at any port.
+    `nccl`: from the GPU there, to engines with the same version of NCCL. `gloo`: from the CPU.
+    Absent means no group. Backend sglang only."""
     shared_memory: Literal["cuda", "cpu"] | None = None
-    """Memory in which whole models are handed to engines on this machine, which see our /dev/shm
-    and /tmp; what fails goes in requests or by files. `cuda`: of the GPU on which the head itself
-    trains (CUDA IPC). `cpu`: of the machine; /dev/shm must have room for 512 MiB, and for twice the
-    largest tensor. Absent means none. Backend sglang only."""
+    """Memory in which whole models are handed to engines on the machine where they are trained, the
+    head's or that of the first of the trainer's ranks, whose /dev/shm and /tmp the engines see;
+    what fails goes in requests or by files. `cuda`: of the GPU that trains there (CUDA IPC). `cpu`:
+    of the machine; /dev/shm must have room for 512 MiB, and for twice the largest tensor. Absent
+    means none. Backend sglang only."""
 
 
 class SamplerConfig(_Config):
@@ -207,25 +209,24 @@ class SamplerConfig(_Config):
         return self
 
 
-def check_gpu_of_head(trainer: TrainerConfig, sampler: SamplerConfig) -> None:
-    """Return unless models are to go to engines from a GPU that the head does not have.
+def check_gpu_of_trainer(trainer: TrainerConfig, sampler: SamplerConfig) -> None:
+    """Return unless models are to go to engines from a GPU on which nobody trains.
 
     Raises:
         ValueError: they are.
     """
-    trains_here = trainer.device == "cuda" and trainer.ranks == 0 and trainer.backend != "none"
+    trains_there = trainer.device == "cuda" and trainer.backend != "none"
     inference = sampler.inference
     wants = [
         ("process_group", "nccl", "gloo", inference.process_group),
         ("shared_memory", "cuda", "cpu", inference.shared_memory),
     ]
     for setting, of_gpu, of_cpu, wanted in wants:
-        if wanted == of_gpu and not trains_here:
+        if wanted == of_gpu and not trains_there:
             raise ValueError(
-                f"sampler.inference.{setting}: {of_gpu} wants a head that trains on a GPU in its"
-                f" own process, but trainer.backend is {trainer.backend}, trainer.device"
-                f" {trainer.device} and trainer.ranks {trainer.ranks}; set it to {of_cpu}, or leave"
-                " it out"
+                f"sampler.inference.{setting}: {of_gpu} wants a trainer on a GPU, but"
+                f" trainer.backend is {trainer.backend} and trainer.device {trainer.device}; set it"
+                f" to {of_cpu}, or leave it out"
             )
 
 
@@ -253,6 +254,9 @@ class Limits(_Config):
     """Of all sampler weights kept, in memory and in files, in float32; beyond it the least recently
     used are let go: a checkpoint's are read again when needed, those saved under no name are lost.
     Each model's latest stay, and what is being sampled from."""
+    max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
+    """Of whole models that stay in the scratch_dir of the first of the trainer's ranks, from where
+    they go to engines over a process group or in shared memory; beyond it they come to the head."""
 
 
 class Timings(_Config):
@@ -306,8 +310,8 @@ class HeadConfig(_Config):
     timings: Timings = Timings()
 
     @model_validator(mode="after")
-    def _check_gpu_of_head(self) -> Self:
-        check_gpu_of_head(self.trainer, self.sampler)
+    def _check_gpu_of_trainer(self) -> Self:
+        check_gpu_of_trainer(self.trainer, self.sampler)
         return self
 
 

@@ -53,4 +53,4 @@ def test_a_head_waits_for_places_as_long_as_it_is_told(cluster: None) -> None:
         raise AssertionError("ranks load the base")
 
     with pytest.raises(RanksUnavailable, match=rf"no room for {ranks} ranks of .* within 2 s"):
-        build_trainer(config, base)
+        build_trainer(config, base, None)

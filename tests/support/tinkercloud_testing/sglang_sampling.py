@@ -15,6 +15,7 @@ from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.inference.place import HeadPlace, Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
 
 MODEL = "tiny/llama"
@@ -29,7 +30,11 @@ def counted(fake: FakeSglang, name: str, **labels: str) -> float | None:
 
 
 def a_sampler(
-    fakes: list[FakeSglang], folder: Path, generation: str = "g1", **options: Any
+    fakes: list[FakeSglang],
+    folder: Path,
+    generation: str = "g1",
+    place: Place | None = None,
+    **options: Any,
 ) -> InferenceSampler:
     urls = tuple(fake.url for fake in fakes)
     inference = InferenceConfig(urls=urls, **{"recovery_seconds": 60.0, **options})
@@ -42,7 +47,7 @@ def a_sampler(
         scratch_dir=str(folder / "scratch"),
         sampler=SamplerConfig(backend="sglang", inference=inference),
     )
-    return inference_sampler(config)
+    return inference_sampler(config, place or HeadPlace())
 
 
 def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:

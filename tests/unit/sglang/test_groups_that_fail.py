@@ -8,17 +8,18 @@ import torch
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.accelerator import Backend
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
-from tinkercloud_worker.inference.sglang_courier import Courier
+from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sglang_group import SglangGroup
 
 
-class OurRank(Courier):
+class OurRank:
     """A rank that has joined, and offers a part, or fails."""
 
     def __init__(self, error: str | None) -> None:
         self.error = error
-        self.ended = False
+        self.has_ended = False
 
     def tell(self, line: Json) -> None:
         """Take what is to be sent."""
@@ -29,9 +30,13 @@ class OurRank(Courier):
             raise ServerError(self.error)
         return {"names": [], "dtypes": [], "shapes": []}
 
+    def failure(self, reason: str) -> ServerError:
+        """Return what to raise."""
+        return ServerError(reason)
+
     async def end(self) -> None:
         """End."""
-        self.ended = True
+        self.has_ended = True
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +52,7 @@ def a_group(backend: Backend, rank: OurRank, monkeypatch: pytest.MonkeyPatch) ->
         raise InvalidRequest("NCCL error: invalid usage")
 
     monkeypatch.setattr(client, "post", refuse)
-    group = SglangGroup(client, backend)
+    group = SglangGroup(client, backend, HeadPlace())
     group._rank = rank
     return group
 
@@ -60,17 +65,17 @@ async def test_a_broadcast_that_fails_names_our_version_of_nccl_whichever_side_s
     group = a_group("nccl", rank, monkeypatch)
 
     with pytest.raises((InvalidRequest, ServerError), match="invalid usage") as refusal:
-        await group.send(Path("model.safetensors"), 1)
+        await group.send(Written("model", Path("model"), None), 1)
 
     assert version in str(refusal.value)
     assert isinstance(refusal.value, ServerError if error else InvalidRequest)
-    assert rank.ended
+    assert rank.has_ended
 
 
 async def test_a_group_over_gloo_says_nothing_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     group = a_group("gloo", OurRank("connection closed"), monkeypatch)
 
     with pytest.raises(ServerError) as failure:
-        await group.send(Path("model.safetensors"), 1)
+        await group.send(Written("model", Path("model"), None), 1)
 
     assert "NCCL" not in str(failure.value)

@@ -50,4 +50,4 @@ def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
         sampler=sampler,
     )
 
-    assert type(build_trainer(config, lambda: BaseModel(tiny_llama()))) is trainer
+    assert type(build_trainer(config, lambda: BaseModel(tiny_llama()), None)) is trainer

@@ -5,6 +5,7 @@ megatron-core talks to CUDA by itself: what it needs for that is in `megatron_tr
 without a GPU in `megatron_trainer.cpu`. No other module names CUDA; a test holds them to it.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -31,6 +32,15 @@ _DEVICE_ARGUMENT = 6
 def is_there() -> bool:
     """Whether this process has a GPU."""
     return torch.cuda.is_available()
+
+
+def visible() -> Mapping[str, str]:
+    """Return the variables by which another process has this one's GPUs, and no others.
+
+    Ray hides them from processes that ask for none.
+    """
+    name = "CUDA_VISIBLE_DEVICES"
+    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def gpus_of(device: str) -> float:

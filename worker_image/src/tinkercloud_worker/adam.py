@@ -125,6 +125,10 @@ class AdamTrainer(ABC):
         model = self._models[model_id]
         return WeightsSnapshot(model.lora, self._whole(model, model.trainable.flat.detach()))
 
+    def publication(self, model_id: str) -> WeightsSnapshot:
+        """See `Trainer.publication`."""
+        return self.snapshot(model_id)
+
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
         return state_of(self._models[model_id], self._whole)

@@ -24,6 +24,7 @@ from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.engine import Engine
+from tinkercloud_worker.inference.place import Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import SglangDialect
 from tinkercloud_worker.inference.sglang_control import SglangControl
@@ -53,6 +54,8 @@ def build_sampler(
     base: Callable[[], BaseModel],
     tokenizer: PreTrainedTokenizerBase,
     trainer: Trainer,
+    *,
+    place: Place,
     on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
     """Return the sampler, and the started thread for training jobs.
@@ -62,6 +65,7 @@ def build_sampler(
         base: returns the head's copy of the base model; it is loaded for who asks for it.
         tokenizer: of that model.
         trainer: who shares its GPUs with the engines, if they are colocated.
+        place: from where whole models go to engines, unless in requests or by files.
         on_crash: see `EngineThread`.
 
     Raises:
@@ -84,7 +88,7 @@ def build_sampler(
         )
         thread.start(sampler)
         return sampler, thread
-    servers = inference_sampler(config)
+    servers = inference_sampler(config, place)
     thread = EngineThread(on_crash)
     if config.sampler.inference.colocated:
         # Nobody needs what loading has left behind.
@@ -94,11 +98,12 @@ def build_sampler(
     return servers, thread
 
 
-def inference_sampler(config: HeadConfig) -> InferenceSampler:
+def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
     """Return the sampler that asks the configured servers.
 
     Args:
         config: of the head.
+        place: from where whole models go to engines, unless in requests or by files.
 
     Raises:
         OSError: the file with their key can't be read.
@@ -121,7 +126,7 @@ def inference_sampler(config: HeadConfig) -> InferenceSampler:
                 folder,
                 owner=owner,
                 base_path=config.model.path,
-                carrier=_carrier(inference, dialect.client),
+                carrier=_carrier(inference, dialect.client, place),
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
@@ -157,11 +162,11 @@ def _clients(inference: InferenceConfig) -> list[InferenceClient]:
     ]
 
 
-def _carrier(inference: InferenceConfig, client: InferenceClient) -> Carrier | None:
+def _carrier(inference: InferenceConfig, client: InferenceClient, place: Place) -> Carrier | None:
     if inference.process_group is not None:
-        return SglangGroup(client, inference.process_group)
+        return SglangGroup(client, inference.process_group, place)
     if inference.shared_memory is not None:
-        return SglangSharedMemory(client, inference.shared_memory)
+        return SglangSharedMemory(client, inference.shared_memory, place)
     return None
 
 

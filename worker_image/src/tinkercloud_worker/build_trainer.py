@@ -7,7 +7,8 @@ base. Ranks are Ray actors with copies, or parts, of their own: the head needs n
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,13 +26,41 @@ from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
+if TYPE_CHECKING:
+    from tinkercloud_worker.actors.porter import RanksPlace
 
-def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
+
+def build_place(config: HeadConfig) -> "RanksPlace | None":
+    """Return where published whole models stay; None: at the head.
+
+    They stay with ranks where processes can take them from there to engines.
+    """
+    inference = config.sampler.inference
+    is_carried = inference.process_group or inference.shared_memory
+    if not is_carried or not config.trainer.ranks or config.trainer.backend == "none":
+        return None
+    # Ray, as below.
+    from tinkercloud_worker.actors.porter import Berth, RanksPlace  # noqa: PLC0415
+
+    return RanksPlace(
+        Berth(
+            folder=Path(config.scratch_dir) / "ranks",
+            max_bytes=config.limits.max_placed_bytes,
+            base_path=Path(config.model.path),
+            base_model=config.model.name,
+        )
+    )
+
+
+def build_trainer(
+    config: HeadConfig, base: Callable[[], BaseModel], place: "RanksPlace | None"
+) -> Trainer:
     """Return the trainer, its ranks started.
 
     Args:
         config: of the head.
         base: returns the head's copy of the base model; it is loaded for who asks for it.
+        place: where whole models stay that its ranks publish.
 
     Raises:
         RanksUnavailable: the ranks could not be started.
@@ -62,7 +91,7 @@ def build_trainer(config: HeadConfig, base: Callable[[], BaseModel]) -> Trainer:
     )
     timings = GroupTimings(start=config.trainer.start_timeout_seconds)
     connect(shape)
-    return RankedTrainer(lambda: RankGroup(shape, factory, timings))
+    return RankedTrainer(lambda: RankGroup(shape, factory, timings), place)
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:

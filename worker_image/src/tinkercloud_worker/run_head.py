@@ -23,12 +23,13 @@ from tinkercloud_worker import accelerator, logs
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import build_sampler, check_model
-from tinkercloud_worker.build_trainer import build_trainer
+from tinkercloud_worker.build_trainer import build_place, build_trainer
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.inference.place import HeadPlace
 
 log = structlog.get_logger(__name__)
 
@@ -41,13 +42,16 @@ def build_backend(config: HeadConfig) -> Backend:
     check_model(config)
     base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    trainer = build_trainer(config, base)
+    place = build_place(config)
+    trainer = build_trainer(config, base, place)
     wanted, taken = config.limits.max_context_length, trainer.limits.max_context_length
     if wanted is not None and wanted > taken:
         log.warning(
             "limits.max_context_length is more than the model takes", wanted=wanted, taken=taken
         )
-    sampler, thread = build_sampler(config, base, tokenizer, trainer, _end_process)
+    sampler, thread = build_sampler(
+        config, base, tokenizer, trainer, place=place or HeadPlace(), on_crash=_end_process
+    )
     return Backend(
         config=config,
         trainer=trainer,

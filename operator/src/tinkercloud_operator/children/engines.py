@@ -94,6 +94,7 @@ def sampler_config(build: Build) -> SamplerConfig:
         recovery_seconds=sampler.engines.start_timeout_seconds,
         colocated=bool(build.shape.engines_per_trainer),
         process_group=sampler.engines.process_group,
+        shared_memory=sampler.engines.shared_memory,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 

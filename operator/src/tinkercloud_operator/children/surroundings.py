@@ -64,6 +64,7 @@ def head_config(build: Build) -> HeadConfig:
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
             max_snapshot_bytes=_snapshot_bytes(build.shape),
+            max_placed_bytes=_placed_bytes(build.shape),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
@@ -80,6 +81,14 @@ def _snapshot_bytes(shape: Shape) -> int:
     has_base_model = base_model.source.volume is None and shape.head_computes
     share = _SNAPSHOT_SHARE / 2 if has_base_model else _SNAPSHOT_SHARE
     return max(1, int(parse_quantity(base_model.head.resources.scratch) * share))
+
+
+def _placed_bytes(shape: Shape) -> int:
+    """Return what a trainer pod may keep of whole models; see `_snapshot_bytes`."""
+    if shape.trainer is None:
+        return Limits().max_placed_bytes
+    share = _SNAPSHOT_SHARE / 2 if shape.base_model.source.volume is None else _SNAPSHOT_SHARE
+    return max(1, int(parse_quantity(shape.trainer.resources.scratch) * share))
 
 
 def _trainer_config(shape: Shape) -> TrainerConfig:

@@ -7,6 +7,9 @@ from tinkercloud_testing.sessions import COLOCATED, ENGINES, EXTERNAL, SAMPLERS,
 
 PLANNING = {"gpu": "H100", "config": "{}"}
 GROUP: Json = {"processGroup": "gloo"}
+NCCL: Json = {"processGroup": "nccl"}
+MEMORY: Json = {"sharedMemory": "cpu"}
+TRAINERS_ON_CPUS: Json = {"replicas": 2, "cpuRanksPerReplica": 1}
 
 
 def source(**parts: Any) -> Json:
@@ -55,6 +58,12 @@ def engines(**others: Any) -> Json:
 def colocated(sampler: Json | None = None, trainer: Json | None = None, **engines: Any) -> Json:
     beside = COLOCATED | {"engines": COLOCATED["engines"] | engines} | (sampler or {})
     return base_model(trainer=TRAINERS | (trainer or {}), sampler=beside)
+
+
+def in_one_pod(sampler: Json | None = None, **engines: Any) -> Json:
+    """Return one whose trainer pod shares its four GPUs with an engine."""
+    one = {"gpusPerReplica": 4, "replicas": 1} | (sampler or {})
+    return colocated(one, {"replicas": 1, "gpusPerReplica": 4}, **engines)
 
 
 def external(**others: Any) -> Json:
@@ -344,6 +353,61 @@ BASE_MODEL_RULES = (
                 {"gpusPerReplica": 4, "replicas": 1}, {"replicas": 1}, **GROUP
             ),
             "colocated without a class": engines(colocated=True, engines=GROUP),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "engines.sharedMemory: is for colocated engines, in whose pod models are trained; leave it"
+        " out, or set engines.processGroup",
+        {
+            "colocated": in_one_pod(sharedMemory="cuda"),
+            "colocated, of the machine": in_one_pod(sharedMemory="cpu"),
+            "others without": engines(),
+        },
+        {
+            "one engine": engines(replicas=1, engines=MEMORY),
+            "many that read adapters": engines(engines=ENGINES["engines"] | MEMORY),
+            "in a group too": engines(engines=GROUP | MEMORY),
+        },
+    ),
+    Rule(
+        "spec",
+        "sampler.engines.sharedMemory: models lie in the memory of one trainer pod, which engines"
+        " of others do not see; set trainer.replicas to 1, or leave it out",
+        {
+            "one pod with one engine": in_one_pod(sharedMemory="cpu"),
+            "one pod with four": in_one_pod(
+                {"gpusPerReplica": 1, "replicas": 4}, sharedMemory="cpu"
+            ),
+            "two pods without": colocated(),
+        },
+        {
+            "two pods": colocated(sharedMemory="cpu"),
+            "two pods by CUDA IPC": colocated(sharedMemory="cuda"),
+            "three pods": colocated(
+                {"gpusPerReplica": 4, "replicas": 3}, {"replicas": 3}, sharedMemory="cuda"
+            ),
+        },
+    ),
+    Rule(
+        "spec",
+        "sampler.engines.processGroup: nccl sends from a trainer's GPU; set trainer.gpusPerReplica,"
+        " or gloo",
+        {
+            "trainers on GPUs": engines(engines=NCCL),
+            "gloo from CPUs": base_model(
+                trainer=TRAINERS_ON_CPUS, sampler=ENGINES | {"engines": GROUP}
+            ),
+            "gloo from the head": base_model(sampler=ENGINES | {"engines": GROUP}),
+        },
+        {
+            "trainers on CPUs": base_model(
+                trainer=TRAINERS_ON_CPUS, sampler=ENGINES | {"engines": NCCL}
+            ),
+            "a head that trains": base_model(sampler=ENGINES | {"engines": NCCL}),
+            "GPUs of no trainer": base_model(
+                trainer={"replicas": 0, "gpusPerReplica": 0}, sampler=ENGINES | {"engines": NCCL}
+            ),
         },
     ),
     Rule(

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Worker
+from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Surroundings, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 log = structlog.get_logger(__name__)
@@ -192,6 +192,29 @@ class RankGroup:
         return self._command(
             method, lambda i, rank: (rank.obey if i else rank.call).remote(method, shared)
         )[0]
+
+    def keep(self, method: str, *args: object) -> Any:  # noqa: ANN401 - Ray's references are of any type
+        """Like `call`, but what rank 0 returned stays on its node.
+
+        Returns:
+            A reference to it, which lasts no longer than the group.
+        """
+        shared = ray.put(args)
+        [kept] = self._command(
+            method, lambda i, rank: (rank.obey if i else rank.keep).remote(method, shared)
+        )[0]
+        return kept
+
+    def surroundings(self) -> Surroundings:
+        """Return where rank 0 is.
+
+        Raises:
+            RanksLost: as `call`.
+        """
+        where: list[Surroundings] = self._command(
+            "surroundings", lambda _, rank: rank.surroundings.remote()
+        )
+        return where[0]
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
         """Like `call`, with arguments of its own for each rank, and a result from each."""

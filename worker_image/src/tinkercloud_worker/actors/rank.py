@@ -1,7 +1,7 @@
 """What runs in the process of one rank."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
 
 from tinkercloud_protocol.errors import WireError
-from tinkercloud_worker import logs
+from tinkercloud_worker import accelerator, logs
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 LAST_WORDS = "last_words"
@@ -24,6 +24,16 @@ class Answer:
 
     value: Any
     refusal: WireError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a rank is."""
+
+    node: str
+    """Of Ray's cluster, by its id."""
+    gpus: Mapping[str, str]
+    """Variables by which another process there has the rank's GPUs too."""
 
 
 class Worker(Protocol):
@@ -94,6 +104,20 @@ class Rank:
     def obey(self, method: str, args: tuple[object, ...]) -> Answer:
         """Call a method of the object for its effect: what it returns stays here."""
         return Answer(None, self.call(method, args).refusal)
+
+    def keep(self, method: str, args: tuple[object, ...]) -> Answer:
+        """Call a method of the object; what it returns stays in the store of this node.
+
+        The answer's value is a list of one, the reference to it: Ray would hand over what a bare
+        one stands for.
+        """
+        answer = self.call(method, args)
+        return answer if answer.refusal else Answer([ray.put(answer.value)])
+
+    def surroundings(self) -> Answer:
+        """Answer where this rank is."""
+        node = ray.get_runtime_context().get_node_id()
+        return Answer(Surroundings(node, accelerator.visible()))
 
     def last_words(self) -> Any:  # noqa: ANN401 - the object's own
         """Return what the object wants to outlive the group; a command may hang meanwhile."""

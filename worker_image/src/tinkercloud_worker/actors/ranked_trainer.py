@@ -17,9 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from tinkercloud_protocol.errors import StateLost
+import ray
+import structlog
+
+from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
+from tinkercloud_worker.actors.porter import RanksPlace
 from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch, lengthened
 from tinkercloud_worker.engine.ranks import Membership
@@ -27,27 +31,37 @@ from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
     LossOutput,
+    Publication,
     TrainingState,
     WeightsSnapshot,
 )
+from tinkercloud_worker.inference.place import PlaceLost
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+Ask = Callable[[RankGroup, str, str], Any]
+"""Has the ranks of a group call a method about a model."""
 
 
 class RankedTrainer:
     """See `engine.trainer.Trainer`, whose contract this class fulfils."""
 
-    def __init__(self, start: Callable[[], RankGroup]) -> None:
+    def __init__(self, start: Callable[[], RankGroup], place: RanksPlace | None = None) -> None:
         """Start the ranks.
 
         Args:
             start: starts a group whose worker objects are RankTrainers; called again after a loss.
+            place: where whole models stay that are published; None: they come to the head.
 
         Raises:
             RanksUnavailable: the group could not be started.
         """
         self._start = start
+        self._place = place
         self._models: set[str] = set()
+        self._whole: set[str] = set()
+        """Those of `_models` that are no adapters."""
         self._kept: Mapping[str, TrainingState] = {}
         """Of the models of a lost group, until another one has them."""
         self._unapplied: set[str] = set()
@@ -58,11 +72,15 @@ class RankedTrainer:
         """Models that are lost, and how that came."""
         self._group = start()
         self._memberships = _memberships(self._group)
+        if place is not None:
+            place.settle(self._group)
         self.limits = self._memberships[0].limits
 
     def close(self) -> None:
         """End the ranks."""
         self._models.clear()
+        if self._place is not None:
+            self._place.close()
         self._group.close()
 
     def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
@@ -74,6 +92,7 @@ class RankedTrainer:
         """
         self._command(lambda group: group.call("add_model", model_id, lora))
         self._models.add(model_id)
+        (self._whole.add if lora is None else self._whole.discard)(model_id)
         self._lost.pop(model_id, None)
 
     def remove_model(self, model_id: str) -> None:
@@ -123,8 +142,25 @@ class RankedTrainer:
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         weights: WeightsSnapshot = self._held("snapshot", model_id) or self._kept[model_id].weights
-        # They may be sampled from for long, and Ray's store has no room for what stays.
-        return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
+        return _own(weights)
+
+    def publication(self, model_id: str) -> Publication:
+        """See `Trainer.publication`. A whole model stays with the ranks, if there is a place."""
+        if self._place is not None and model_id in self._whole:
+            kept = self._held("snapshot", model_id, RankGroup.keep)
+            if kept is not None:
+                return self._placed(self._place, kept)
+        return self.snapshot(model_id)
+
+    def _placed(self, place: RanksPlace, weights: Any) -> Publication:  # noqa: ANN401 - a reference to those
+        """Have weights stay where they are, if they can."""
+        try:
+            return place.keep(weights)
+        except PlaceLost:
+            place.settle(self._group)
+        except Unavailable as error:
+            log.warning("a published model comes to the head", reason=error.message)
+        return _own(ray.get(weights))
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`. It has its place in Ray's store for as long as it is held."""
@@ -172,8 +208,13 @@ class RankedTrainer:
         }
         return join(shares, [answers[replica] for replica in range(replicas)])
 
-    def _held(self, method: str, model_id: str) -> Any:  # noqa: ANN401 - the method's own result
+    def _held(self, method: str, model_id: str, how: Ask = RankGroup.call) -> Any:  # noqa: ANN401 - the method's own result
         """Return what a method says of a model; None if the group is lost, then or before.
+
+        Args:
+            method: of the ranks' trainers.
+            model_id: of the model.
+            how: the group is asked.
 
         Raises:
             StateLost: the model is lost.
@@ -181,7 +222,7 @@ class RankedTrainer:
         self._check_exists(model_id)
         if self._group.is_alive:
             with suppress(GradientLost):
-                return self._about(model_id, lambda group: group.call(method, model_id))
+                return self._about(model_id, lambda group: how(group, method, model_id))
         return None
 
     def _about(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
@@ -236,6 +277,8 @@ class RankedTrainer:
                 group.call("add_model", model_id, state.weights.lora)
                 group.call("import_state", model_id, state)
             memberships = _memberships(group)
+            if self._place is not None:
+                self._place.settle(group)
         except BaseException as error:
             group.close()
             if isinstance(error, RanksLost):
@@ -259,6 +302,14 @@ class RankedTrainer:
     def _forget_gradient(self, model_id: str) -> None:
         self._unapplied.discard(model_id)
         self._bereft.pop(model_id, None)
+
+
+def _own(weights: WeightsSnapshot) -> WeightsSnapshot:
+    """Return a copy of weights that lie in Ray's store.
+
+    They may be sampled from for long, and the store has no room for what stays.
+    """
+    return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
 
 
 def _memberships(group: RankGroup) -> list[Membership]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.tensors import Int32Array, PromptScores, SampledSequence
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class SamplingResult:
 class Sampler(Protocol):
     """Draws continuations. Methods raise InvalidRequest for what the client got wrong."""
 
-    async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
+    async def publish(self, version: str, weights: Publication | None) -> None:
         """Make weights (None: the base model's own) available under a new name."""
 
     async def retire(self, version: str) -> None:

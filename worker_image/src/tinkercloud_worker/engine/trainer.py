@@ -7,7 +7,8 @@ sampling.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -41,6 +42,34 @@ class WeightsSnapshot:
     def size_bytes(self) -> int:
         """Memory it holds."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class PlacedModel(Protocol):
+    """All weights of a fully fine-tuned model, as files where a trainer's first rank is.
+
+    They are in the form that inference servers read. Methods block.
+    """
+
+    name: str
+    """Of the files; no other weights ever have it."""
+    size_bytes: int
+    """Of the weights."""
+    tensor_names: Sequence[str]
+    """As in the files."""
+
+    def fetch(self, folder: Path) -> None:
+        """Copy the files to a folder of this machine, unless that is there.
+
+        Raises:
+            NotFound: they are gone.
+        """
+
+    def remove(self) -> None:
+        """Remove them. They may be gone."""
+
+
+Publication: TypeAlias = WeightsSnapshot | PlacedModel
+"""A model's weights at one moment, for who samples from them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +137,9 @@ class Trainer(Protocol):
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights."""
+
+    def publication(self, model_id: str) -> Publication:
+        """Return a copy of the current weights for who samples from them, wherever it lies."""
 
     def export_state(self, model_id: str) -> TrainingState:
         """Return a copy of the weights, moments and step."""

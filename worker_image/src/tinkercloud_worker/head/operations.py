@@ -30,7 +30,6 @@ from tinkercloud_worker.engine.trainer import (
     LossOutput,
     TrainingPass,
     TrainingState,
-    WeightsSnapshot,
 )
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
@@ -129,16 +128,15 @@ class Operations:
         if request.path is not None:
             path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
             await self._refuse_duplicate(path, overwrite=False)
-        weights = await self._beside(lambda: self._backend.trainer.snapshot(self._name))
         if path is None:
-            return await self._publish(request, weights)
+            return await self._publish(request)
+        weights = await self._beside(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
         encode = partial(formats.encode_weights, weights, manifest.base_model)
         return self._upload(path, manifest, encode, overwrite=False)
 
-    async def _publish(
-        self, request: SaveWeightsForSamplerRequest, weights: WeightsSnapshot
-    ) -> Result:
+    async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
+        weights = await self._beside(lambda: self._backend.trainer.publication(self._name))
         index = request.sampling_session_seq_id
         assert index is not None  # noqa: S101 - the request model asks for path or this
         session_id = SamplingSessionId(self._model_id.session_id, index)

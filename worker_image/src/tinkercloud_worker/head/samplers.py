@@ -21,7 +21,7 @@ from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.kept_weights import KeptWeights
 
@@ -99,7 +99,7 @@ class Samplers:
         return f"{whose}@{self._published}"
 
     async def publish(
-        self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
+        self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
     ) -> None:
         """Make a session that keeps these weights of a model."""
         name = str(session_id)
@@ -110,14 +110,14 @@ class Samplers:
         await self._make_room()
 
     async def publish_inflight(
-        self, session_id: SamplingSessionId, model_id: ModelId, weights: WeightsSnapshot
+        self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
     ) -> None:
         """Move all inflight sessions of a model on to these weights, and add one."""
         model = str(model_id)
         await self._move_on(model, weights)
         self._inflight_sessions[str(session_id)] = model
 
-    async def _move_on(self, model: str, weights: WeightsSnapshot) -> None:
+    async def _move_on(self, model: str, weights: Publication) -> None:
         version = self._new_version(model)
         await self._backend.sampler.publish(version, weights)
         self._kept.add(version, weights.size_bytes)
@@ -162,9 +162,7 @@ class Samplers:
         model = str(model_id)
         return {name for owners in everyone for name, owner in owners.items() if owner == model}
 
-    async def restore(
-        self, model_id: ModelId, published: Published, weights: WeightsSnapshot
-    ) -> None:
+    async def restore(self, model_id: ModelId, published: Published, weights: Publication) -> None:
         """Publish what another head had published, for all who sampled from it."""
         model = str(model_id)
         if published.is_inflight:

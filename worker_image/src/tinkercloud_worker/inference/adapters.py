@@ -8,9 +8,11 @@ a restart, and what servers read that take no tensors in requests. Where the fol
 
 import itertools
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
@@ -19,7 +21,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import as_in_files, from_files
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import PlacedModel, WeightsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,30 @@ class Written:
     """Their folder."""
     there: Path | None
     """The same folder as servers see it; None if they don't."""
+    placed: PlacedModel | None = None
+    """What it is copied from, once it is needed here; None: it has been here from the beginning."""
+
+    def bring(self) -> None:
+        """Have the files here. Repeating it is fine.
+
+        Raises:
+            NotFound: they are gone.
+        """
+        if self.placed is not None:
+            self.placed.fetch(self.here)
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the names of a whole model's tensors, as in its file.
+
+        Raises:
+            NotFound: somebody has removed it.
+        """
+        if self.placed is not None:
+            return self.placed.tensor_names
+        try:
+            return tensor_names(self.here / FULL_WEIGHTS)
+        except FileNotFoundError:
+            raise NotFound(f"{self.here} is gone: save the weights again") from None
 
     def size_of(self, file: str) -> int:
         """Return the bytes of one of its files.
@@ -42,6 +68,16 @@ class Written:
             return (self.here / file).stat().st_size
         except FileNotFoundError:
             raise NotFound(f"{self.here} is gone: save the weights again") from None
+
+
+def tensor_names(file: Path) -> Sequence[str]:
+    """Return the names of the tensors in a safetensors file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
 
 
 class AdapterFolder:
@@ -63,6 +99,8 @@ class AdapterFolder:
         self._numbers = itertools.count(1)
         self._written: set[str] = set()
         """Names whose folders are there."""
+        self._placed: dict[str, PlacedModel] = {}
+        """What lies elsewhere, and has folders here only once they are needed."""
 
     def write(self, weights: WeightsSnapshot, base_model: str) -> str:
         """Write weights and return their name.
@@ -101,10 +139,15 @@ class AdapterFolder:
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, target / path.name)
 
+    def adopt(self, model: PlacedModel) -> str:
+        """Take a whole model that lies elsewhere for one that was written here; return its name."""
+        self._placed[model.name] = model
+        return model.name
+
     def find(self, name: str) -> Written:
         """Return where lies what was written under a name."""
         there = self._there / name if self._there is not None else None
-        return Written(name, self._folder / name, there)
+        return Written(name, self._folder / name, there, self._placed.get(name))
 
     def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
         """Read weights back.
@@ -113,6 +156,7 @@ class AdapterFolder:
             NotFound: somebody has removed them.
         """
         file = FULL_WEIGHTS if config is None else ADAPTER_WEIGHTS
+        self.find(name).bring()
         try:
             tensors = load_file(self._folder / name / file)
         except FileNotFoundError:
@@ -122,11 +166,13 @@ class AdapterFolder:
         return WeightsSnapshot(config, lora.from_peft_names(tensors))
 
     def remove(self, name: str) -> None:
-        """Remove what was written under a name. It may be gone."""
+        """Remove what was written under a name, wherever it lies. It may be gone."""
+        if (placed := self._placed.pop(name, None)) is not None:
+            placed.remove()
         shutil.rmtree(self._folder / name, ignore_errors=True)
         self._written.discard(name)
 
     def remove_all(self) -> None:
         """Remove all that was written here, and nothing of others who write to the same folder."""
-        for name in list(self._written):
+        for name in [*self._written, *self._placed]:
             self.remove(name)

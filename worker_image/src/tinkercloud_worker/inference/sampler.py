@@ -20,7 +20,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import (
@@ -103,7 +103,7 @@ class InferenceSampler:
         """Versions and requests that need the files of a name."""
         self._cleaning: set[asyncio.Task[None]] = set()
 
-    async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
+    async def publish(self, version: str, weights: Publication | None) -> None:
         """See `Sampler.publish`. Returns once one server has loaded what it needs.
 
         Raises:
@@ -115,21 +115,25 @@ class InferenceSampler:
         if weights is None:
             self._versions[version] = _BASE_MODEL
             return
-        if weights.lora is None and not self._controls:
+        lora = weights.lora if isinstance(weights, WeightsSnapshot) else None
+        if lora is None and not self._controls:
             raise InvalidRequest(
                 "this model's sampler is a server that someone else operates, whose weights stay as"
                 " they are: it samples from adapters; create the model with a LoRA rank, or save"
                 " its weights under a name and sample from them elsewhere"
             )
         for field, why in self._unadapted.items():
-            if weights.lora is not None and getattr(weights.lora, field):
+            if lora is not None and getattr(lora, field):
                 raise InvalidRequest(
                     f"lora_config.{field}: true, but SGLang, this model's sampler, {why}; create"
                     f" the model with {field}=False, or save its weights under a name and sample"
                     " elsewhere"
                 )
-        name = await self._write(weights)
-        published = _Version(weights.lora, name)
+        if isinstance(weights, WeightsSnapshot):
+            name = await self._write(weights)
+        else:
+            name = self._folder.adopt(weights)
+        published = _Version(lora, name)
         self._users[name] += 1
         try:
             await self._ask(version, published, _nothing)

@@ -1,7 +1,8 @@
-"""A process of the head's that takes whole models from their folders to an engine.
+"""A process that takes whole models from their folders to an engine.
 
-It is apart from the head, so that it can be ended whatever it waits for, and takes nothing along
-when it ends. Both sides write lines of JSON: it says what it has done, or why it can't go on.
+It is apart from who starts it, so that it can be ended whatever it waits for, and takes nothing
+along when it ends. Both sides write lines of JSON: it says what it has done, or why it can't go on.
+The head starts it, or, where ranks train, a process beside the first of them (`actors.porter`).
 """
 
 import asyncio
@@ -13,19 +14,20 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import orjson
 
 from tinkercloud_worker.inference.client import Json, ServerError
 
 Say = Callable[[dict[str, Any]], None]
-"""Writes a line to the head."""
+"""Writes a line to who started the process."""
 
 _LONGEST_LINE = 16 << 20
 
 
-class Courier:
-    """The process, as the head has it. Belongs to one event loop."""
+class CourierProcess:
+    """The process, as who started it has it; see `place.Courier`. Belongs to one event loop."""
 
     def __init__(self, process: Process, errand: str) -> None:
         """Take a process that has been started; see `start`."""
@@ -36,13 +38,20 @@ class Courier:
         self._input, self._output = process.stdin, process.stdout
 
     @classmethod
-    async def start(cls, module: str, options: Mapping[str, str], errand: str) -> Self:
+    async def start(
+        cls,
+        module: str,
+        options: Mapping[str, str],
+        errand: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
         """Start a process.
 
         Args:
             module: that it runs.
             options: its command line.
             errand: what it is for, for the words of errors.
+            environment: variables that it has besides this process's own.
 
         Raises:
             ServerError: it can't be started.
@@ -54,6 +63,7 @@ class Courier:
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=_LONGEST_LINE,
+                env={**os.environ, **(environment or {})},
             )
         except OSError as error:
             raise ServerError(f"{errand} failed: {error}") from None
@@ -69,21 +79,14 @@ class Courier:
         self._input.write(orjson.dumps(line) + b"\n")
 
     async def heard(self, seconds: float) -> dict[str, Any]:
-        """Return what it says next.
-
-        Args:
-            seconds: to wait for that.
-
-        Raises:
-            ServerError: it can't go on, has ended, or says nothing.
-        """
+        """See `place.Courier.heard`."""
         try:
             async with asyncio.timeout(seconds):
                 line = await self._output.readline()
         except TimeoutError:
-            raise self.failure(f"the head's process said nothing for {seconds:.0f} s") from None
+            raise self.failure(f"our process said nothing for {seconds:.0f} s") from None
         if not line:
-            raise self.failure(f"the head's process has ended ({await self._process.wait()})")
+            raise self.failure(f"our process has ended ({await self._process.wait()})")
         said: dict[str, Any] = orjson.loads(line)
         if "error" in said:
             raise self.failure(said["error"])
@@ -100,14 +103,32 @@ class Courier:
             await self._process.wait()
 
 
+async def address_towards(url: str) -> str:
+    """Return the address that connections to a server come from; none is made.
+
+    Raises:
+        OSError: there is no way to it.
+    """
+    where = urlsplit(url)
+    port = where.port or {"http": 80, "https": 443}[where.scheme]
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+        asyncio.DatagramProtocol, remote_addr=(where.hostname or "", port)
+    )
+    try:
+        address: str = transport.get_extra_info("sockname")[0]
+    finally:
+        transport.close()
+    return address
+
+
 def run(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
     """Do such a process's work, and say what goes wrong.
 
-    The process ends with the head, whatever it does then. What else it prints, such as NCCL's own
-    words, goes to the log.
+    The process ends with who started it, whatever it does then. What else it prints, such as NCCL's
+    own words, goes to the log.
 
     Args:
-        work: is given what writes to the head, and what the head has written.
+        work: is given what writes to who started the process, and what they have written.
     """
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -1,19 +1,18 @@
 """A process group with one SGLang engine, over which it gets whole models.
 
-The head's end is a process of its own (`sglang_group_rank`), and is ended whenever anything takes
+Our end is a process of its own (`sglang_group_rank`), and is ended whenever anything takes
 too long: then its connections are closed, and an engine that waits for it goes on. An engine that
 is gone breaks off its answer, or gives none in time. So neither waits for the other longer than is
 said here.
 """
 
 import asyncio
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import accelerator, metrics
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
-from tinkercloud_worker.inference.sglang_courier import Courier
+from tinkercloud_worker.inference.place import Courier, Place
 
 NAME = "tinkercloud"
 """Of the group, in every engine."""
@@ -31,10 +30,17 @@ class SglangGroup:
 
     way: metrics.Way = "group"
 
-    def __init__(self, client: InferenceClient, backend: accelerator.Backend) -> None:
-        """Make a group; nothing is started yet."""
+    def __init__(self, client: InferenceClient, backend: accelerator.Backend, place: Place) -> None:
+        """Make a group; nothing is started yet.
+
+        Args:
+            client: of the engine.
+            backend: that both sides talk by.
+            place: where our rank is to be.
+        """
         self._client = client
         self._backend = backend
+        self._place = place
         self._rank: Courier | None = None
 
     async def join(self, ranks: int) -> None:
@@ -60,11 +66,11 @@ class SglangGroup:
             await self.leave()
             raise
 
-    async def send(self, file: Path, most_bytes: int) -> None:
-        """Send all tensors of a safetensors file, between the beginning and the end of an update.
+    async def send(self, model: Written, most_bytes: int) -> None:
+        """Send all tensors of a whole model, between the beginning and the end of an update.
 
         Args:
-            file: of a whole model.
+            model: to send.
             most_bytes: of one part, unless one tensor alone is larger.
 
         Raises:
@@ -74,10 +80,11 @@ class SglangGroup:
         rank = self._rank
         layout = {"group_name": NAME, "load_format": "flattened_bucket", "flush_cache": True}
         try:
-            rank.tell({"file": str(file), "most_bytes": most_bytes})
-            # Our rank reads and sends a part while the engine still loads the one before.
-            while "names" in (part := await rank.heard(_STEP_SECONDS)):
-                await self._ask(rank, "/update_weights_from_distributed", {**part, **layout})
+            async with self._place.weights_of(model) as file:
+                rank.tell({"file": str(file), "most_bytes": most_bytes})
+                # Our rank reads and sends a part while the engine still loads the one before.
+                while "names" in (part := await rank.heard(_STEP_SECONDS)):
+                    await self._ask(rank, "/update_weights_from_distributed", {**part, **layout})
         except (InvalidRequest, ServerError) as error:
             await self.leave()
             raise type(error)(f"{error.message}{self._versions}") from None
@@ -116,7 +123,7 @@ class SglangGroup:
 
     async def _join(self, ranks: int) -> None:
         await self._disband()
-        address = await _own_address(self._client.url)
+        address = await self._place.address_towards(self._client.url)
         self._rank = rank = await self._start(address, 1 + ranks)
         port = (await rank.heard(_START_SECONDS))["port"]
         await self._ask(
@@ -142,7 +149,7 @@ class SglangGroup:
             "--group-name": NAME,
             "--seconds": str(_STEP_SECONDS),
         }
-        return await Courier.start(_RANK, options, self._errand)
+        return await self._place.start(_RANK, options, self._errand)
 
     async def _disband(self) -> None:
         """Let the engine forget a group, which may be that of a head before this one."""
@@ -167,17 +174,3 @@ class SglangGroup:
         finally:
             asked.cancel()
         raise rank.failure(f"{path} took longer than {_STEP_SECONDS:.0f} s")
-
-
-async def _own_address(url: str) -> str:
-    """Return the address that connections to a server come from; none is made."""
-    where = urlsplit(url)
-    port = where.port or {"http": 80, "https": 443}[where.scheme]
-    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-        asyncio.DatagramProtocol, remote_addr=(where.hostname or "", port)
-    )
-    try:
-        address: str = transport.get_extra_info("sockname")[0]
-    finally:
-        transport.close()
-    return address

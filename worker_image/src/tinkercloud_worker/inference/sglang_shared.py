@@ -1,6 +1,6 @@
-"""Memory that an SGLang engine on this machine shares with us, in which it gets whole models.
+"""Memory that an SGLang engine shares with us, on our machine, in which it gets whole models.
 
-A process of the head's (`sglang_shared_parts`) lays a model out in it, part by part, and the engine
+A process of its own (`sglang_shared_parts`) lays a model out in it, part by part, and the engine
 is told where. It is ended with the model, and its memory with it, so that nothing of a GPU is held
 between two of them, and nothing is lost to an engine that dies while it reads.
 """
@@ -8,8 +8,9 @@ between two of them, and nothing is lost to an engine that dies while it reads.
 from pathlib import Path
 
 from tinkercloud_worker import accelerator, metrics
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
-from tinkercloud_worker.inference.sglang_courier import Courier
+from tinkercloud_worker.inference.place import Courier, Place
 
 _PARTS = "tinkercloud_worker.inference.sglang_shared_parts"
 _START_SECONDS = 120.0
@@ -23,16 +24,18 @@ class SglangSharedMemory:
 
     way: metrics.Way = "shared_memory"
 
-    def __init__(self, client: InferenceClient, memory: accelerator.Memory) -> None:
+    def __init__(self, client: InferenceClient, memory: accelerator.Memory, place: Place) -> None:
         """Make what shares memory; none is shared yet.
 
         Args:
             client: of the engine.
             memory: `cuda` is handed over as torch shares CUDA tensors (CUDA IPC), `cpu` as it
                 shares others, by files in /dev/shm.
+            place: whose memory it is.
         """
         self._client = client
         self._memory = memory
+        self._place = place
         self._ranks = 0
         self._process: Courier | None = None
 
@@ -40,11 +43,11 @@ class SglangSharedMemory:
         """Take note of how many ranks the engine has; each is given handles of its own."""
         self._ranks = ranks
 
-    async def send(self, file: Path, most_bytes: int) -> None:
-        """Let the engine load all tensors of a safetensors file, while it is in an update.
+    async def send(self, model: Written, most_bytes: int) -> None:
+        """Let the engine load all tensors of a whole model, while it is in an update.
 
         Args:
-            file: of a whole model.
+            model: to load.
             most_bytes: of one part, unless one tensor alone is larger. Two are there at once.
 
         Raises:
@@ -53,19 +56,23 @@ class SglangSharedMemory:
             ServerUnreachable: it is not there; it ends if it can't open what it is given.
         """
         try:
-            self._process = process = await self._start(file, most_bytes)
-            said = await process.heard(_START_SECONDS)
-            while "handles" in said:
-                body = {
-                    "serialized_named_tensors": said["handles"],
-                    "load_format": "flattened_bucket",
-                    "flush_cache": True,
-                }
-                await self._client.post("/update_weights_from_tensor", body, seconds=_STEP_SECONDS)
-                process.tell({"loaded": True})
-                said = await process.heard(_STEP_SECONDS)
+            async with self._place.weights_of(model) as file:
+                self._process = process = await self._start(file, most_bytes)
+                await self._hand_over(process)
         finally:
             await self.leave()
+
+    async def _hand_over(self, process: Courier) -> None:
+        said = await process.heard(_START_SECONDS)
+        while "handles" in said:
+            body = {
+                "serialized_named_tensors": said["handles"],
+                "load_format": "flattened_bucket",
+                "flush_cache": True,
+            }
+            await self._client.post("/update_weights_from_tensor", body, seconds=_STEP_SECONDS)
+            process.tell({"loaded": True})
+            said = await process.heard(_STEP_SECONDS)
 
     async def leave(self) -> None:
         """Share nothing any more."""
@@ -84,4 +91,4 @@ class SglangSharedMemory:
             "--memory": self._memory,
             "--ranks": str(self._ranks),
         }
-        return await Courier.start(_PARTS, options, f"sharing memory with {self._client.url}")
+        return await self._place.start(_PARTS, options, f"sharing memory with {self._client.url}")

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from safetensors import safe_open
+import structlog
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
@@ -22,8 +22,11 @@ from tinkercloud_worker.inference.client import (
     ServerError,
     ServerUnreachable,
 )
+from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sglang_delivery import Delivery, Way
 from tinkercloud_worker.inference.sglang_tensors import buckets, request_body
+
+log = structlog.get_logger(__name__)
 
 _CALL_SECONDS = 120.0
 _WEIGHTS_SECONDS = 1800.0
@@ -48,10 +51,12 @@ class Carrier(Protocol):
     async def join(self, ranks: int) -> None:
         """Make ready for an engine of so many ranks. Raises as `send`."""
 
-    async def send(self, file: Path, most_bytes: int) -> None:
-        """Bring all tensors of a safetensors file, in parts, while the engine is in an update.
+    async def send(self, model: Written, most_bytes: int) -> None:
+        """Bring all tensors of a whole model, in parts, while the engine is in an update.
 
         Raises:
+            NotFound: its weights are gone.
+            PlaceLost: the machine is from which they should go.
             InvalidRequest: the engine does not want them so.
             ServerError: it failed, or our side did.
             ServerUnreachable: it is not there.
@@ -90,7 +95,8 @@ class SglangWeights:
             ServerError: the engine failed, is not there, or does not say what may be adapted.
             NotFound: somebody has removed the model's folder.
         """
-        if not await asyncio.to_thread(_has_experts, model.here / FULL_WEIGHTS):
+        names = await asyncio.to_thread(model.tensor_names)
+        if not any(".experts." in name for name in names):
             return
         info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
         if _adapts_experts(info):
@@ -113,7 +119,6 @@ class SglangWeights:
             ServerError: the engine failed, or is not there; which weights it has is not certain.
             NotFound: somebody has removed the folder.
         """
-        size = model.size_of(FULL_WEIGHTS)
         update = partial(self._update, version=version, unfinished=unfinished)
         if self._carrier is not None and self._carried.is_open:
             carrier = self._carrier
@@ -122,12 +127,15 @@ class SglangWeights:
                 await self._carried.go(lambda: self._carry(carrier, model, update, ranks))
             except ServerUnreachable:
                 raise
+            except PlaceLost as loss:
+                log.warning("a whole model goes another way", reason=loss.message)
             except (InvalidRequest, ServerError) as refusal:
                 self._carried.close(refusal.message)
             else:
                 return
+        await asyncio.to_thread(model.bring)
         await self._delivery.deliver(
-            size,
+            model.size_of(FULL_WEIGHTS),
             send=lambda ranks: self._send(model, update, ranks),
             read=partial(self.load_folder, model.there, version=version) if model.there else None,
         )
@@ -157,7 +165,7 @@ class SglangWeights:
     async def _carry(self, carrier: Carrier, model: Written, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", carrier.way):
             await carrier.join(ranks)
-            await update(lambda: carrier.send(model.here / FULL_WEIGHTS, _BUCKET_BYTES))
+            await update(lambda: carrier.send(model, _BUCKET_BYTES))
 
     async def _send(self, model: Written, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):
@@ -218,16 +226,3 @@ def _adapts_experts(info: Json) -> bool:
         return False
     targets = set(info.get("lora_target_modules") or ["all"])
     return "all" in targets or ("down_proj" in targets and not _GATE_OR_UP.isdisjoint(targets))
-
-
-def _has_experts(path: Path) -> bool:
-    """Return whether a safetensors file has weights of experts.
-
-    Raises:
-        NotFound: somebody has removed it.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return any(".experts." in name for name in file.keys())  # noqa: SIM118 - no mapping
-    except FileNotFoundError:
-        raise NotFound(f"{path.parent} is gone: save the weights again") from None

@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.routes import route_all
 from tinkercloud_worker.torch_sampler.alone import AloneBatch
 from tinkercloud_worker.torch_sampler.cache import KeyValues, Room
@@ -82,7 +82,7 @@ class TorchSampler:
         self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
 
-    async def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
+    async def publish(self, version: str, weights: Publication | None) -> None:
         """See `Sampler.publish`.
 
         Raises:
@@ -90,6 +90,8 @@ class TorchSampler:
         """
         if version in self._versions:
             return
+        # What ranks keep is for inference servers.
+        assert weights is None or isinstance(weights, WeightsSnapshot)  # noqa: S101 - see above
         prepared = await asyncio.to_thread(self._versions.prepare, weights)
         self._versions.add(version, prepared)
         try:

@@ -1,0 +1,260 @@
+"""Whole models that go to engines from where ranks train: to SGLang's own functions, in processes.
+
+The head asks for that, and has nothing of the models unless it must.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_testing.data import random_data
+from tinkercloud_testing.engines import Engine, an_engine
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.ranks import MortalTrainer
+from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
+from tinkercloud_testing.sglang_sampling import (
+    FOLDER,
+    MODEL,
+    WHOLE,
+    a_sampler,
+    a_whole_model,
+    assert_sampled,
+)
+from tinkercloud_testing.trainers import run
+from tinkercloud_testing.waiting import wait_until
+from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_worker.actors.porter import Berth, RanksPlace
+from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.engine.trainer import GradientLost, WeightsSnapshot
+from tinkercloud_worker.inference.sampler import InferenceSampler
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+
+SENT = "/update_weights_from_distributed"
+WAYS = [{"process_group": "gloo"}, {"shared_memory": "cpu"}]
+COURIER = "tinkercloud_worker.inference.sglang_"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Two ranks that train, and what lies beside the first of them."""
+
+    trainer: RankedTrainer
+    place: RanksPlace
+    berth: Berth
+
+    def kept(self) -> list[str]:
+        """Return the names of the models that lie there."""
+        return [path.parent.name for path in self.berth.folder.glob(f"*/{FULL_WEIGHTS}")]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """An engine that draws, what it is compared with, and the head's side of it."""
+
+    ours: Engine
+    theirs: FakeSglang
+    sampler: InferenceSampler
+    scratch: Path
+
+    async def publish(self, ranks: Ranks, version: str, scale: float) -> None:
+        """Have the ranks hold a model and publish it; publish the same here."""
+        model = a_whole_model(self.ours, scale)
+        state = replace(self.ours.trainer.export_state(f"whole-{scale}"), weights=model)
+        await asyncio.to_thread(ranks.trainer.add_model, version, None)
+        await asyncio.to_thread(ranks.trainer.import_state, version, state)
+        await self.ours.sampler.publish(version, model)
+        weights = await asyncio.to_thread(ranks.trainer.publication, version)
+        await self.sampler.publish(version, weights)
+
+    def at_the_head(self) -> list[Path]:
+        """Return the files of whole models that the head has."""
+        return list(self.scratch.glob(f"**/{FULL_WEIGHTS}"))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    berth = Berth(tmp_path_factory.mktemp("ranks") / "models", 1 << 30, model_folder, MODEL)
+    place = RanksPlace(berth)
+    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MortalTrainer), place)
+    yield Ranks(trainer, place, berth)
+    trainer.close()
+    assert not berth.folder.exists()
+    wait_until(lambda: couriers() == [], "couriers end with their porter")
+
+
+def couriers() -> list[str]:
+    """Return the processes of this machine that take models to engines."""
+    lines = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
+    return [line for line in lines if COURIER in line]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@asynccontextmanager
+async def engines(ranks: Ranks, folder: Path, **way: Any) -> AsyncIterator[Engines]:
+    with an_engine(tiny_llama(), folder / "engine") as ours:
+        async with a_fake_sglang(ours, ranks.berth.base_path) as theirs:
+            sampler = a_sampler([theirs], folder, place=ranks.place, **way)
+            try:
+                yield Engines(ours, theirs, sampler, folder / "scratch")
+            finally:
+                await sampler.close()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_what_ranks_publish_goes_to_an_engine_from_there_and_is_never_at_the_head(
+    ranks: Ranks, tmp_path: Path, way: dict[str, str]
+) -> None:
+    async with engines(ranks, tmp_path, **way) as engine:
+        await engine.publish(ranks, "sharp", 3.0)
+        await engine.publish(ranks, "flat", 0.3)
+
+        for version in ("sharp", "flat", "sharp"):
+            await assert_sampled(engine.ours, engine.sampler, version)
+
+        assert len(ranks.kept()) == 2
+        assert engine.at_the_head() == []
+        assert engine.theirs.called(FOLDER) == []
+        if "process_group" in way:
+            assert engine.theirs.called(WHOLE) == []
+        await engine.sampler.retire("flat")
+        await asyncio.to_thread(
+            wait_until, lambda: len(ranks.kept()) == 1, "what is retired goes there too"
+        )
+    await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "all goes with the sampler")
+
+
+async def test_an_engine_that_refuses_gets_it_by_way_of_the_head(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        engine.theirs.refuses = frozenset({SENT})
+
+        await engine.publish(ranks, "sharp", 3.0)
+
+        await assert_sampled(engine.ours, engine.sampler, "sharp")
+        assert len(engine.theirs.called(WHOLE)) == 1
+        [file] = engine.at_the_head()
+        [name] = ranks.kept()
+        kept = ranks.berth.folder / name
+        assert {path.name for path in kept.iterdir()} == {
+            path.name for path in file.parent.iterdir()
+        }
+        for path in kept.iterdir():
+            assert path.read_bytes() == (file.parent / path.name).read_bytes()
+        assert "config.json" in {path.name for path in kept.iterdir()}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_what_came_to_the_head_goes_the_same_way_and_is_not_left_with_the_ranks(
+    ranks: Ranks, tmp_path: Path, way: dict[str, str]
+) -> None:
+    """As what another head had published, and checkpoints that are sampled from."""
+    async with engines(ranks, tmp_path, **way) as engine:
+        model = a_whole_model(engine.ours, 3.0)
+        await engine.ours.sampler.publish("sharp", model)
+        await engine.sampler.publish("sharp", model)
+
+        await assert_sampled(engine.ours, engine.sampler, "sharp")
+
+        assert engine.theirs.called(FOLDER) == []
+        carried = SENT if "process_group" in way else WHOLE
+        assert len(engine.theirs.called(carried)) >= 1
+        await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "nothing is left there")
+
+
+async def test_what_an_engine_draws_from_can_be_exported(ranks: Ranks, tmp_path: Path) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        await engine.publish(ranks, "sharp", 3.0)
+
+        exported = await engine.sampler.export("sharp")
+
+        expected = await engine.ours.sampler.export("sharp")
+        assert exported is not None
+        assert expected is not None
+        assert exported.tensors.keys() == expected.tensors.keys()
+        for name, tensor in expected.tensors.items():
+            assert (exported.tensors[name] == tensor).all(), name
+
+
+async def test_adapters_come_to_the_head_as_ever(ranks: Ranks) -> None:
+
+    await asyncio.to_thread(ranks.trainer.add_model, "adapter", LoraConfig(rank=4))
+
+    weights = await asyncio.to_thread(ranks.trainer.publication, "adapter")
+
+    assert isinstance(weights, WeightsSnapshot)
+    assert weights.lora is not None
+
+
+async def test_without_room_for_it_a_model_comes_to_the_head(
+    model_folder: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    group = ranks.trainer._group
+    tight = RanksPlace(replace(ranks.berth, folder=tmp_path / "tight", max_bytes=1000))
+    trainer = RankedTrainer(lambda: group, tight)
+    trainer.add_model("whole", None)
+
+    weights = await asyncio.to_thread(trainer.publication, "whole")
+
+    tight.close()
+    assert isinstance(weights, WeightsSnapshot)
+    assert weights.size_bytes > 1000
+
+
+async def test_when_ranks_are_lost_their_models_are_and_the_next_go_from_the_next_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        await engine.publish(ranks, "sharp", 3.0)
+        ranks.trainer._group.call("die_in", "forward_backward", 1)
+        with pytest.raises(GradientLost):
+            await asyncio.to_thread(run, ranks.trainer, random_data([5, 6]), model_id="sharp")
+
+        await engine.publish(ranks, "flat", 0.3)
+
+        await assert_sampled(engine.ours, engine.sampler, "flat")
+        assert engine.at_the_head() == []
+        with pytest.raises(NotFound, match="save the weights again"):
+            await assert_sampled(engine.ours, engine.sampler, "sharp")
+        await assert_sampled(engine.ours, engine.sampler, "flat")
+
+
+async def test_a_porter_that_dies_is_replaced_and_nothing_waits_for_it(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        await engine.publish(ranks, "sharp", 3.0)
+        assert ranks.place._porter is not None
+        ray.kill(ranks.place._porter)
+
+        await engine.publish(ranks, "flat", 0.3)
+        await assert_sampled(engine.ours, engine.sampler, "flat")
+        assert len(engine.at_the_head()) == 1
+        await engine.publish(ranks, "flatter", 0.1)
+        await assert_sampled(engine.ours, engine.sampler, "flatter")
+
+        assert len(engine.at_the_head()) == 1
+        assert len(ranks.kept()) == 1
+        assert engine.theirs.called(WHOLE) == []
