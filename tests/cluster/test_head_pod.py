@@ -93,6 +93,17 @@ class Session:
         except HTTPError as error:
             return error.code, error.read()
 
+    def whole_models(self, component: str) -> list[str]:
+        """Return the files of whole models that a pod has in its scratch space."""
+        selector = f"{labels.COMPONENT_LABEL}={component}"
+        [pod] = self.cluster.objects("pods", self.namespace, selector)
+        name, find = pod["metadata"]["name"], "find /scratch -name model.safetensors"
+        where = (
+            f"--namespace={self.namespace}",
+            f"--container={pod['spec']['containers'][0]['name']}",
+        )
+        return self.cluster.kubectl("exec", name, *where, "--", *find.split()).split()
+
     def status(self) -> HeadStatus:
         return HeadStatus.model_validate_json(self.call("GET", routes.HEAD_STATUS)[1])
 
@@ -334,35 +345,26 @@ def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
         cluster.wait_for(f"pod/{name}", "delete", namespace, grace // 2)
 
 
-def test_a_worker_pod_joins_the_heads_ray_and_is_ready(
-    cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
-) -> None:
-    resources = {"cpu": "100m", "memory": "2Gi"}
-    workers = {"replicas": 1, "cpuRanksPerReplica": 1, "resources": resources, "dtype": "float32"}
-    with starting_session(cluster, volumes, image, trainer=workers) as session:
-        ready = "jsonpath={.status.readyWorkerReplicas}=1"
-        cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
-
-        # Ray counts its nodes every few seconds.
-        wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
-
-
-def test_an_engine_in_a_pod_gets_adapters_and_whole_models_with_no_volume_between_it_and_the_head(
+def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_head(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     engine = engine_image()
     real_node.load(engine)
+    resources = {"cpu": "100m", "memory": "2Gi"}
+    workers = {"replicas": 1, "cpuRanksPerReplica": 1, "resources": resources, "dtype": "float32"}
     sampler = {
         "backend": "sglang",
         "replicas": 1,
         "image": engine.name,
-        "resources": {"cpu": "100m", "memory": "2Gi"},
+        "resources": resources,
         "engines": {"processGroup": "gloo"},
     }
-    with starting_session(cluster, volumes, image, sampler=sampler) as session:
+    with starting_session(cluster, volumes, image, trainer=workers, sampler=sampler) as session:
         session.wait_until_ready()
-        ready = "jsonpath={.status.readyWorkerReplicas}=1"
+        ready = "jsonpath={.status.readyWorkerReplicas}=2"
         cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
+        # Ray counts its nodes every few seconds.
+        wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
         session.create_run()
         session.train_a_step(1)
 
@@ -383,6 +385,8 @@ def test_an_engine_in_a_pod_gets_adapters_and_whole_models_with_no_volume_betwee
         asked = asked_of_engines(session)
         assert {"/init_weights_update_group", "/update_weights_from_distributed"} <= asked
         assert not {"/update_weights_from_tensor", "/update_weights_from_disk"} & asked
+        assert len(session.whole_models("trainer")) == 1
+        assert session.whole_models("head") == []
 
 
 def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_share(

@@ -290,11 +290,13 @@ class ModelAtRanks:
             if folder.exists():
                 return
             arriving = folder.with_name(f"{folder.name}.arriving")
-            shutil.rmtree(arriving, ignore_errors=True)
             arriving.mkdir(parents=True)
-            for file, size in self._files.items():
-                self._fetch(file, size, arriving / file)
-            arriving.rename(folder)
+            try:
+                for file, size in self._files.items():
+                    self._fetch(file, size, arriving / file)
+                arriving.rename(folder)
+            finally:
+                shutil.rmtree(arriving, ignore_errors=True)
 
     def _fetch(self, file: str, size: int, path: Path) -> None:
         with path.open("wb") as target:
