@@ -40,9 +40,10 @@ from tinkercloud_worker.inference.sampler import InferenceSampler
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
+JOINED = "/init_weights_update_group"
 SENT = "/update_weights_from_distributed"
 WAYS = [{"process_group": "gloo"}, {"shared_memory": "cpu"}]
-COURIER = "tinkercloud_worker.inference.sglang_"
+PORTER = "ray::Porter"
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,10 @@ def ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     wait_until(lambda: couriers() == [], "couriers end with their porter")
 
 
-def couriers() -> list[str]:
-    """Return the processes of this machine that take models to engines."""
-    lines = [
-        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
-    ]
-    return [line for line in lines if COURIER in line]
+def couriers() -> list[psutil.Process]:
+    """Return the processes of this machine that take models from a porter to engines."""
+    porters = [each for each in psutil.process_iter(["name"]) if PORTER in each.info["name"]]
+    return [child for porter in porters for child in porter.children()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -196,6 +195,22 @@ async def test_what_an_engine_draws_from_can_be_exported(ranks: Ranks, tmp_path:
         assert exported.tensors.keys() == expected.tensors.keys()
         for name, tensor in expected.tensors.items():
             assert (exported.tensors[name] == tensor).all(), name
+
+
+async def test_a_process_that_ended_between_two_models_is_replaced(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        await engine.publish(ranks, "sharp", 3.0)
+        [courier] = couriers()
+        courier.kill()
+        await asyncio.to_thread(wait_until, lambda: couriers() == [], "it has ended")
+
+        await engine.publish(ranks, "flat", 0.3)
+
+        await assert_sampled(engine.ours, engine.sampler, "flat")
+        assert len(engine.theirs.called(JOINED)) == 2
+        assert engine.theirs.called(WHOLE) == []
 
 
 async def test_adapters_come_to_the_head_as_ever(ranks: Ranks) -> None:

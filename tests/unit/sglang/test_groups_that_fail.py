@@ -19,7 +19,11 @@ class OurRank:
 
     def __init__(self, error: str | None) -> None:
         self.error = error
-        self.has_ended = False
+        self.is_over = False
+
+    async def has_ended(self) -> bool:
+        """Return whether it has ended."""
+        return self.is_over
 
     def tell(self, line: Json) -> None:
         """Take what is to be sent."""
@@ -36,7 +40,7 @@ class OurRank:
 
     async def end(self) -> None:
         """End."""
-        self.has_ended = True
+        self.is_over = True
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +73,7 @@ async def test_a_broadcast_that_fails_names_our_version_of_nccl_whichever_side_s
 
     assert version in str(refusal.value)
     assert isinstance(refusal.value, ServerError if error else InvalidRequest)
-    assert rank.has_ended
+    assert rank.is_over
 
 
 async def test_a_group_over_gloo_says_nothing_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,10 @@ class Porter:
         self._couriers[name] = courier
         return name
 
+    async def has_ended(self, courier: str) -> bool:
+        """See `Courier.has_ended`."""
+        return await self._couriers[courier].has_ended()
+
     async def tell(self, courier: str, line: Json) -> None:
         """See `Courier.tell`."""
         self._couriers[courier].tell(line)
@@ -328,12 +332,16 @@ class CourierThere:
         self._porter = porter
         self._name = name
         self._errand = errand
-        self._is_over = False
 
-    @property
-    def has_ended(self) -> bool:
+    async def has_ended(self) -> bool:
         """See `Courier.has_ended`. It ends with its porter."""
-        return self._is_over or not self._place.is_with(self._porter)
+        if not self._place.is_with(self._porter):
+            return True
+        try:
+            answer: bool = await _awaited(self._porter.has_ended.remote(self._name))
+        except PlaceLost:
+            return True
+        return answer
 
     def tell(self, line: Json) -> None:
         """See `Courier.tell`."""
@@ -341,11 +349,7 @@ class CourierThere:
 
     async def heard(self, seconds: float) -> dict[str, Any]:
         """See `Courier.heard`."""
-        try:
-            said: dict[str, Any] = await _awaited(self._porter.heard.remote(self._name, seconds))
-        except ServerError:
-            self._is_over = True
-            raise
+        said: dict[str, Any] = await _awaited(self._porter.heard.remote(self._name, seconds))
         return said
 
     def failure(self, reason: str) -> ServerError:
@@ -354,7 +358,6 @@ class CourierThere:
 
     async def end(self) -> None:
         """See `Courier.end`."""
-        self._is_over = True
         with suppress(PlaceLost):
             await _awaited(self._porter.end.remote(self._name))
 

@@ -22,9 +22,8 @@ class PlaceLost(ServerError):
 class Courier(Protocol):
     """A process that takes whole models to an engine. Belongs to one event loop."""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is nothing more to hear."""
+    async def has_ended(self) -> bool:
+        """Return whether there is nothing more to hear."""
 
     def tell(self, line: Json) -> None:
         """Write it a line."""

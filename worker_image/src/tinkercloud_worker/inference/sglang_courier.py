@@ -69,9 +69,8 @@ class CourierProcess:
             raise ServerError(f"{errand} failed: {error}") from None
         return cls(process, errand)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is nothing more to hear."""
+    async def has_ended(self) -> bool:
+        """See `place.Courier.has_ended`."""
         return self._output.at_eof()
 
     def tell(self, line: Json) -> None:

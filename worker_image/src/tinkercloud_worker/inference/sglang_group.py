@@ -54,7 +54,7 @@ class SglangGroup:
             ServerError: it failed, or our rank did.
             ServerUnreachable: it is not there.
         """
-        if self._rank is not None and not self._rank.has_ended:
+        if self._rank is not None and not await self._rank.has_ended():
             return
         try:
             await self.leave()
