@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,13 @@ from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
+    """Run a server for all tests: what one of them killed has to be there again for the next."""
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
+        yield running
 
 
 def a_training_client(server: Server) -> tinker.TrainingClient:
@@ -42,72 +49,63 @@ def train_until_failure(training: tinker.TrainingClient) -> Exception:
             return error
 
 
-def test_a_killed_head_fails_its_runs_definitely_and_they_resume(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        training = a_training_client(server)
-        for _ in range(3):
-            step(training)
-        path = training.save_state("three").result().path
-        expected = [step(training) for _ in range(3)]
-
-        killer = kill_soon(server.kill_heads)
-        error = train_until_failure(training)
-        killer.join()
-
-        assert path in str(error)
-        assert "create_training_client_from_state_with_optimizer" in str(error)
-        listed = server.rest().list_checkpoints(training.model_id).result().checkpoints
-        assert [entry.tinker_path for entry in listed] == [path]
-        resumed = server.client().create_training_client_from_state_with_optimizer(path).result()
-        assert [step(resumed) for _ in range(3)] == expected
-
-
-def test_samples_of_a_saved_checkpoint_survive_a_killed_head(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        training = a_training_client(server)
+def test_a_killed_head_fails_its_runs_definitely_and_they_resume(server: Server) -> None:
+    training = a_training_client(server)
+    for _ in range(3):
         step(training)
-        path = training.save_weights_for_sampler("one").result().path
-        sampler = server.client().create_sampling_client(model_path=path).result()
-        ephemeral = training.save_weights_and_get_sampling_client().result()
-        text = types.ModelInput.from_ints([5, 6, 7])
-        before = sampler.compute_logprobs(text).result()
+    path = training.save_state("three").result().path
+    expected = [step(training) for _ in range(3)]
 
-        params = types.SamplingParams(max_tokens=200, stop=[], seed=1)
-        futures = [sampler.sample(text, 4, params) for _ in range(8)]
-        killer = kill_soon(server.kill_heads)
-        killer.join()
+    killer = kill_soon(server.kill_heads)
+    error = train_until_failure(training)
+    killer.join()
 
-        assert all(len(f.result().sequences) == 4 for f in futures)
-        assert sampler.compute_logprobs(text).result() == before
-        with pytest.raises(tinker.BadRequestError, match="never saved under a name"):
-            ephemeral.compute_logprobs(text).result()
+    assert path in str(error)
+    assert "create_training_client_from_state_with_optimizer" in str(error)
+    listed = server.rest().list_checkpoints(training.model_id).result().checkpoints
+    assert [entry.tinker_path for entry in listed] == [path]
+    resumed = server.client().create_training_client_from_state_with_optimizer(path).result()
+    assert [step(resumed) for _ in range(3)] == expected
 
 
-def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        uninterrupted = a_training_client(server)
-        expected = [step(uninterrupted) for _ in range(60)]
-        training = a_training_client(server)
-        pids = server.head_pids()
+def test_samples_of_a_saved_checkpoint_survive_a_killed_head(server: Server) -> None:
+    training = a_training_client(server)
+    step(training)
+    path = training.save_weights_for_sampler("one").result().path
+    sampler = server.client().create_sampling_client(model_path=path).result()
+    ephemeral = training.save_weights_and_get_sampling_client().result()
+    text = types.ModelInput.from_ints([5, 6, 7])
+    before = sampler.compute_logprobs(text).result()
 
-        def restart() -> None:
-            server.kill()
-            time.sleep(0.5)
-            server.start()
+    params = types.SamplingParams(max_tokens=200, stop=[], seed=1)
+    futures = [sampler.sample(text, 4, params) for _ in range(8)]
+    killer = kill_soon(server.kill_heads)
+    killer.join()
 
-        killer = kill_soon(restart)
-        losses = [step(training) for _ in range(60)]
-        killer.join()
+    assert all(len(f.result().sequences) == 4 for f in futures)
+    assert sampler.compute_logprobs(text).result() == before
+    with pytest.raises(tinker.BadRequestError, match="never saved under a name"):
+        ephemeral.compute_logprobs(text).result()
 
-        assert losses == expected
-        assert server.head_pids() == pids
-        assert training.save_state("after").result().path
+
+def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(server: Server) -> None:
+    uninterrupted = a_training_client(server)
+    expected = [step(uninterrupted) for _ in range(60)]
+    training = a_training_client(server)
+    pids = server.head_pids()
+
+    def restart() -> None:
+        server.kill()
+        time.sleep(0.5)
+        server.start()
+
+    killer = kill_soon(restart)
+    losses = [step(training) for _ in range(60)]
+    killer.join()
+
+    assert losses == expected
+    assert server.head_pids() == pids
+    assert training.save_state("after").result().path
 
 
 def has_ended(pid: int) -> bool:
@@ -129,53 +127,49 @@ def test_a_head_whose_server_never_comes_back_ends_by_itself(
         wait_until(lambda: has_ended(pid), "the head's end")
 
 
-def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(model_folder: Path, tmp_path: Path) -> None:
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        training = a_training_client(server)
-        saved: list[str] = []
+def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(server: Server) -> None:
+    training = a_training_client(server)
+    saved: list[str] = []
 
-        def save_for_ever() -> None:
-            while True:
-                path = training.save_state(f"save-{len(saved)}").result().path
-                saved.append(path)
+    def save_for_ever() -> None:
+        while True:
+            path = training.save_state(f"save-{len(saved)}").result().path
+            saved.append(path)
 
-        killer = kill_soon(server.kill_heads)
-        with pytest.raises((tinker.TinkerError, ValueError)):
-            save_for_ever()
-        killer.join()
+    killer = kill_soon(server.kill_heads)
+    with pytest.raises((tinker.TinkerError, ValueError)):
+        save_for_ever()
+    killer.join()
 
-        listed = {
-            entry.tinker_path
-            for entry in server.rest().list_checkpoints(training.model_id).result().checkpoints
-        }
+    listed = {
+        entry.tinker_path
+        for entry in server.rest().list_checkpoints(training.model_id).result().checkpoints
+    }
 
-        assert saved
-        assert set(saved) <= listed
-        client = server.client()
-        for path in sorted(listed)[-2:]:
-            client.create_training_client_from_state_with_optimizer(path).result()
+    assert saved
+    assert set(saved) <= listed
+    client = server.client()
+    for path in sorted(listed)[-2:]:
+        client.create_training_client_from_state_with_optimizer(path).result()
 
 
-def test_a_restart_keeps_keys_runs_checkpoints_and_what_was_trained(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        training = a_training_client(server)
-        step(training)
-        path = training.save_state("one").result().path
-        expected = [step(training), step(training)]
-        key = server.new_key("somebody")
+def test_a_restart_keeps_keys_runs_checkpoints_and_what_was_trained(server: Server) -> None:
+    training = a_training_client(server)
+    step(training)
+    path = training.save_state("one").result().path
+    expected = [step(training), step(training)]
+    key = server.new_key("somebody")
 
-        server.stop()
-        server.start()
+    server.stop()
+    server.start()
 
-        assert server.request("GET", "/api/v1/sessions", key=key).status == 200
-        run = server.rest().get_training_run(training.model_id).result()
-        assert run.last_checkpoint is not None
-        assert run.last_checkpoint.tinker_path == path
-        resumed = server.client().create_training_client_from_state_with_optimizer(path).result()
-        assert [step(resumed), step(resumed)] == expected
-        assert step(resumed) == step(training)
+    assert server.request("GET", "/api/v1/sessions", key=key).status == 200
+    run = server.rest().get_training_run(training.model_id).result()
+    assert run.last_checkpoint is not None
+    assert run.last_checkpoint.tinker_path == path
+    resumed = server.client().create_training_client_from_state_with_optimizer(path).result()
+    assert [step(resumed), step(resumed)] == expected
+    assert step(resumed) == step(training)
 
 
 def test_a_model_that_cannot_be_loaded_fails_with_the_reason(tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """The `tinkercloud` command beside a running server, and what the server does with signals."""
 
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import tinker
+import pytest
 
-from tinkercloud_testing.sdk_steps import a_datum, step
 from tinkercloud_testing.servers import API_KEY, Server, a_server, free_port
 from tinkercloud_testing.waiting import wait_until
 
@@ -204,52 +201,37 @@ def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -
     assert f"in {server.state_dir}; no server uses it" in made.stderr
 
 
+@pytest.fixture(scope="module")
+def log(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a server that was stopped once its model was ready had told."""
+    with a_server(tmp_path_factory.mktemp("ready"), {MODEL: model_folder}) as server:
+        wait_until(lambda: "the model is ready" in server.log, "the model")
+    return server.log
+
+
 def test_what_is_ready_or_not_is_told_at_the_servers_terminal(
-    model_folder: Path, tmp_path: Path
+    log: str, model_folder: Path, tmp_path: Path
 ) -> None:
     absent = {"TINKERCLOUD_TRAINER__DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    with a_server(tmp_path / "ready", {MODEL: model_folder}) as ready:
-        wait_until(lambda: "the model is ready" in ready.log, "the model")
     with a_server(tmp_path / "failed", {MODEL: model_folder}, absent) as failed:
         wait_until(lambda: "a session head could not be started" in failed.log, "its failure")
 
+    assert "the model is ready" in log
     assert "the model is ready" not in failed.log
     assert "trainer.device: 'cuda', but this head has no GPU" in failed.log
 
 
-def test_an_orderly_stop_is_no_error_and_shows_no_token(model_folder: Path, tmp_path: Path) -> None:
-    with a_server(tmp_path / "ready", {MODEL: model_folder}) as ready:
-        wait_until(lambda: "the model is ready" in ready.log, "the model")
+def test_an_orderly_stop_is_no_error_and_shows_no_token(
+    log: str, model_folder: Path, tmp_path: Path
+) -> None:
     with a_server(tmp_path / "loading", {MODEL: model_folder}) as loading:
         wait_until(lambda: "session head started" in loading.log, "the head")
         # Its server waits for it by now: it answers that it is starting, and then is told to stop.
         (token,) = (tmp_path / "loading").glob("heads/*/token")
         secret = token.read_text()
 
-    assert "session head has stopped" in ready.log
-    for log in (ready.log, loading.log):
-        assert "[error" not in log
-        assert "was never retrieved" not in log
+    assert "session head has stopped" in log
+    for told in (log, loading.log):
+        assert "[error" not in told
+        assert "was never retrieved" not in told
     assert secret not in loading.log
-
-
-def test_a_hangup_starts_the_server_over_and_runs_resume(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    datum = a_datum()
-
-    def loss(training: tinker.TrainingClient) -> float:
-        return training.forward([datum], "cross_entropy").result().metrics["loss:sum"]
-
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        training = server.client().create_lora_training_client(MODEL, rank=4).result()
-        step(training)
-        path, before = training.save_state("here").result().path, loss(training)
-        heads = server.head_pids()
-        assert server.process is not None
-
-        os.kill(server.process.pid, signal.SIGHUP)
-        wait_until(lambda: server.is_healthy() and server.head_pids() != heads, "another head")
-
-        resumed = server.client().create_training_client_from_state(path).result()
-        assert loss(resumed) == before
