@@ -78,6 +78,7 @@ PARTS = (
     Part(("S16", "S17", "S18"), "sglang", "mixture"),
     Part(("S19", "S20"), "sglang", "latent_attention"),
     Part(("S21", "S22", "S23", "S24", "S25"), "sglang", "two_ranks"),
+    Part(("S26", "S27", "S28"), "sglang_ranks", "from_ranks"),
     Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
 """Numerics first; then from small models to large ones, what takes most memory last, and

@@ -280,13 +280,22 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 def _sampler(
     server: Server, folder: Path, name: str, fields: Mapping[str, Any]
 ) -> InferenceSampler:
-    """Return the sampler of a head, which has a folder of its name for weights.
+    """Return the sampler of a head, which trains by itself; see `head_config`."""
+    trainer = TrainerConfig(device=fields.get("shared_memory", "cpu"))
+    return inference_sampler(head_config(server, folder, name, fields, trainer), HeadPlace())
+
+
+def head_config(
+    server: Server, folder: Path, name: str, fields: Mapping[str, Any], trainer: TrainerConfig
+) -> HeadConfig:
+    """Return what a head is told, which has a folder of its name for weights.
 
     Args:
         server: that it asks.
         folder: with the model and the weights.
         name: of the head.
         fields: what else its InferenceConfig has.
+        trainer: its trainer.
     """
     inference = InferenceConfig(
         urls=(server.url,),
@@ -294,16 +303,13 @@ def _sampler(
         adapters_dir=str(folder / name),
         **fields,
     )
-    return inference_sampler(
-        HeadConfig(
-            head=name,
-            generation="g1",
-            model=BaseModelSource(name=SHAPE.name, path=str(folder / "model")),
-            token_file="",
-            checkpoint_root="",
-            scratch_dir=str(folder),
-            trainer=TrainerConfig(device=inference.shared_memory or "cpu"),
-            sampler=SamplerConfig(backend="sglang", inference=inference),
-        ),
-        HeadPlace(),
+    return HeadConfig(
+        head=name,
+        generation="g1",
+        model=BaseModelSource(name=SHAPE.name, path=str(folder / "model")),
+        token_file="",
+        checkpoint_root="",
+        scratch_dir=str(folder),
+        trainer=trainer,
+        sampler=SamplerConfig(backend="sglang", inference=inference),
     )

@@ -1,0 +1,118 @@
+"""What a trainer's ranks publish, at a real SGLang server, beside our torch trainer's logprobs.
+
+The ranks are megatron-core's, under Ray, as in Kubernetes: the head that asks has no model.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Never
+
+import ray
+import torch
+from prometheus_client import REGISTRY
+
+from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.sglang_proof import BASE, RANK, SEEDS, SMALL, Proof, a_proof, head_config
+from benchmarks.measuring import Measurement
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.launch import TrainerConfig
+from tinkercloud_worker.build_sampler import inference_sampler
+from tinkercloud_worker.build_trainer import build_place, build_trainer
+from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.metrics import Way
+
+_RANKS = 2
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A trainer of ranks, and the samplers of its head."""
+
+    trainer: Trainer
+    samplers: dict[Way, InferenceSampler]
+    """By how whole models go to the server."""
+    how: str
+
+
+def from_ranks(bench: Bench) -> Iterator[Measurement]:
+    """S26 to S28: adapters and a whole model of megatron's ranks, in float32.
+
+    Raises:
+        Skipped: there is no megatron-core.
+    """
+    if find_spec("megatron") is None:
+        raise Skipped("megatron is not installed (pip install megatron-core)")
+    with a_proof(bench, SMALL.build, torch.float32) as proof, _trained(bench, proof) as ranks:
+        yield _adapters(proof, ranks)
+        yield _whole(proof, ranks, "S27", "over a process group", "group")
+        yield _whole(proof, ranks, "S28", "in memory that is shared", "shared_memory")
+
+
+@contextmanager
+def _trained(bench: Bench, proof: Proof) -> Iterator[Ranks]:
+    """Have ranks hold the proof's models."""
+    device = "cuda" if bench.device.type == "cuda" else "cpu"
+    count = min(_RANKS, torch.cuda.device_count()) if device == "cuda" else _RANKS
+    trainer = TrainerConfig(
+        backend="megatron", ranks=count, tensor_parallel=count, device=device, dtype="float32"
+    )
+    # NCCL refuses the two ranks that a single GPU would have.
+    ways: dict[Way, dict[str, str]] = {
+        "group": {"process_group": "gloo"},
+        "shared_memory": {"shared_memory": device},
+    }
+    configs = {
+        way: head_config(proof.server, proof.scratch, f"ranks-{way}", fields, trainer)
+        for way, fields in ways.items()
+    }
+    place = build_place(configs["group"])
+    assert place is not None
+    ranked = build_trainer(configs["group"], _no_base, place)
+    samplers = {way: inference_sampler(config, place) for way, config in configs.items()}
+    try:
+        for name in (*SEEDS, WHOLE):
+            ranked.add_model(name, None if name == WHOLE else LoraConfig(rank=RANK))
+            ranked.import_state(name, proof.trainer.export_state(name))
+        yield Ranks(ranked, samplers, f"{count} ranks of megatron-core (tensor parallel)")
+    finally:
+        for sampler in samplers.values():
+            proof.runner.run(sampler.close())
+        ranked.close()  # type: ignore[attr-defined] # a trainer with ranks has it
+        ray.shutdown()
+
+
+def _no_base() -> Never:
+    raise AssertionError("a head whose ranks train loads no model")
+
+
+def _adapters(proof: Proof, ranks: Ranks) -> Measurement:
+    sampler = ranks.samplers["group"]
+    for name in SEEDS:
+        proof.runner.run(sampler.publish(name, ranks.trainer.publication(name)))
+    gap = proof.gap(*SEEDS, sampler=sampler)
+    return Measurement(
+        "S26", f"SGLang's logprobs - our torch trainer's: adapters of {ranks.how}, float32",
+        float(gap.max()), "", "<= 1e-3", "<= 1e-5", f"mean {gap.mean():.1e}",
+    )  # fmt: skip
+
+
+def _whole(proof: Proof, ranks: Ranks, figure: str, how: str, way: Way) -> Measurement:
+    sampler = ranks.samplers[way]
+    published = ranks.trainer.publication(WHOLE)
+    proof.runner.run(sampler.publish(WHOLE, published))
+    gap = proof.gap(WHOLE, sampler=sampler)
+    apart = proof.gap(WHOLE, against=BASE, sampler=sampler).mean()
+    measured = Measurement(
+        figure, f"the same: a whole model of those ranks {how}, past the head",
+        float(gap.max()), "", "<= 1e-3", "<= 1e-5", f"from the base model's {apart:.2f}",
+    )  # fmt: skip
+    labels = {"engine": proof.dialect.client.url, "what": "model", "way": way}
+    loads = REGISTRY.get_sample_value("tinkercloud_engine_load_seconds_count", labels)
+    if isinstance(published, WeightsSnapshot) or not loads:
+        return replace(measured, value=math.inf, note="it went another way")
+    return measured
