@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -23,8 +24,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folders = [str(Path(tinkercloud_testing.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     with warm_ranks(tmp_path_factory.mktemp("warm")) as settings:
-        os.environ.update(settings)
-        connect(GroupShape(ranks=4))
+        # Heads that other tests start have ranks of their own, which begin as a user's do.
+        with patch.dict(os.environ, settings):
+            connect(GroupShape(ranks=4))
         yield
         ray.shutdown()
 

@@ -132,6 +132,20 @@ def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile(
     assert surroundings.head_config(build).sampler.inference.colocated
 
 
+@pytest.mark.parametrize("memory", ["cpu", "cuda"])
+def test_engines_of_one_pod_are_handed_whole_models_where_the_base_model_says_so(
+    memory: str,
+) -> None:
+    in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": memory}}
+    build = a_build_with(in_one_pod, trainer=TRAINERS | {"replicas": 1})
+
+    assert surroundings.head_config(build).sampler.inference.shared_memory == memory
+    shared = {"/dev/shm", "/tmp", "/scratch"}  # noqa: S108 - where volumes are
+    for container in pods(build)[0]["containers"]:
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert {mounts[path] for path in shared} == {"shared-memory", "tmp", "scratch"}
+
+
 def test_engines_stay_as_trainers_do_while_their_head_finishes_what_runs_and_saves() -> None:
     for pod in pods(a_build(OFFERED)):
         worker, *engines = pod["containers"]

@@ -226,9 +226,9 @@ def test_without_a_volume_adapters_stay_with_the_head_and_reach_engines_in_reque
 
 
 def test_whole_models_go_over_a_process_group_only_where_the_base_model_says_so() -> None:
-    in_a_group = a_build_with(ENGINES | {"engines": {"processGroup": "gloo"}})
-
-    assert sampling(in_a_group).inference.process_group == "gloo"
+    for backend in ("gloo", "nccl"):
+        in_a_group = a_build_with(ENGINES | {"engines": {"processGroup": backend}})
+        assert sampling(in_a_group).inference.process_group == backend
     assert sampling(a_build_with(ENGINES)).inference.process_group is None
 
 

@@ -356,6 +356,23 @@ def test_weights_to_sample_from_are_let_go_before_they_fill_the_heads_scratch_sp
     assert config.limits.max_snapshot_bytes == room
 
 
+@pytest.mark.parametrize(
+    ("offered", "room"),
+    [
+        ({"source": ON_A_VOLUME, "trainer": TRAINERS}, 4 << 30),
+        ({"trainer": TRAINERS}, 2 << 30),
+        ({"trainer": {**TRAINERS, "resources": LARGE_HEAD["resources"]}}, 75 << 30),
+    ],
+    ids=["scratch of 8Gi", "that has the base model too", "more"],
+)
+def test_models_that_stay_with_the_ranks_do_not_fill_their_scratch_space(
+    offered: Json, room: int
+) -> None:
+    config = surroundings.head_config(a_build(a_base_model(**offered)))
+
+    assert config.limits.max_placed_bytes == room
+
+
 def test_the_head_of_a_sampler_trains_nothing_and_has_the_dtype_of_its_base_model() -> None:
     offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"})
 

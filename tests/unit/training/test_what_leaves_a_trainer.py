@@ -2,14 +2,21 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    InferenceConfig,
+    SamplerConfig,
+    TrainerConfig,
+)
 from tinkercloud_testing.leaving import taken_by_what_leaves
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.build_trainer import build_trainer
+from tinkercloud_worker.build_trainer import build_place, build_trainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 STAY = {f"TrainerBesideSampler, {model}: snapshot" for model in ("adapter", "whole")}
@@ -51,3 +58,31 @@ def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
     )
 
     assert type(build_trainer(config, lambda: BaseModel(tiny_llama()), None)) is trainer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way", "stays"),
+    [
+        (2, {"process_group": "gloo"}, True),
+        (2, {"shared_memory": "cpu"}, True),
+        (2, {}, False),
+        (0, {"process_group": "gloo"}, False),
+    ],
+    ids=["group", "memory", "requests", "no ranks"],
+)
+def test_whole_models_stay_with_ranks_only_where_processes_take_them_from_there_to_engines(
+    ranks: int, way: dict[str, Any], stays: bool
+) -> None:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="memory://",
+        scratch_dir="",
+        trainer=TrainerConfig(ranks=ranks),
+        sampler=SamplerConfig(
+            backend="sglang", inference=InferenceConfig(urls=("http://a",), **way)
+        ),
+    )
+
+    assert (build_place(config) is not None) == stays
