@@ -59,8 +59,8 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
     ),
     "spec.sampler.engines.processGroup": (
         base_model,
-        {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"processGroup": "gloo"}}},
         {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"processGroup": "nccl"}}},
+        {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"processGroup": "mpi"}}},
     ),
     "spec.placement.tolerations": (
         base_model,
