@@ -4,6 +4,7 @@ The head asks for that, and has nothing of the models unless it must.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.porter import Berth, RanksPlace
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import GradientLost, WeightsSnapshot
+from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.sampler import InferenceSampler
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -181,6 +183,21 @@ async def test_what_came_to_the_head_goes_the_same_way_and_is_not_left_with_the_
         carried = SENT if "process_group" in way else WHOLE
         assert len(engine.theirs.called(carried)) >= 1
         await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "nothing is left there")
+
+
+async def test_engines_that_are_sent_the_heads_model_at_once_have_a_copy_each(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    content = os.urandom(1000)
+    (tmp_path / FULL_WEIGHTS).write_bytes(content)
+    model = Written("model", tmp_path, None)
+
+    async with ranks.place.weights_of(model) as one:
+        async with ranks.place.weights_of(model) as other:
+            assert one.read_bytes() == other.read_bytes() == content
+        await asyncio.to_thread(wait_until, lambda: not other.exists(), "one is done")
+        assert one.read_bytes() == content
+    await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "nothing is left there")
 
 
 async def test_what_an_engine_draws_from_can_be_exported(ranks: Ranks, tmp_path: Path) -> None:

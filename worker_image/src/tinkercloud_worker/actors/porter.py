@@ -238,17 +238,19 @@ class RanksPlace:
             yield await _awaited(porter.weights_of.remote(model.name))
             return
         await asyncio.to_thread(model.bring)
+        # Several engines may be sent it at once, each from a copy of its own.
+        name = f"{model.name}-{uuid4().hex}"
         try:
-            await self._upload(porter, model)
-            yield await _awaited(porter.weights_of.remote(model.name))
+            await self._upload(porter, model, name)
+            yield await _awaited(porter.weights_of.remote(name))
         finally:
-            porter.remove.remote(model.name)
+            porter.remove.remote(name)
 
-    async def _upload(self, porter: PorterHandle, model: Written) -> None:
+    async def _upload(self, porter: PorterHandle, model: Written, name: str) -> None:
         path = model.here / FULL_WEIGHTS
         for start in range(0, model.size_of(FULL_WEIGHTS), _PART_BYTES):
             part = await asyncio.to_thread(np.fromfile, path, np.uint8, _PART_BYTES, "", start)
-            await _awaited(porter.upload.remote(model.name, part))
+            await _awaited(porter.upload.remote(name, part))
 
     async def start(self, module: str, options: Mapping[str, str], errand: str) -> "CourierThere":
         """See `Place.start`."""

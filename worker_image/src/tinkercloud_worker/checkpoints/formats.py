@@ -44,14 +44,13 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
 
 
 def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
-    """Return the same files as inference servers read them: an adapter's experts one by one.
+    """Return an adapter's files as inference servers read them: experts one by one.
 
     Args:
-        weights: an adapter's, or all of a model's by the names that its files have.
+        weights: of the adapter.
         base_model: its name.
     """
-    if weights.lora is None:
-        return encode_weights(weights, base_model)
+    assert weights.lora is not None  # noqa: S101 - a whole model is a folder, with more than weights
     return _adapter_files(weights.lora, lora.to_peft_names(weights.tensors), base_model)
 
 

@@ -11,7 +11,7 @@ The format: https://huggingface.co/docs/safetensors/index#format
 import io
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import numpy as np
 import orjson
@@ -59,13 +59,22 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def encode(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a file that holds some tensors.
+    """Return a file that holds some tensors; see `write`."""
+    file = io.BytesIO()
+    write(tensors, file)
+    # Not a copy: CPython hands over what was written.
+    return file.getvalue()
 
-    In memory are the tensors, the file, and a copy of one tensor at a time if it is not contiguous
-    or not on the CPU.
+
+def write(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
+    """Write a file that holds some tensors.
+
+    In memory are the tensors, and a copy of one tensor at a time if it is not contiguous or not on
+    the CPU.
 
     Args:
         tensors: of any device and strides.
+        file: that is empty.
 
     Raises:
         TypeError: the dtype of one is not among those that checkpoints have.
@@ -76,15 +85,12 @@ def encode(tensors: Mapping[str, Tensor]) -> bytes:
             accepted = ", ".join(str(dtype) for dtype in order)
             raise TypeError(f"{name!r} is of {tensor.dtype}; files hold tensors of {accepted}")
     ordered = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
-    file = io.BytesIO()
     file.write(_header(ordered))
     for _, tensor in ordered:
         # Bytes, since numpy knows no bfloat16.
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), _PART_BYTES):
             file.write(content[start : start + _PART_BYTES])
-    # Not a copy: CPython hands over what was written.
-    return file.getvalue()
 
 
 def decode(content: bytes | memoryview) -> dict[str, Tensor]:

@@ -8,19 +8,20 @@ a restart, and what servers read that take no tensors in requests. Where the fol
 
 import itertools
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import as_in_files, from_files
-from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints import formats, tensor_file
 from tinkercloud_worker.engine.trainer import PlacedModel, WeightsSnapshot
 
 
@@ -111,33 +112,31 @@ class AdapterFolder:
         Raises:
             Unavailable: they can't be written, as where there is no room; nothing is left of them.
         """
-        if weights.lora is None:
-            weights = replace(weights, tensors=as_in_files(str(self._base_path), weights.tensors))
-        files = formats.encode_for_servers(weights, base_model)
         name = f"{self._owner}-{next(self._numbers)}"
         target = self._folder / name
         self._written.add(name)
         try:
             target.mkdir(parents=True)
             if weights.lora is None:
-                self._describe(target)
-            for file_name, content in files.items():
-                (target / file_name).write_bytes(content)
+                self._write_model(weights.tensors, target)
+            else:
+                for file, content in formats.encode_for_servers(weights, base_model).items():
+                    (target / file).write_bytes(content)
         except OSError as error:
             self.remove(name)
-            size = sum(len(content) for content in files.values())
             raise Unavailable(
-                f"the {size} bytes of these weights can't be written to {self._folder}:"
-                f" {error.strerror or error}; have its volume made larger, or"
+                f"the {weights.size_bytes} bytes of these weights can't be written to"
+                f" {self._folder}: {error.strerror or error}; have its volume made larger, or"
                 " limits.max_snapshot_bytes lower"
             ) from error
         return name
 
-    def _describe(self, target: Path) -> None:
-        """Write what a whole model's folder has besides the weights."""
+    def _write_model(self, tensors: Mapping[str, Tensor], target: Path) -> None:
         for path in self._base_path.glob("*.json"):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, target / path.name)
+        with (target / FULL_WEIGHTS).open("wb") as file:
+            tensor_file.write(as_in_files(str(self._base_path), tensors), file)
 
     def adopt(self, model: PlacedModel) -> str:
         """Take a whole model that lies elsewhere for one that was written here; return its name."""
