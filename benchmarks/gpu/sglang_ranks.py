@@ -93,7 +93,7 @@ def _no_base() -> Never:
 def _adapters(proof: Proof, ranks: Ranks) -> Measurement:
     sampler = ranks.samplers["group"]
     for name in SEEDS:
-        proof.runner.run(sampler.publish(name, ranks.trainer.publication(name)))
+        proof.runner.run(sampler.publish(name, ranks.trainer.publication(name)()))
     gap = proof.gap(*SEEDS, sampler=sampler)
     return Measurement(
         "S26", f"SGLang's logprobs - our torch trainer's: adapters of {ranks.how}, float32",
@@ -103,7 +103,7 @@ def _adapters(proof: Proof, ranks: Ranks) -> Measurement:
 
 def _whole(proof: Proof, ranks: Ranks, figure: str, how: str, way: Way) -> Measurement:
     sampler = ranks.samplers[way]
-    published = ranks.trainer.publication(WHOLE)
+    published = ranks.trainer.publication(WHOLE)()
     proof.runner.run(sampler.publish(WHOLE, published))
     gap = proof.gap(WHOLE, sampler=sampler)
     apart = proof.gap(WHOLE, against=BASE, sampler=sampler).mean()

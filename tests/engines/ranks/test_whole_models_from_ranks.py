@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.errors import NotFound, StateLost
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.engines import Engine, an_engine
@@ -36,7 +36,7 @@ from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.porter import Berth, RanksPlace
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.engine.trainer import GradientLost, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import GradientLost, Publication, WeightsSnapshot
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.sampler import InferenceSampler
 
@@ -61,6 +61,12 @@ class Ranks:
         return [path.parent.name for path in self.berth.folder.glob(f"*/{FULL_WEIGHTS}")]
 
 
+async def published(trainer: RankedTrainer, model_id: str) -> Publication:
+    """Return what a trainer publishes of a model."""
+    bring = await asyncio.to_thread(trainer.publication, model_id)
+    return await asyncio.to_thread(bring)
+
+
 @dataclass(frozen=True)
 class Engines:
     """An engine that draws, what it is compared with, and the head's side of it."""
@@ -77,8 +83,7 @@ class Engines:
         await asyncio.to_thread(ranks.trainer.add_model, version, None)
         await asyncio.to_thread(ranks.trainer.import_state, version, state)
         await self.ours.sampler.publish(version, model)
-        weights = await asyncio.to_thread(ranks.trainer.publication, version)
-        await self.sampler.publish(version, weights)
+        await self.sampler.publish(version, await published(ranks.trainer, version))
 
     def at_the_head(self) -> list[Path]:
         """Return the files of whole models that the head has."""
@@ -234,7 +239,7 @@ async def test_adapters_come_to_the_head_as_ever(ranks: Ranks) -> None:
 
     await asyncio.to_thread(ranks.trainer.add_model, "adapter", LoraConfig(rank=4))
 
-    weights = await asyncio.to_thread(ranks.trainer.publication, "adapter")
+    weights = await published(ranks.trainer, "adapter")
 
     assert isinstance(weights, WeightsSnapshot)
     assert weights.lora is not None
@@ -248,7 +253,7 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
     trainer = RankedTrainer(lambda: group, tight)
     trainer.add_model("whole", None)
 
-    weights = await asyncio.to_thread(trainer.publication, "whole")
+    weights = await published(trainer, "whole")
 
     tight.close()
     assert isinstance(weights, WeightsSnapshot)
@@ -271,6 +276,24 @@ async def test_when_ranks_are_lost_their_models_are_and_the_next_go_from_the_nex
         with pytest.raises(NotFound, match="save the weights again"):
             await assert_sampled(engine.ours, engine.sampler, "sharp")
         await assert_sampled(engine.ours, engine.sampler, "flat")
+
+
+async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        await engine.publish(ranks, "sharp", 3.0)
+        bring = await asyncio.to_thread(ranks.trainer.publication, "sharp")
+        ranks.trainer._group.call("die_in", "forward_backward", 0)
+        with pytest.raises(GradientLost):
+            await asyncio.to_thread(run, ranks.trainer, random_data([5, 6]), model_id="sharp")
+
+        with pytest.raises(StateLost, match="save them again"):
+            await asyncio.to_thread(bring)
+
+        await engine.publish(ranks, "flat", 0.3)
+        await assert_sampled(engine.ours, engine.sampler, "flat")
+        assert engine.at_the_head() == []
 
 
 async def test_a_porter_that_dies_is_replaced_and_nothing_waits_for_it(

@@ -125,9 +125,10 @@ class AdamTrainer(ABC):
         model = self._models[model_id]
         return WeightsSnapshot(model.lora, self._whole(model, model.trainable.flat.detach()))
 
-    def publication(self, model_id: str) -> WeightsSnapshot:
+    def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
         """See `Trainer.publication`."""
-        return self.snapshot(model_id)
+        weights = self.snapshot(model_id)
+        return lambda: weights
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""

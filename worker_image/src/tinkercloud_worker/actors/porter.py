@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound, Unavailable, WireError
+from tinkercloud_protocol.errors import NotFound, StateLost, Unavailable, WireError
 from tinkercloud_worker import logs
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -180,7 +180,7 @@ PorterHandle = ActorHandle[Porter]
 class RanksPlace:
     """See `place.Place`: the machine of a trainer's first rank.
 
-    `settle`, `keep` and `close` belong to the engine's thread, the rest to the event loop.
+    `settle` and `close` belong to the engine's thread, `keep` to any, the rest to the event loop.
     """
 
     def __init__(self, berth: Berth) -> None:
@@ -191,13 +191,17 @@ class RanksPlace:
         """
         self._berth = berth
         self._porter: PorterHandle | None = None
+        self._group: RankGroup | None = None
+        """Beside whose first rank it is."""
 
     def settle(self, group: RankGroup) -> None:
-        """Have a porter beside the first rank of a group, which is not closed before it is left.
+        """Have a porter beside the first rank of a group; nothing is done if there is one.
 
         Raises:
             RanksLost: the group is lost.
         """
+        if self._group is group:
+            return
         self.close()
         where = group.surroundings()
         remote: Any = ray.remote  # whose type knows no node affinity
@@ -206,7 +210,7 @@ class RanksPlace:
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(where.node, soft=False),
         )(Porter)
-        self._porter = actor.remote(self._berth, where.gpus)
+        self._porter, self._group = actor.remote(self._berth, where.gpus), group
 
     def keep(self, weights: Any) -> "ModelAtRanks":  # noqa: ANN401 - Ray's references are of any type
         """Have weights written there.
@@ -217,14 +221,20 @@ class RanksPlace:
         Raises:
             PlaceLost: the porter is gone.
             Unavailable: it keeps too much already, or can't write them.
+            StateLost: the rank that had them has ended.
         """
         porter = self._current()
-        contents: Contents = _waited(porter.write.remote(weights))
+        try:
+            contents: Contents = waited(porter.write.remote(weights))
+        except PlaceLost:
+            # So that another one settles.
+            self._group = None
+            raise
         return ModelAtRanks(porter, contents)
 
     def close(self) -> None:
         """Have nobody there, and nothing left."""
-        porter, self._porter = self._porter, None
+        porter, self._porter, self._group = self._porter, None, None
         if porter is not None:
             with suppress(RayError):
                 ray.get(porter.close.remote(), timeout=_CLOSE_SECONDS)
@@ -308,7 +318,7 @@ class ModelAtRanks:
         with path.open("wb") as target:
             for start in range(0, size, _PART_BYTES):
                 try:
-                    part = _waited(self.porter.read.remote(self.name, file, start))
+                    part = waited(self.porter.read.remote(self.name, file, start))
                 except PlaceLost as loss:
                     raise NotFound(f"{loss.message}; save the weights again") from None
                 target.write(part.data)
@@ -364,11 +374,12 @@ class CourierThere:
             await _awaited(self._porter.end.remote(self._name))
 
 
-def _waited(answer: Any) -> Any:  # noqa: ANN401 - Ray's references, and their values, are of any type
+def waited(answer: Any) -> Any:  # noqa: ANN401 - Ray's references, and their values, are of any type
     """Return what a porter answers.
 
     Raises:
         PlaceLost: it has gone.
+        StateLost: what it was to work with has.
         WireError: what it raised.
     """
     try:
@@ -386,7 +397,9 @@ async def _awaited(answer: Any) -> Any:  # noqa: ANN401 - as above
 
 
 def _meaning(error: RayError) -> Exception:
-    if not isinstance(error, RayTaskError):
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, WireError | OSError) else error
+    if isinstance(error, RayActorError):
         return PlaceLost("the process that keeps whole models beside the trainer's ranks has ended")
-    cause = error.cause
-    return cause if isinstance(cause, WireError | OSError) else error
+    return StateLost("the ranks were lost before the weights were safe; save them again")

@@ -15,15 +15,15 @@ saved without another group: the node that is gone may be why it is.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
-import ray
 import structlog
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
-from tinkercloud_worker.actors.porter import RanksPlace
+from tinkercloud_worker.actors.porter import RanksPlace, waited
 from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch, lengthened
 from tinkercloud_worker.engine.ranks import Membership
@@ -35,7 +35,6 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
-from tinkercloud_worker.inference.place import PlaceLost
 
 log = structlog.get_logger(__name__)
 
@@ -71,9 +70,13 @@ class RankedTrainer:
         self._lost: dict[str, str] = {}
         """Models that are lost, and how that came."""
         self._group = start()
-        self._memberships = _memberships(self._group)
-        if place is not None:
-            place.settle(self._group)
+        try:
+            self._memberships = _memberships(self._group)
+            if place is not None:
+                place.settle(self._group)
+        except BaseException:
+            self._group.close()
+            raise
         self.limits = self._memberships[0].limits
 
     def close(self) -> None:
@@ -144,23 +147,15 @@ class RankedTrainer:
         weights: WeightsSnapshot = self._held("snapshot", model_id) or self._kept[model_id].weights
         return _own(weights)
 
-    def publication(self, model_id: str) -> Publication:
+    def publication(self, model_id: str) -> Callable[[], Publication]:
         """See `Trainer.publication`. A whole model stays with the ranks, if there is a place."""
         if self._place is not None and model_id in self._whole:
             kept = self._held("snapshot", model_id, RankGroup.keep)
             if kept is not None:
-                return self._placed(self._place, kept)
-        return self.snapshot(model_id)
-
-    def _placed(self, place: RanksPlace, weights: Any) -> Publication:  # noqa: ANN401 - a reference to those
-        """Have weights stay where they are, if they can."""
-        try:
-            return place.keep(weights)
-        except PlaceLost:
-            place.settle(self._group)
-        except Unavailable as error:
-            log.warning("a published model comes to the head", reason=error.message)
-        return _own(ray.get(weights))
+                self._place.settle(self._group)
+                return partial(_brought, self._place, kept)
+        weights = self.snapshot(model_id)
+        return lambda: weights
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`. It has its place in Ray's store for as long as it is held."""
@@ -302,6 +297,15 @@ class RankedTrainer:
     def _forget_gradient(self, model_id: str) -> None:
         self._unapplied.discard(model_id)
         self._bereft.pop(model_id, None)
+
+
+def _brought(place: RanksPlace, kept: Any) -> Publication:  # noqa: ANN401 - Ray's references are of any type
+    """Have weights stay where they are, if they can; else bring them here. Raises as `waited`."""
+    try:
+        return place.keep(kept)
+    except Unavailable as error:
+        log.warning("a published model comes to the head", reason=error.message)
+    return _own(waited(kept))
 
 
 def _own(weights: WeightsSnapshot) -> WeightsSnapshot:

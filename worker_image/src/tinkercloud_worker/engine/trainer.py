@@ -138,8 +138,14 @@ class Trainer(Protocol):
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights."""
 
-    def publication(self, model_id: str) -> Publication:
-        """Return a copy of the current weights for who samples from them, wherever it lies."""
+    def publication(self, model_id: str) -> Callable[[], Publication]:
+        """Take the current weights for who samples from them.
+
+        Returns:
+            What brings them to where they are to lie, and returns them. It is called once, from any
+            thread, while the trainer goes on with other calls. It raises StateLost if the weights
+            are lost until then.
+        """
 
     def export_state(self, model_id: str) -> TrainingState:
         """Return a copy of the weights, moments and step."""

@@ -136,7 +136,9 @@ class Operations:
         return self._upload(path, manifest, encode, overwrite=False)
 
     async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
-        weights = await self._beside(lambda: self._backend.trainer.publication(self._name))
+        bring = await self._beside(lambda: self._backend.trainer.publication(self._name))
+        # The trainer goes on meanwhile.
+        weights = await self._unless_lost(asyncio.to_thread(bring))
         index = request.sampling_session_seq_id
         assert index is not None  # noqa: S101 - the request model asks for path or this
         session_id = SamplingSessionId(self._model_id.session_id, index)
