@@ -1,7 +1,8 @@
 """Weights to sample from do not gather without end: the least recently used are let go."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import orjson
@@ -221,3 +222,43 @@ async def test_what_was_drawn_from_weights_that_were_let_go_can_be_asked_for_in_
         again = await after.service.retrieve(sampled)
         assert again is not None
         assert again.body == drawn.body
+
+
+class Elsewhere:
+    """A whole model where a trainer's ranks are, which is not asked for."""
+
+    name = "elsewhere"
+    size_bytes = 1
+    tensor_names: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self.is_removed = threading.Event()
+
+    def fetch(self, folder: Path) -> None:
+        """Fail."""
+        raise NotFound(str(folder))
+
+    def remove(self) -> None:
+        """Take note."""
+        self.is_removed.set()
+
+
+async def test_of_weights_whose_model_is_deleted_while_they_are_brought_nothing_stays(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await head.begin()
+    is_bringing, may_go_on, there = threading.Event(), threading.Event(), Elsewhere()
+
+    def bring() -> Elsewhere:
+        is_bringing.set()
+        may_go_on.wait()
+        return there
+
+    monkeypatch.setattr(head.backend.trainer, "publication", lambda _: bring)
+    head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=1)
+    await asyncio.to_thread(is_bringing.wait)
+    await head.service.delete_model(MODEL)
+
+    may_go_on.set()
+
+    assert await asyncio.to_thread(there.is_removed.wait, 60)

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 from tinkercloud_protocol.launch import Limits
 from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -274,6 +274,37 @@ async def test_weights_that_many_sessions_share_are_published_once_in_the_next_h
 
         assert len(published) == 1
         assert [await after.drawn(session, 1) for session in range(5)] == drawn
+
+
+async def test_samplers_too_large_to_keep_or_out_of_reach_cost_a_model_nothing_else(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g1", limits=Limits(max_sampler_bytes=1)) as before:
+        await before.begin()
+        before.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=0)
+        await before.answer(1)
+        asked = list[str]()
+
+        async def lost(version: str) -> WeightsSnapshot:
+            asked.append(version)
+            raise Unavailable("no room for it")
+
+        monkeypatch.setattr(before.backend.sampler, "export", lost)
+        await before.service.suspend()
+        assert asked == []
+    with a_head(root, tmp_path, "g2") as between:
+        await between.resume("g1")
+        between.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 2, sampling_session_seq_id=1)
+        await between.answer(2)
+        monkeypatch.setattr(between.backend.sampler, "export", lost)
+        await between.service.suspend()
+        assert len(asked) == 1
+    with a_head(root, tmp_path, "g3") as after:
+        await after.resume("g2")
+
+        after.add(3)
+        after.apply(4)
+        assert b"metrics" in await after.answer(4)
 
 
 async def test_of_more_samplers_than_there_is_room_for_the_latest_come_back(

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound, StateLost
+from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.engines import Engine, an_engine
@@ -38,6 +38,7 @@ from tinkercloud_worker.actors.porter import Berth, RanksPlace
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import GradientLost, Publication, WeightsSnapshot
 from tinkercloud_worker.inference.adapters import Written
+from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sampler import InferenceSampler
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -101,9 +102,10 @@ def ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     place = RanksPlace(berth)
     trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MortalTrainer), place)
     yield Ranks(trainer, place, berth)
+    last = couriers()
     trainer.close()
     assert not berth.folder.exists()
-    wait_until(lambda: couriers() == [], "couriers end with their porter")
+    wait_until(lambda: not any(each.is_running() for each in last), "couriers end with it")
 
 
 def couriers() -> list[psutil.Process]:
@@ -255,9 +257,14 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
 
     weights = await published(trainer, "whole")
 
-    tight.close()
     assert isinstance(weights, WeightsSnapshot)
     assert weights.size_bytes > 1000
+    # Nor is it brought back there, to be sent.
+    (tmp_path / FULL_WEIGHTS).write_bytes(bytes(weights.size_bytes))
+    with pytest.raises(PlaceLost, match=r"max_placed_bytes, 1000"):
+        async with tight.weights_of(Written("model", tmp_path, None)):
+            pass
+    tight.close()
 
 
 async def test_when_ranks_are_lost_their_models_are_and_the_next_go_from_the_next_ranks(
@@ -278,6 +285,27 @@ async def test_when_ranks_are_lost_their_models_are_and_the_next_go_from_the_nex
         await assert_sampled(engine.ours, engine.sampler, "flat")
 
 
+async def test_ranks_that_are_replaced_in_the_middle_of_a_model_close_no_way(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+        await engine.publish(ranks, "flat", 0.3)
+        async with engine.theirs.holding(SENT) as was_asked:
+            publishing = asyncio.create_task(engine.publish(ranks, "sharp", 3.0))
+            await was_asked.wait()
+            # As when a rank is lost, and the next command starts others.
+            ranks.place._group = None
+            await asyncio.to_thread(ranks.place.settle, ranks.trainer._group)
+        with pytest.raises(NotFound, match="save the weights again"):
+            await publishing
+
+        await engine.publish(ranks, "flatter", 0.1)
+
+        await assert_sampled(engine.ours, engine.sampler, "flatter")
+        assert len(engine.theirs.called(JOINED)) == 2
+        assert engine.theirs.called(WHOLE) == []
+
+
 async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -288,7 +316,7 @@ async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
         with pytest.raises(GradientLost):
             await asyncio.to_thread(run, ranks.trainer, random_data([5, 6]), model_id="sharp")
 
-        with pytest.raises(StateLost, match="save them again"):
+        with pytest.raises(Unavailable, match="save them again"):
             await asyncio.to_thread(bring)
 
         await engine.publish(ranks, "flat", 0.3)

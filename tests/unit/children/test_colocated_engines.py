@@ -283,6 +283,15 @@ def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> N
     assert build.shape.gpus == 4 * 2
 
 
+def test_engines_of_a_session_that_trains_nothing_are_handed_no_memory_of_a_trainers_pod() -> None:
+    in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": "cuda"}}
+    offered = a_base_model(trainer=TRAINERS | {"replicas": 1}, sampler=COLOCATED | in_one_pod)
+
+    inference = surroundings.head_config(a_build(offered, SAMPLER)).sampler.inference
+
+    assert inference.shared_memory is None
+
+
 def test_a_head_with_colocated_engines_holds_no_model_of_its_own() -> None:
     [fetching] = ray_cluster(a_build(OFFERED))["spec"]["headGroupSpec"]["template"]["spec"][
         "initContainers"

@@ -232,6 +232,15 @@ def test_whole_models_go_over_a_process_group_only_where_the_base_model_says_so(
     assert sampling(a_build_with(ENGINES)).inference.process_group is None
 
 
+def test_the_head_of_a_session_that_trains_nothing_sends_whole_models_from_its_cpu() -> None:
+    sampler = ENGINES | {"engines": {"processGroup": "nccl"}}
+    offered = a_base_model(trainer=TRAINERS, sampler=sampler)
+
+    build = a_build(offered, a_session(role="Sampler", lora=None))
+
+    assert sampling(build).inference.process_group == "gloo"
+
+
 def test_head_and_engines_of_a_session_reach_each_other_at_any_port_and_no_others_do() -> None:
     build = a_build_with(ENGINES | {"engines": {"processGroup": "gloo"}})
     pods = [ray_cluster(build)["spec"]["headGroupSpec"], *engine_groups(build)]

@@ -13,6 +13,7 @@ head asks the engines themselves, and knows what to do while one does not answer
 
 from collections.abc import Mapping
 from math import ceil
+from typing import Literal
 from urllib.parse import urlsplit
 
 from tinkercloud_crds import labels
@@ -93,10 +94,16 @@ def sampler_config(build: Build) -> SamplerConfig:
         adapters_seen=bool(volumes(build)),
         recovery_seconds=sampler.engines.start_timeout_seconds,
         colocated=bool(build.shape.engines_per_trainer),
-        process_group=sampler.engines.process_group,
-        shared_memory=sampler.engines.shared_memory,
+        process_group=_process_group(build.shape, sampler.engines),
+        # Engines that are not in the trainer's pod see none of its memory.
+        shared_memory=sampler.engines.shared_memory if build.shape.engines_per_trainer else None,
     )
     return SamplerConfig(backend="sglang", inference=inference)
+
+
+def _process_group(shape: Shape, engines: EnginesShape) -> Literal["gloo", "nccl"] | None:
+    """Return what whole models go over; those of a session that trains nothing lie at the head."""
+    return "gloo" if engines.process_group and shape.trainer is None else engines.process_group
 
 
 def host_name(component: str, number: int) -> str:

@@ -27,7 +27,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound, StateLost, Unavailable, WireError
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_worker import logs
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -40,6 +40,7 @@ from tinkercloud_worker.inference.sglang_courier import CourierProcess
 _PART_BYTES = 64 << 20
 """Of a file, at a time on its way."""
 _CLOSE_SECONDS = 15.0
+_ENDED = "the process that keeps whole models beside the trainer's ranks has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,13 @@ class Porter:
         Raises:
             Unavailable: with them it would be too much, or they can't be written.
         """
-        kept = sum(self._kept_bytes.values())
-        if kept + weights.size_bytes > self._berth.max_bytes:
-            raise Unavailable(
-                f"{weights.size_bytes} bytes beside {kept} are more than limits.max_placed_bytes,"
-                f" {self._berth.max_bytes}"
-            )
-        contents = await asyncio.to_thread(self._write, weights)
-        self._kept_bytes[contents.name] = weights.size_bytes
+        being_written = uuid4().hex
+        await self.reserve(being_written, weights.size_bytes)
+        try:
+            contents = await asyncio.to_thread(self._write, weights)
+            self._kept_bytes[contents.name] = weights.size_bytes
+        finally:
+            del self._kept_bytes[being_written]
         return contents
 
     def _write(self, weights: WeightsSnapshot) -> Contents:
@@ -127,8 +127,26 @@ class Porter:
         except FileNotFoundError:
             raise NotFound(f"{path.parent} is gone: save the weights again") from None
 
+    async def reserve(self, name: str, size: int) -> None:
+        """Have room for weights that are to be uploaded under a name, until they are removed.
+
+        Args:
+            name: of theirs alone.
+            size: in bytes.
+
+        Raises:
+            Unavailable: with them it would be too much.
+        """
+        kept = sum(self._kept_bytes.values())
+        if kept + size > self._berth.max_bytes:
+            raise Unavailable(
+                f"{size} bytes beside {kept} are more than limits.max_placed_bytes,"
+                f" {self._berth.max_bytes}"
+            )
+        self._kept_bytes[name] = size
+
     async def upload(self, name: str, part: npt.NDArray[np.uint8]) -> None:
-        """Add to the weights of what lies at the head under a name."""
+        """Add to weights for which there is room, and which lie at the head."""
         await asyncio.to_thread(self._append, self._folder / name / FULL_WEIGHTS, part)
 
     def _append(self, path: Path, part: npt.NDArray[np.uint8]) -> None:
@@ -162,7 +180,8 @@ class Porter:
 
     async def end(self, courier: str) -> None:
         """See `Courier.end`."""
-        await self._couriers.pop(courier).end()
+        if (ending := self._couriers.pop(courier, None)) is not None:
+            await ending.end()
 
     async def address_towards(self, url: str) -> str:
         """See `Place.address_towards`."""
@@ -220,15 +239,15 @@ class RanksPlace:
 
         Raises:
             PlaceLost: the porter is gone.
-            Unavailable: it keeps too much already, or can't write them.
-            StateLost: the rank that had them has ended.
+            Unavailable: it keeps too much already, or can't write them; or they are lost.
         """
         porter = self._current()
         try:
             contents: Contents = waited(porter.write.remote(weights))
         except PlaceLost:
-            # So that another one settles.
-            self._group = None
+            if self._porter is porter:
+                # So that another one settles.
+                self._group = None
             raise
         return ModelAtRanks(porter, contents)
 
@@ -242,22 +261,43 @@ class RanksPlace:
 
     @asynccontextmanager
     async def weights_of(self, model: Written) -> AsyncIterator[Path]:
-        """See `Place.weights_of`. What lies at the head only is brought for that long."""
-        porter, placed = self._current(), model.placed
-        if isinstance(placed, ModelAtRanks) and self.is_with(placed.porter):
+        """See `Place.weights_of`. What lies at the head only is brought for that long.
+
+        Who takes them from there fails when the porter is replaced meanwhile; that is PlaceLost,
+        whatever the engine makes of it.
+        """
+        porter = self._current()
+        try:
+            async with self._lying_with(porter, model) as path:
+                yield path
+        except (InvalidRequest, ServerError) as error:
+            if self.is_with(porter):
+                raise
+            raise PlaceLost(error.message) from error
+
+    @asynccontextmanager
+    async def _lying_with(self, porter: PorterHandle, model: Written) -> AsyncIterator[Path]:
+        placed = model.placed
+        if isinstance(placed, ModelAtRanks) and placed.porter is porter:
             yield await _awaited(porter.weights_of.remote(model.name))
             return
         await asyncio.to_thread(model.bring)
         # Several engines may be sent it at once, each from a copy of its own.
         name = f"{model.name}-{uuid4().hex}"
         try:
-            await self._upload(porter, model, name)
+            try:
+                await self._upload(porter, model, name)
+            except (Unavailable, OSError) as error:
+                raise PlaceLost(
+                    f"a model can't be brought to the trainer's ranks: {error}"
+                ) from None
             yield await _awaited(porter.weights_of.remote(name))
         finally:
             porter.remove.remote(name)
 
     async def _upload(self, porter: PorterHandle, model: Written, name: str) -> None:
         path = model.here / FULL_WEIGHTS
+        await _awaited(porter.reserve.remote(name, model.size_of(FULL_WEIGHTS)))
         for start in range(0, model.size_of(FULL_WEIGHTS), _PART_BYTES):
             part = await asyncio.to_thread(np.fromfile, path, np.uint8, _PART_BYTES, "", start)
             await _awaited(porter.upload.remote(name, part))
@@ -306,11 +346,16 @@ class ModelAtRanks:
             if folder.exists():
                 return
             arriving = folder.with_name(f"{folder.name}.arriving")
-            arriving.mkdir(parents=True)
             try:
+                arriving.mkdir(parents=True)
                 for file, size in self._files.items():
                     self._fetch(file, size, arriving / file)
                 arriving.rename(folder)
+            except OSError as error:
+                raise Unavailable(
+                    f"the {self.size_bytes} bytes of these weights can't be brought to"
+                    f" {folder.parent}: {error.strerror or error}; have its volume made larger"
+                ) from error
             finally:
                 shutil.rmtree(arriving, ignore_errors=True)
 
@@ -375,31 +420,40 @@ class CourierThere:
 
 
 def waited(answer: Any) -> Any:  # noqa: ANN401 - Ray's references, and their values, are of any type
+    """Return what a porter answers, or what a rank has kept.
+
+    Raises:
+        PlaceLost: the porter has gone.
+        Unavailable: what was kept has.
+        WireError: what the porter raised.
+    """
+    try:
+        return ray.get(answer)
+    except RayActorError as error:
+        raise PlaceLost(_ENDED) from error
+    except RayError as error:
+        lost = Unavailable("the ranks were lost before the weights were safe; save them again")
+        raise _cause(error, lost) from error
+
+
+async def _awaited(answer: Any) -> Any:  # noqa: ANN401 - as above
     """Return what a porter answers.
 
     Raises:
         PlaceLost: it has gone.
-        StateLost: what it was to work with has.
-        WireError: what it raised.
+        WireError, OSError: what it raised.
     """
-    try:
-        return ray.get(answer)
-    except RayError as error:
-        raise _meaning(error) from error
-
-
-async def _awaited(answer: Any) -> Any:  # noqa: ANN401 - as above
-    """Return what a porter answers. Raises as `_waited`, and what else the porter raised."""
     try:
         return await answer
     except RayError as error:
-        raise _meaning(error) from error
+        raise _cause(error, PlaceLost(_ENDED)) from error
 
 
-def _meaning(error: RayError) -> Exception:
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        return cause if isinstance(cause, WireError | OSError) else error
-    if isinstance(error, RayActorError):
-        return PlaceLost("the process that keeps whole models beside the trainer's ranks has ended")
-    return StateLost("the ranks were lost before the weights were safe; save them again")
+def _cause(error: RayError, lost: WireError) -> Exception:
+    """Return what a porter raised, or that something is lost if Ray raised it."""
+    if not isinstance(error, RayTaskError):
+        return lost
+    cause = error.cause
+    if isinstance(cause, RayError):
+        return lost
+    return cause if isinstance(cause, WireError | OSError) else error

@@ -150,10 +150,12 @@ class RankedTrainer:
     def publication(self, model_id: str) -> Callable[[], Publication]:
         """See `Trainer.publication`. A whole model stays with the ranks, if there is a place."""
         if self._place is not None and model_id in self._whole:
+            place = self._place
             kept = self._held("snapshot", model_id, RankGroup.keep)
-            if kept is not None:
-                self._place.settle(self._group)
-                return partial(_brought, self._place, kept)
+            with suppress(GradientLost):
+                if kept is not None:
+                    self._about(model_id, place.settle)
+                    return partial(_brought, place, kept)
         weights = self.snapshot(model_id)
         return lambda: weights
 

@@ -143,7 +143,7 @@ class Trainer(Protocol):
 
         Returns:
             What brings them to where they are to lie, and returns them. It is called once, from any
-            thread, while the trainer goes on with other calls. It raises StateLost if the weights
+            thread, while the trainer goes on with other calls. It raises Unavailable if the weights
             are lost until then.
         """
 

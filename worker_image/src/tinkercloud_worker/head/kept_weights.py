@@ -28,6 +28,10 @@ class KeptWeights:
         """Count weights no more. They may be unknown."""
         self._sizes.pop(name, None)
 
+    def size_of(self, name: str) -> int:
+        """Return the bytes of weights, which were counted; 0 if they are unknown."""
+        return self._sizes.get(name, 0)
+
     @contextmanager
     def used(self, name: str) -> Iterator[None]:
         """Keep weights from going for as long as the context lasts. They need not be there yet."""

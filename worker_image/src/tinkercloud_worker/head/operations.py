@@ -28,8 +28,10 @@ from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
     LossOutput,
+    Publication,
     TrainingPass,
     TrainingState,
+    WeightsSnapshot,
 )
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
@@ -136,9 +138,9 @@ class Operations:
         return self._upload(path, manifest, encode, overwrite=False)
 
     async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
-        bring = await self._beside(lambda: self._backend.trainer.publication(self._name))
-        # The trainer goes on meanwhile.
-        weights = await self._unless_lost(asyncio.to_thread(bring))
+        weights = await _brought(
+            await self._beside(lambda: self._backend.trainer.publication(self._name))
+        )
         index = request.sampling_session_seq_id
         assert index is not None  # noqa: S101 - the request model asks for path or this
         session_id = SamplingSessionId(self._model_id.session_id, index)
@@ -351,3 +353,22 @@ class Operations:
             return futures.finished({"path": str(path)})
 
         return result()
+
+
+async def _brought(bring: Callable[[], Publication]) -> Publication:
+    """Bring weights to where they are to lie; of those that nobody waits for nothing stays."""
+    bringing = asyncio.create_task(asyncio.to_thread(bring))
+    # It may hold them in memory that others need.
+    del bring
+    try:
+        return await asyncio.shield(bringing)
+    except asyncio.CancelledError:
+        bringing.add_done_callback(_remove)
+        raise
+
+
+def _remove(bringing: asyncio.Task[Publication]) -> None:
+    if not bringing.cancelled() and bringing.exception() is None:
+        weights = bringing.result()
+        if not isinstance(weights, WeightsSnapshot):
+            weights.remove()

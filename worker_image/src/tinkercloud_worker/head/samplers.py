@@ -38,6 +38,7 @@ class Published:
     version: str
     sessions: Sequence[str]
     is_inflight: bool
+    size_bytes: int
 
 
 class Samplers:
@@ -150,11 +151,14 @@ class Samplers:
         """Return what lives only here of a model's weights, the latest first."""
         model = str(model_id)
         snapshots = [name for name, owner in self._snapshots.items() if owner == model]
-        published = [Published(name, [name], is_inflight=False) for name in reversed(snapshots)]
+        published = [self._describe(each, [each], is_inflight=False) for each in snapshots[::-1]]
         if (version := self._inflight.get(model)) is not None:
             sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
-            published.insert(0, Published(version, sharing, is_inflight=True))
+            published.insert(0, self._describe(version, sharing, is_inflight=True))
         return published
+
+    def _describe(self, version: str, sessions: Sequence[str], *, is_inflight: bool) -> Published:
+        return Published(version, sessions, is_inflight, self._kept.size_of(version))
 
     def sessions_of_model(self, model_id: ModelId) -> set[str]:
         """Return the sessions of a model's own weights, also those whose weights were let go."""

@@ -24,7 +24,7 @@ from tinkercloud_protocol.checkpoints import (
     StoredFile,
     SuspendedManifest,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -161,15 +161,22 @@ class Suspension:
         stored: list[StoredSampler] = []
         limit = self.backend.config.limits.max_sampler_bytes
         for published in self.samplers.of_model(model_id):
+            room = limit - writer.size_of(formats.SAMPLER_PREFIX)
+            if published.size_bytes > room:
+                log.warning("older samplers are not kept", model_id=str(model_id), kept=len(stored))
+                break
             try:
                 weights = await self.backend.sampler.export(published.version)
             except NotFound:
                 continue
+            except WireError as error:
+                # The model itself can be kept all the same.
+                log.warning("a sampler is not kept", model_id=str(model_id), reason=error.message)
+                continue
             assert weights is not None  # noqa: S101 - None is a base model's, never a model's own
             name, content = await asyncio.to_thread(formats.encode_sampler, weights)
-            if writer.size_of(formats.SAMPLER_PREFIX) + len(content) > limit:
-                log.warning("older samplers are not kept", model_id=str(model_id), kept=len(stored))
-                break
+            if len(content) > room:
+                continue
             await writer.put(name, content)
             sessions, inflight = list(published.sessions), published.is_inflight
             stored.append(
@@ -240,8 +247,11 @@ class Suspension:
             if stored.file not in read:
                 tensors = await self._read_tensors(manifest, stored.file)
                 read[stored.file] = WeightsSnapshot(stored.lora, tensors)
-            published = Published(stored.file, stored.sessions, stored.is_inflight)
-            await self.samplers.restore(model_id, published, read[stored.file])
+            weights = read[stored.file]
+            published = Published(
+                stored.file, stored.sessions, stored.is_inflight, weights.size_bytes
+            )
+            await self.samplers.restore(model_id, published, weights)
 
     def _restore_order(self, model: LiveModel, head: SuspendedHead) -> None:
         """Give back results and requests; from here on the model's queue runs."""

@@ -129,6 +129,9 @@ class AdapterFolder:
                 f" {self._folder}: {error.strerror or error}; have its volume made larger, or"
                 " limits.max_snapshot_bytes lower"
             ) from error
+        except BaseException:
+            self.remove(name)
+            raise
         return name
 
     def _write_model(self, tensors: Mapping[str, Tensor], target: Path) -> None:
