@@ -120,6 +120,40 @@ def assert_equal_choices(ours: TopLogprobs | None, theirs: TopLogprobs | None) -
     assert (ours.token_ids == theirs.token_ids).all()
 
 
+async def tokens_found_in_the_cache(vllm: VllmServer) -> float:
+    """Return how many tokens of prompts the server did not have to read, since it began."""
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.get(f"{vllm.url}/metrics") as answer,
+    ):
+        lines = (await answer.text()).splitlines()
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:prefix_cache_hits_total{")
+    )
+
+
+async def test_a_prompt_is_read_once_for_a_version_and_again_for_another(
+    engine: Engine, sampler: InferenceSampler, vllm: VllmServer
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    await publish(engine, sampler, "two", seed=20)
+    prompt = [5 + index % 200 for index in range(300)]
+    request = a_sampling_request(prompt, max_tokens=2, stop=NEVER)
+    await sampler.sample("one", request)
+    before = await tokens_found_in_the_cache(vllm)
+
+    await sampler.sample("one", request)
+
+    after = await tokens_found_in_the_cache(vllm)
+    # By whole blocks.
+    assert after - before >= len(prompt) // 2
+    await sampler.sample("two", request)
+    assert await tokens_found_in_the_cache(vllm) == after
+
+
 async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
