@@ -23,6 +23,17 @@ STAY = {f"TrainerBesideSampler, {model}: snapshot" for model in ("adapter", "who
 """A sampler takes these there, on a device that nobody else has."""
 
 
+def a_config(**parts: Any) -> HeadConfig:
+    return HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="memory://",
+        scratch_dir="",
+        **parts,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
@@ -48,14 +59,7 @@ def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
 def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
     sampler: SamplerConfig, trainer: type[TorchTrainer]
 ) -> None:
-    config = HeadConfig(
-        head="h",
-        model=BaseModelSource(name="tiny", path=""),
-        token_file="",
-        checkpoint_root="memory://",
-        scratch_dir="",
-        sampler=sampler,
-    )
+    config = a_config(sampler=sampler)
 
     assert type(build_trainer(config, lambda: BaseModel(tiny_llama()), None)) is trainer
 
@@ -73,12 +77,7 @@ def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
 def test_whole_models_stay_with_ranks_only_where_processes_take_them_from_there_to_engines(
     ranks: int, way: dict[str, Any], stays: bool
 ) -> None:
-    config = HeadConfig(
-        head="h",
-        model=BaseModelSource(name="tiny", path=""),
-        token_file="",
-        checkpoint_root="memory://",
-        scratch_dir="",
+    config = a_config(
         trainer=TrainerConfig(ranks=ranks),
         sampler=SamplerConfig(
             backend="sglang", inference=InferenceConfig(urls=("http://a",), **way)

@@ -176,6 +176,8 @@ class Suspension:
             assert weights is not None  # noqa: S101 - None is a base model's, never a model's own
             name, content = await asyncio.to_thread(formats.encode_sampler, weights)
             if len(content) > room:
+                reason = f"its file of {len(content)} bytes has room for {room}"
+                log.warning("a sampler is not kept", model_id=str(model_id), reason=reason)
                 continue
             await writer.put(name, content)
             sessions, inflight = list(published.sessions), published.is_inflight
