@@ -2,22 +2,26 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
+import torch
 
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.errors import NotFound, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits, SamplerConfig, SamplerSpec
 from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head, a_sample
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, a_sample
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head import service
+from tinkercloud_worker.head.samplers import Samplers
 
 SESSION = SamplingSessionId("s", 0)
 
@@ -170,3 +174,32 @@ async def test_weights_that_could_not_be_read_are_read_for_the_next_sample(
         assert failed is not None
         assert "does not exist" in orjson.loads(failed.body)["error"]
         assert await head.drawn(0, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_whole_models_checkpoint_is_sampled_from_in_the_dtype_of_passes(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    published: list[WeightsSnapshot] = []
+
+    async def publish(_version: str, weights: WeightsSnapshot) -> None:
+        published.append(weights)
+
+    with a_head(store.as_uri(), tmp_path, "g1") as head:
+        await head.service.create_model(MODEL, SPEC.model_copy(update={"lora": None}))
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, path="x")
+        path = orjson.loads(await head.answer(1))["path"]
+        passes = head.backend.config.trainer.model_copy(update={"dtype": dtype})
+        config = head.backend.config.model_copy(update={"trainer": passes})
+        samplers = Samplers(replace(head.backend, config=config))
+        monkeypatch.setattr(head.backend.sampler, "publish", publish)
+
+        samplers.register(SESSION, SamplerSpec(model_path=path))
+        async with samplers.sampling(SESSION):
+            [sampled] = published
+
+        saved = head.backend.trainer.snapshot(str(MODEL)).tensors
+        assert sampled.tensors.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert sampled.tensors[name].dtype == getattr(torch, dtype)
+            assert torch.equal(sampled.tensors[name], tensor.to(getattr(torch, dtype))), name

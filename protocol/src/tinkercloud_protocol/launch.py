@@ -251,9 +251,10 @@ class Limits(_Config):
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
     """Of sampler weights kept in memory; beyond it the least recently used go to scratch_dir."""
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
-    """Of all sampler weights kept, in memory and in files, in float32; beyond it the least recently
-    used are let go: a checkpoint's are read again when needed, those saved under no name are lost.
-    Each model's latest stay, and what is being sampled from."""
+    """Of all sampler weights kept, in memory and in files: adapters in float32, whole models in
+    trainer.dtype. Beyond it the least recently used are let go: a checkpoint's are read again when
+    needed, those saved under no name are lost. Each model's latest stay, and what is being sampled
+    from."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Of whole models that stay in the scratch_dir of the first of the trainer's ranks, from where
     they go to engines over a process group or in shared memory; beyond it they come to the head."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
@@ -35,6 +36,7 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -90,6 +92,24 @@ def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
 
     assert_close(ranked.snapshot("m").tensors, saved.weights.tensors, rtol=0)
     ranked.close()
+
+
+def test_a_whole_model_over_a_base_in_bfloat16_is_published_in_it(
+    trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    folder = str(save(tiny_llama(), tmp_path))
+    ranked = trainer_of(2, megatron_factory(folder, 2, 1, dtype=torch.bfloat16))
+    ranked.add_model("m", None)
+    run(ranked, random_data(LENGTHS))
+    ranked.optim_step("m", ADAM)
+
+    saved, published = ranked.snapshot("m"), ranked.publication("m")()
+
+    assert isinstance(published, WeightsSnapshot)
+    assert {each.dtype for each in saved.tensors.values()} == {torch.float32}
+    assert published.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(published.tensors[name], tensor.to(torch.bfloat16)), name
 
 
 @pytest.fixture(scope="module", params=SHAPES)

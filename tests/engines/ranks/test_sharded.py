@@ -30,7 +30,7 @@ from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -330,6 +330,20 @@ def test_a_whole_model_over_a_base_in_bfloat16_is_computed_in_it_as_at_one_rank(
     ours, theirs = (np.concatenate(output.logprobs) for output in outputs)
     np.testing.assert_array_equal(ours, theirs)
     assert_close(*(gradient_of(trainer) for trainer in (sharded, single)), rtol=0.02)
+
+
+def test_a_whole_model_over_a_base_in_bfloat16_is_published_in_it(trainer_of: TrainerOf) -> None:
+    sharded = trainer_of(2, partial(MeasuredTrainer, 0, make=a_tied_llama_in_half))
+    sharded.add_model("m", None)
+    step(sharded, [5, 9], seed=0)
+
+    saved, published = sharded.snapshot("m"), sharded.publication("m")()
+
+    assert isinstance(published, WeightsSnapshot)
+    rounded = {name: each.to(torch.bfloat16) for name, each in saved.tensors.items()}
+    assert {each.dtype for each in published.tensors.values()} == {torch.bfloat16}
+    assert_equal(published.tensors, rounded, atol=0)
+    assert any(not torch.equal(saved.tensors[name], each) for name, each in rounded.items())
 
 
 def test_a_whole_model_that_is_removed_takes_its_memory_along(trainers: Trainers) -> None:

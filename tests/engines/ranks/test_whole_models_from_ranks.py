@@ -8,20 +8,24 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.engines import Engine, an_engine
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ranks import MortalTrainer
+from tinkercloud_testing.models import in_dtype, save, tiny_llama
+from tinkercloud_testing.ranks import MeasuredTrainer, MortalTrainer
 from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
 from tinkercloud_testing.sglang_sampling import (
     FOLDER,
@@ -151,6 +155,28 @@ async def test_what_ranks_publish_goes_to_an_engine_from_there_and_is_never_at_t
             wait_until, lambda: len(ranks.kept()) == 1, "what is retired goes there too"
         )
     await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "all goes with the sampler")
+
+
+def a_llama_in_half() -> PreTrainedModel:
+    return in_dtype(tiny_llama(), torch.bfloat16)
+
+
+async def test_what_lies_beside_ranks_is_of_the_dtype_that_they_compute_in(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    place = RanksPlace(Berth(tmp_path, 1 << 30, model_folder, MODEL))
+    make = partial(MeasuredTrainer, 0, make=a_llama_in_half)
+    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=1), make), place)
+    trainer.add_model("m", None)
+
+    kept = await published(trainer, "m")
+
+    [file] = tmp_path.glob(f"*/{FULL_WEIGHTS}")
+    saved, lying = trainer.snapshot("m"), load_file(file)
+    assert kept.size_bytes < 0.6 * saved.size_bytes
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(lying[name], tensor.to(torch.bfloat16)), name
+    trainer.close()
 
 
 async def test_an_engine_that_refuses_gets_it_by_way_of_the_head(

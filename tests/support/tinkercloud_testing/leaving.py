@@ -62,7 +62,7 @@ def taken_by_what_leaves() -> dict[str, int]:
                 taken |= _by_a_trainer(trainer, name, f"{kind.__name__}, {name}")
         tensors = divided.trainable.tensors
         parts = {name: each.detach().to("elsewhere") for name, each in tensors.items()}
-        taken["ShardedModel: gather"] = taken_by(lambda: divided.gather(parts))
+        taken["ShardedModel: gather"] = taken_by(lambda: divided.gather(parts, torch.bfloat16))
     finally:
         dist.destroy_process_group()
     return taken
@@ -83,6 +83,7 @@ def _by_a_trainer(trainer: TorchTrainer, model: str, what: str) -> dict[str, int
     trainer.optim_step(model, AdamParams(learning_rate=1e-2))
     taken[f"{what}: export_state"] = taken_by(lambda: trainer.export_state(model))
     taken[f"{what}: snapshot"] = taken_by(lambda: trainer.snapshot(model))
+    taken[f"{what}: published"] = taken_by(lambda: trainer.published(model))
     return taken
 
 

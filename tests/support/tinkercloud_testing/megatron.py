@@ -52,9 +52,10 @@ def megatron_trainer(  # noqa: PLR0917 - the numbers of ranks, in their order
     context: int = 1,
     expert: int = 1,
     max_kept_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> MegatronRank:
-    """Return a rank's part of a trainer of the model in a folder, in float32."""
-    base = load(path, torch.float32, Parallelism(tensor, pipeline, context, expert), Cpu())
+    """Return a rank's part of a trainer of the model in a folder."""
+    base = load(path, dtype, Parallelism(tensor, pipeline, context, expert), Cpu())
     return MegatronRank(base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=max_kept_tokens)
 
 
@@ -65,9 +66,10 @@ def megatron_factory(  # noqa: PLR0917 - as above
     context: int = 1,
     expert: int = 1,
     max_kept_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[], MegatronRank]:
     """Return what builds a rank's part of a trainer, in the place of another if there is one."""
-    return partial(_anew, path, tensor, pipeline, context, expert, max_kept_tokens)
+    return partial(_anew, path, tensor, pipeline, context, expert, max_kept_tokens, dtype)
 
 
 def taken_by_gathering(path: str) -> int:
@@ -88,7 +90,7 @@ def taken_by_gathering(path: str) -> int:
         import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415 - it can't be undone
 
         there = {name: each.to("elsewhere") for name, each in trainer.held("m").items()}
-        return taken_by(lambda: gather(there))
+        return taken_by(lambda: gather(there, torch.bfloat16))
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_trainer import build_place, build_trainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
-STAY = {f"TrainerBesideSampler, {model}: snapshot" for model in ("adapter", "whole")}
+STAY = {f"TrainerBesideSampler, {model}: published" for model in ("adapter", "whole")}
 """A sampler takes these there, on a device that nobody else has."""
 
 

@@ -10,7 +10,7 @@ from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.lookups import gradient_of_lookups
@@ -26,7 +26,8 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 LENGTHS = [5, 9, 12]
 every_model = pytest.mark.parametrize(
@@ -130,6 +131,59 @@ def test_steps_that_bfloat16_would_round_away_add_up() -> None:
     moved = (trainer.snapshot("m").tensors[name] - before).abs()
     assert moved.max() == pytest.approx(8e-5, rel=0.1)
     assert torch.finfo(torch.bfloat16).eps / 4 > 8e-5
+
+
+every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TrainerBesideSampler])
+
+
+@every_trainer
+def test_a_whole_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_trained(
+    kind: type[TorchTrainer],
+) -> None:
+    trainer = kind(BaseModel(in_half(tiny_llama()), packed=False), max_batch_tokens=64)
+    trainer.add_model("m", None)
+    run(trainer, random_data(LENGTHS))
+    trainer.optim_step("m", AdamParams(learning_rate=1e-4))
+
+    saved, published = trainer.snapshot("m"), trainer.publication("m")()
+
+    assert {each.dtype for each in saved.tensors.values()} == {torch.float32}
+    assert isinstance(published, WeightsSnapshot)
+    assert published.size_bytes == saved.size_bytes // 2
+    assert published.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(published.tensors[name], tensor.to(torch.bfloat16)), name
+
+
+@every_trainer
+def test_an_adapter_is_published_in_float32_whatever_the_dtype_of_the_base(
+    kind: type[TorchTrainer],
+) -> None:
+    trainer = kind(BaseModel(in_half(tiny_llama()), packed=False), max_batch_tokens=64)
+    trainer.add_model("m", LoraConfig(rank=4))
+
+    published = trainer.publication("m")()
+
+    assert isinstance(published, WeightsSnapshot)
+    assert {each.dtype for each in published.tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])
+async def test_what_is_sampled_from_leaves_a_sampler_as_it_lies_there(
+    room: int, tmp_path: Path
+) -> None:
+    with an_engine(in_half(tiny_llama()), tmp_path, max_sampler_bytes=room) as engine:
+        engine.trainer.add_model("m", None)
+        published = engine.trainer.published("m")
+        for name in ("whole", "another"):
+            await engine.sampler.publish(name, published)
+
+        exported = await engine.sampler.export("whole")
+
+        assert exported is not None
+        assert exported.size_bytes == published.size_bytes
+        for name, tensor in published.tensors.items():
+            assert torch.equal(exported.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])

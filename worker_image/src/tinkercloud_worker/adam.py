@@ -22,6 +22,8 @@ from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW, as torch names them."""
+_PART = 1 << 24
+"""Elements of a vector that are copied at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +73,15 @@ def new_adapter(
 class AdamTrainer(ABC):
     """The part of `engine.trainer.Trainer` that needs no pass of the model."""
 
-    def __init__(self, limits: TokenLimits) -> None:
+    def __init__(self, limits: TokenLimits, dtype: torch.dtype = torch.float32) -> None:
+        """Make a trainer without models.
+
+        Args:
+            limits: of what it trains on.
+            dtype: of passes: the base's.
+        """
         self.limits = limits
+        self._dtype = dtype
         self._models: dict[str, TrainedModel] = {}
 
     @abstractmethod
@@ -125,9 +134,15 @@ class AdamTrainer(ABC):
         model = self._models[model_id]
         return WeightsSnapshot(model.lora, self._whole(model, model.trainable.flat.detach()))
 
+    def published(self, model_id: str) -> WeightsSnapshot:
+        """See `RankTrainer.published`."""
+        model = self._models[model_id]
+        flat = model.trainable.flat.detach()
+        return WeightsSnapshot(model.lora, self._whole(model, flat, self._published_dtype(model)))
+
     def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
         """See `Trainer.publication`."""
-        weights = self.snapshot(model_id)
+        weights = self.published(model_id)
         return lambda: weights
 
     def export_state(self, model_id: str) -> TrainingState:
@@ -162,13 +177,26 @@ class AdamTrainer(ABC):
         model = self._models[model_id]
         _fill(model.trainable.gradient, model, gradient, "gradient")
 
-    def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+    def _published_dtype(self, model: TrainedModel) -> torch.dtype:
+        return self._dtype if model.lora is None else torch.float32
+
+    def _whole(
+        self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Mapping[str, Tensor]:
         """Return a copy of what leaves the trainer of a flat buffer, which goes on changing.
 
-        It is on the CPU. Nothing that leaves is to take memory of a GPU, which may be somebody
-        else's meanwhile.
+        It is on the CPU, rounded to a dtype. Nothing that leaves is to take memory of a GPU, which
+        may be somebody else's meanwhile.
         """
-        return model.trainable.layout.views(flat.to("cpu", copy=True))
+        return model.trainable.layout.views(on_cpu(flat, dtype))
+
+
+def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a vector on the CPU, rounded to a dtype there: a GPU would need memory."""
+    copy = torch.empty(flat.shape, dtype=dtype)
+    for start in range(0, len(flat), _PART):
+        copy[start : start + _PART].copy_(flat[start : start + _PART].cpu())
+    return copy
 
 
 def state_of(

@@ -71,14 +71,15 @@ def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `as_in_files`. Weights are float32."""
+    """Undo `as_in_files`. Weights are of one dtype, and stay so."""
+    dtype = next(iter(weights.values())).dtype
     with _BUILDING:
         model = _without_weights(path)
         config = deepcopy(model.config)
         # These are not, whatever the files of the base are.
         vars(config).pop("quantization_config", None)
         filled = type(model).from_pretrained(
-            None, config=config, state_dict=dict(weights), dtype=torch.float32
+            None, config=config, state_dict=dict(weights), dtype=dtype
         )
     return {name: weight.detach() for name, weight in filled.named_parameters()}
 

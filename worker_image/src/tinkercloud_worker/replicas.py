@@ -8,12 +8,13 @@ lies over ranks (`engine.ranks.Parts`) each does so with its part.
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.adam import AdamTrainer, TrainedModel, state_of
+from tinkercloud_worker.adam import AdamTrainer, TrainedModel, on_cpu, state_of
 from tinkercloud_worker.engine.ranks import Parts
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 
@@ -61,19 +62,23 @@ class ReplicatedTrainer(AdamTrainer):
         with accelerator.beside_what_hangs():
             return {name: state_of(model, _on_cpu) for name, model in whole.items()}
 
-    def _whole(self, model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+    def _whole(
+        self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Mapping[str, Tensor]:
         """Return the whole tensors at rank 0; at the others nothing, even if they have them."""
         if dist.get_rank() == 0 or _parted(model):
-            return _on_cpu(model, flat)
+            return _on_cpu(model, flat, dtype)
         return {}
 
 
-def _on_cpu(model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+def _on_cpu(
+    model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
+) -> Mapping[str, Tensor]:
     """Return a copy of whole tensors on the CPU: where they arrive there may be nothing else."""
     layout = model.trainable.layout
     if model.parts is not None:
-        return model.parts.gather(layout.views(flat))
-    return layout.views(flat.to("cpu", copy=True))
+        return model.parts.gather(layout.views(flat), dtype)
+    return layout.views(on_cpu(flat, dtype))
 
 
 def _parted(model: TrainedModel) -> Parts | None:

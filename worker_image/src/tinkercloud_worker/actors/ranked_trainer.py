@@ -144,19 +144,18 @@ class RankedTrainer:
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
-        weights: WeightsSnapshot = self._held("snapshot", model_id) or self._kept[model_id].weights
-        return _own(weights)
+        return self._copy_of("snapshot", model_id)
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
         """See `Trainer.publication`. A whole model stays with the ranks, if there is a place."""
         if self._place is not None and model_id in self._whole:
             place = self._place
-            kept = self._held("snapshot", model_id, RankGroup.keep)
+            kept = self._held("published", model_id, RankGroup.keep)
             with suppress(GradientLost):
                 if kept is not None:
                     self._about(model_id, place.settle)
                     return partial(_brought, place, kept)
-        weights = self.snapshot(model_id)
+        weights = self._copy_of("published", model_id)
         return lambda: weights
 
     def export_state(self, model_id: str) -> TrainingState:
@@ -204,6 +203,11 @@ class RankedTrainer:
             if membership.answers
         }
         return join(shares, [answers[replica] for replica in range(replicas)])
+
+    def _copy_of(self, method: str, model_id: str) -> WeightsSnapshot:
+        """Return what a method says of a model's weights, or what a lost group has left."""
+        weights: WeightsSnapshot = self._held(method, model_id) or self._kept[model_id].weights
+        return _own(weights)
 
     def _held(self, method: str, model_id: str, how: Ask = RankGroup.call) -> Any:  # noqa: ANN401 - the method's own result
         """Return what a method says of a model; None if the group is lost, then or before.

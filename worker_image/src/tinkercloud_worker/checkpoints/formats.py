@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from tinkercloud_protocol.checkpoints import (
@@ -109,6 +110,24 @@ def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
     (name,) = files_of_weights(manifest)
     tensors = decode_tensors(manifest, files, name)
     return WeightsSnapshot(manifest.lora, lora.from_archive_names(tensors))
+
+
+def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> WeightsSnapshot:
+    """Read weights back that are only sampled from.
+
+    Args:
+        manifest: of the checkpoint.
+        files: of it.
+        dtype: that a whole model is rounded to, as torch names it.
+
+    Raises:
+        InvalidRequest: the file is not safetensors.
+    """
+    weights = decode_weights(manifest, files)
+    if weights.lora is not None:
+        return weights
+    rounded = {name: each.to(getattr(torch, dtype)) for name, each in weights.tensors.items()}
+    return WeightsSnapshot(None, rounded)
 
 
 def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[str, Tensor]:

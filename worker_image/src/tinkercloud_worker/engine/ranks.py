@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.trainer import Trainer, TrainingState
+from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class RankTrainer(Trainer, Protocol):
     def sum_gradient(self, model_id: str) -> None:
         """Give every rank the sum of all ranks' gradients. Call it once, before optim_step."""
 
+    def published(self, model_id: str) -> WeightsSnapshot:
+        """Return a copy of the current weights, as passes see them; see `Trainer.publication`."""
+
     def last_words(self) -> Mapping[str, TrainingState]:
         """Return the states of all models that are whole here. May be called while a pass runs."""
 
@@ -55,8 +59,10 @@ class Parts(Protocol):
     is_whole: bool
     """Whether each rank's part is all of the model."""
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Return a copy of whole tensors, on the CPU, at rank 0; nothing at the others.
+
+        It is rounded to a dtype, before anything of it is sent.
 
         All ranks call it together, each with its part: weights, or moments or gradients of those.
         If the model is whole at each rank, each may call it alone and gets the whole.

@@ -32,7 +32,8 @@ class WeightsSnapshot:
     """A model's weights at one moment; later training does not change it.
 
     Exactly one kind: an adapter (`lora` is set) or all weights of a fully fine-tuned model.
-    `tensors` are float32, named as in the Hugging Face model, without PEFT's prefix.
+    `tensors` are named as in the Hugging Face model, without PEFT's prefix. They are float32; only
+    all weights of a model that are there to be sampled from may be of the dtype of passes.
     """
 
     lora: LoraConfig | None
@@ -140,6 +141,8 @@ class Trainer(Protocol):
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
         """Take the current weights for who samples from them.
+
+        A whole model is rounded to the dtype that it is computed in, here and there.
 
         Returns:
             What brings them to where they are to lie, and returns them. It is called once, from any

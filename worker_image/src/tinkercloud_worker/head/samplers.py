@@ -90,7 +90,8 @@ class Samplers:
             )
         wanted = formats.files_of_weights(manifest)
         manifest, files = await store.read(manifest.path, wanted)
-        weights = await asyncio.to_thread(formats.decode_weights, manifest, files)
+        dtype = self._backend.config.trainer.dtype
+        weights = await asyncio.to_thread(formats.decode_to_sample, manifest, files, dtype)
         await self._backend.sampler.publish(version, weights)
         self._kept.add(name, weights.size_bytes)
         return version

@@ -59,9 +59,9 @@ class DividedAdapter:
         self._counted = common * self._counts_common + here * self._counts_own
         self._holdings = Holdings(shapes, self._counted, device)
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See `Parts.gather`."""
-        return self._holdings.join(tensors[piece.name] for piece in self._counted)
+        return self._holdings.join((tensors[piece.name] for piece in self._counted), dtype)
 
     def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
         """See `Parts.cut`."""

@@ -1,6 +1,6 @@
 """What ranks hold of whole tensors, and how rank 0 puts those together.
 
-Whole tensors have the Hugging Face model's names and shapes, and are float32.
+Whole tensors have the Hugging Face model's names and shapes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,9 +46,13 @@ def all_of(name: str, shape: Sequence[int]) -> Piece:
 
 
 def put(whole: Mapping[str, Tensor], pieces: Sequence[Piece], parts: Iterable[Tensor]) -> None:
-    """Write parts of tensors, of any shapes that have their elements, where they belong."""
+    """Write parts of tensors, of any shapes that have their elements, where they belong.
+
+    They are rounded, if they must be, where that is: a GPU would need memory for it.
+    """
     for piece, part in zip(pieces, parts, strict=True):
-        piece.of(whole[piece.name]).copy_(part.view(piece.shape))
+        tensor = whole[piece.name]
+        piece.of(tensor).copy_(part.to(tensor.device).view(piece.shape))
 
 
 class Holdings:
@@ -83,20 +87,21 @@ class Holdings:
             for rows, count in zip(of_ranks, counts, strict=True)
         ]
 
-    def join(self, parts: Iterable[Tensor]) -> Mapping[str, Tensor]:
+    def join(self, parts: Iterable[Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Return the whole tensors on the CPU, at rank 0; nothing at the others.
 
         Args:
             parts: what this rank's pieces are, in their order.
+            dtype: to round them to, before they are sent.
         """
         if dist.get_rank():
             for part in parts:
-                dist.send(part.cpu().contiguous(), dst=0)
+                dist.send(part.cpu().to(dtype).contiguous(), dst=0)
             return {}
-        whole = {name: torch.empty(shape) for name, shape in self._shapes.items()}
+        whole = {name: torch.empty(shape, dtype=dtype) for name, shape in self._shapes.items()}
         put(whole, self._pieces[0], parts)
         for rank, pieces in enumerate(self._pieces[1:], start=1):
-            put(whole, pieces, (_received(piece, rank) for piece in pieces))
+            put(whole, pieces, (_received(piece, rank, dtype) for piece in pieces))
         return whole
 
     def _decoded(self, names: Sequence[str], row: Sequence[int]) -> Piece:
@@ -111,7 +116,7 @@ def _encoded(name: int, piece: Piece) -> list[int]:
     return [name, *bounds, *[0] * (_MOST_DIMENSIONS * 2 - len(bounds))]
 
 
-def _received(piece: Piece, rank: int) -> Tensor:
-    part = torch.empty(piece.shape)
+def _received(piece: Piece, rank: int, dtype: torch.dtype) -> Tensor:
+    part = torch.empty(piece.shape, dtype=dtype)
     dist.recv(part, src=rank)
     return part

@@ -71,7 +71,7 @@ class MegatronTrainer(ReplicatedTrainer):
         """
         config: Any = base.hf_config
         longest = min(max_context_length or 1 << 62, config.max_position_embeddings)
-        super().__init__(TokenLimits(config.vocab_size, longest))
+        super().__init__(TokenLimits(config.vocab_size, longest), base.module.config.params_dtype)
         self._base = base
         self._device = base.device.torch_device
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
@@ -212,7 +212,7 @@ class MegatronTrainer(ReplicatedTrainer):
         """Return what computes logits at the last stage: a whole model's own, or the base's."""
         module, name = self._base.module, self._base.head_weight
         if isinstance(model.parts, DividedModel):
-            return trained_output_layer(model.trainable.tensors[name], module.config.params_dtype)
+            return trained_output_layer(model.trainable.tensors[name], self._dtype)
         active = self._base.linears.active
         return frozen_output_layer(module.get_parameter(name), self._base.head, active)
 
@@ -220,7 +220,7 @@ class MegatronTrainer(ReplicatedTrainer):
         """Return what takes the place of the base's weights: under an adapter, nothing."""
         if not isinstance(model.parts, DividedModel):
             return {}
-        return model.parts.weights(self._base.module.config.params_dtype)
+        return model.parts.weights(self._dtype)
 
 
 def _active(model: TrainedModel) -> Active | None:

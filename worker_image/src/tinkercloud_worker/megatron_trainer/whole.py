@@ -116,11 +116,12 @@ class DividedModel:
             if name != _OUTPUT_LAYER
         }
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See `Parts.gather`."""
         if not self.is_whole:
-            return self._holdings.join(_parts(self._counted, tensors))
-        whole = {name: torch.empty(shape) for name, shape in self._whole.shapes().items()}
+            return self._holdings.join(_parts(self._counted, tensors), dtype)
+        shapes = self._whole.shapes()
+        whole = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
         pieces = [piece for weight in self._weights for piece in weight.pieces]
         put(whole, pieces, _parts(self._weights, tensors))
         return whole

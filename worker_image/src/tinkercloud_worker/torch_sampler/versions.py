@@ -149,7 +149,7 @@ class Versions:
             if active is None and not version.is_written:
                 return None
         tensors = load_file(version.file) if active is None else active.tensors
-        return WeightsSnapshot(version.lora, {key: t.float() for key, t in tensors.items()})
+        return WeightsSnapshot(version.lora, tensors)
 
     def spill(self) -> None:
         """Write weights to files, least recently used first, until the rest fit in memory.

@@ -93,12 +93,12 @@ class ShardedModel:
         """Forget what the last pass gathered, if no backward pass did."""
         cast("FSDPModule", self._model).reshard()
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See `Parts.gather`."""
         whole = {}
         for name, tensor in tensors.items():
             # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
-            part = tensor.cpu()
+            part = tensor.cpu().to(dtype)
             # Rank 0 of these holds one whole weight at a time beside what it returns.
             parts = [torch.empty_like(part) for _ in range(self._ranks)] if not self._rank else None
             dist.gather(part, parts, dst=0)

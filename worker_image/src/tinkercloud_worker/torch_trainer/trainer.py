@@ -57,11 +57,8 @@ class TorchTrainer(AdamTrainer):
             max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
                 backward pass; larger ones are computed again there, layer by layer. None: any.
         """
-        super().__init__(
-            TokenLimits(
-                base.vocab_size, min(max_context_length or 1 << 62, base.max_context_length)
-            )
-        )
+        longest = min(max_context_length or 1 << 62, base.max_context_length)
+        super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
         self._base = base
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
@@ -214,15 +211,15 @@ class TorchTrainer(AdamTrainer):
 
 
 class TrainerBesideSampler(TorchTrainer):
-    """A trainer whose snapshots a sampler in this process takes, on the device of both.
+    """A trainer from which a sampler in this process takes weights, on the device of both.
 
     They stay there: an adapter is sampled from without a way through the CPU's memory.
     """
 
-    def snapshot(self, model_id: str) -> WeightsSnapshot:
-        """See `Trainer.snapshot`."""
+    def published(self, model_id: str) -> WeightsSnapshot:
+        """See `RankTrainer.published`."""
         model = self._models[model_id]
-        flat = model.trainable.flat.detach().clone()
+        flat = model.trainable.flat.detach().to(self._published_dtype(model), copy=True)
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 
