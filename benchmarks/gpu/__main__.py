@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.bench import SGLANG_PYTHON, Bench, Skipped
 from benchmarks.gpu.workloads import WORKLOADS
 from benchmarks.measuring import Measurement, revision
 
@@ -74,7 +75,9 @@ PARTS = (
     Part(("G1m",), "megatron", "large"),
     Part(("P1", "P2", "P3", "P4", "P5"), "memory", "torch_trainer"),
     Part(("P6", "P7", "P8", "P9", "P10"), "memory", "megatron"),
-    Part((*(f"S{number}" for number in range(1, 10)), "S13", "S14", "S15"), "sglang", "served"),
+    Part(
+        (*(f"S{number}" for number in (*range(1, 10), *range(13, 16), 29, 30)),), "sglang", "served"
+    ),
     Part(("S16", "S17", "S18"), "sglang", "mixture"),
     Part(("S19", "S20"), "sglang", "latent_attention"),
     Part(("S21", "S22", "S23", "S24", "S25"), "sglang", "two_ranks"),
@@ -124,6 +127,7 @@ class Report:
             "size": self.size,
             "device": hardware(self.bench),
             "versions": versions(),
+            "sglang_versions": versions_of(os.environ.get(SGLANG_PYTHON, sys.executable)),
             "git": self.git,
             "seconds": round(self.seconds, 1),
             "measurements": [{**m.as_row(), "verdict": self.verdict(m)} for m in self.measured],
@@ -158,6 +162,15 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
+
+
+def versions_of(python: str) -> dict[str, str]:
+    """Return which versions another Python has."""
+    program = "from importlib.metadata import distributions as all\nimport json\n"
+    program += "print(json.dumps({each.name: each.version for each in all()}))"
+    told = subprocess.run([python, "-c", program], capture_output=True, check=True)
+    installed = json.loads(told.stdout)
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def not_written(gpus: int) -> Iterator[tuple[str, str]]:

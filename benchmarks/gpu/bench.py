@@ -14,6 +14,9 @@ from benchmarks.gpu.workloads import Workload
 
 T = TypeVar("T")
 
+SGLANG_PYTHON = "TINKERCLOUD_BENCHMARK_SGLANG_PYTHON"
+"""Variable with a Python that has SGLang, and the packages it wants; by default it is this one."""
+
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L4": 121e12}
 """Dense bfloat16 operations a second, from the makers' data sheets."""
 

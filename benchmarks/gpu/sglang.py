@@ -32,18 +32,18 @@ from benchmarks.gpu.sglang_proof import (
     WIDE,
     Proof,
     a_proof,
+    head_config,
     latent,
     prompt,
 )
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.launch import TrainerConfig
 from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_testing.sessions import COLOCATED
-from tinkercloud_worker.engine.sampler import (
-    PromptQuestions,
-    StopRules,
-)
+from tinkercloud_worker.build_sampler import inference_sampler
+from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
 from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import NotThere
 from tinkercloud_worker.inference.place import HeadPlace
@@ -57,11 +57,12 @@ _OFF = 1e-3
 _SMALL_PART = 1 << 14
 """Bytes of the tensors in a request, where there should be many."""
 _RANKS = 2
+_LONG_PROMPT = 20
 _WAITED_SECONDS = 60.0
 
 
 def served(bench: Bench) -> Iterator[Measurement]:
-    """S1 to S9, S13 to S15: a server as in a pod, in float32."""
+    """S1 to S9, S13 to S15, S29, S30: a server as in a pod, in float32."""
     shape = SMALL if bench.device.type == "cpu" else SHAPE
     with a_proof(bench, shape.build, torch.float32) as proof:
         for check in SERVED:
@@ -268,6 +269,43 @@ def _lost(proof: Proof) -> Measurement:
     return _count("S7", "wrong answers about adapters that are not there", wrong)
 
 
+def _read_once(proof: Proof) -> Measurement:
+    """Let a conversation go on, and ask another adapter the same."""
+    begun = prompt(40, 3 * _LONG_PROMPT)
+    [drawn] = proof.sample(("one", a_request(begun, DRAWN)))
+    known = [*begun, *drawn.sequences[0].tokens]
+    going_on = a_request([*known, *prompt(41, _LONG_PROMPT)], 1)
+    [result] = proof.sample(("one", going_on))
+    [apart] = proof.sample(("two", going_on))
+    again = len(known) - result.prompt.cached_tokens
+    note = (
+        f"of {len(known)}; another adapter takes {apart.prompt.cached_tokens} of them for its own"
+    )
+    return Measurement(
+        "S29", "tokens that SGLang reads again when a conversation goes on",
+        math.inf if apart.prompt.cached_tokens else float(again), "tokens", "<= 1", note=note,
+    )  # fmt: skip
+
+
+def _of_others(proof: Proof) -> Measurement:
+    """Ask the server as one that someone else operates, which is only given adapters."""
+    config = head_config(proof.server, proof.scratch, "external", {}, TrainerConfig())
+    servers = config.sampler.model_copy(update={"backend": "external"})
+    sampler = inference_sampler(config.model_copy(update={"sampler": servers}), HeadPlace())
+    try:
+        proof.publish(*VERSIONS, sampler=sampler)
+        gap = proof.gap(*VERSIONS, sampler=sampler)
+        is_refused = _raises(InvalidRequest, lambda: proof.publish("whole", sampler=sampler))
+    finally:
+        proof.runner.run(sampler.close())
+    left = proof.gap(*VERSIONS).max()
+    return Measurement(
+        "S30", "SGLang's logprobs - our trainer's: as a server of others (backend external), float32",
+        float(gap.max()) if is_refused else math.inf, "", "<= 1e-3", "<= 1e-5",
+        f"whole models refused by name: {is_refused}; of the head whose engine it is {left:.1e}",
+    )  # fmt: skip
+
+
 def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Measurement:
     proof.publish("whole", BASE, sampler=sampler)
     gap = proof.gap("whole", sampler=sampler).max()
@@ -374,7 +412,17 @@ def _afterwards(proof: Proof) -> Measurement:
 
 
 Check = Callable[[Proof], Measurement]
-SERVED: tuple[Check, ...] = (_alone, _together, _from_files, _scored, _seeds, _stops, _lost)
+SERVED: tuple[Check, ...] = (
+    _alone,
+    _together,
+    _from_files,
+    _scored,
+    _seeds,
+    _stops,
+    _read_once,
+    _of_others,
+    _lost,
+)
 
 
 def _raises(error: type[Exception], work: Callable[[], object]) -> bool:

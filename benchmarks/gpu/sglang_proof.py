@@ -1,6 +1,7 @@
 """A real SGLang server with our client, and our trainer with the same weights."""
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.bench import SGLANG_PYTHON, Bench, Skipped
 from benchmarks.gpu.engines import (
     RunningSampler,
     a_prompt,
@@ -197,8 +198,8 @@ def a_proof(
     Raises:
         Skipped: there is no SGLang.
     """
-    if find_spec("sglang") is None:
-        raise Skipped("sglang is not installed (pip install sglang)")
+    if SGLANG_PYTHON not in os.environ and find_spec("sglang") is None:
+        raise Skipped(f"sglang is not installed (pip install sglang, or set {SGLANG_PYTHON})")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         base = BaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)

@@ -21,7 +21,7 @@ from urllib.error import URLError
 
 import torch
 
-from benchmarks.gpu.bench import Skipped
+from benchmarks.gpu.bench import SGLANG_PYTHON, Skipped
 from tinkercloud_crds import labels
 from tinkercloud_operator.children.engines import engines
 from tinkercloud_operator.children.pods import TOKEN_FOLDER, Json
@@ -128,9 +128,11 @@ def a_server(
 
 
 def _inherited() -> dict[str, str]:
-    """Return this process's variables, with its Python and its modules first."""
-    paths = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    """Return this process's variables, with SGLang's Python first; modules only for its own."""
+    python = os.environ.get(SGLANG_PYTHON)
+    own = "" if python else os.environ.get("PYTHONPATH", "")
+    paths = [str(_ROOT), *own.split(os.pathsep)]
+    programs = [str(Path(python or sys.executable).parent), os.environ["PATH"]]
     return {
         **os.environ,
         "PATH": os.pathsep.join(programs),

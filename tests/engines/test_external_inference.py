@@ -142,16 +142,18 @@ async def test_a_prompt_is_read_once_for_a_version_and_again_for_another(
     await publish(engine, sampler, "two", seed=20)
     prompt = [5 + index % 200 for index in range(300)]
     request = a_sampling_request(prompt, max_tokens=2, stop=NEVER)
-    await sampler.sample("one", request)
+    first = await sampler.sample("one", request)
     before = await tokens_found_in_the_cache(vllm)
 
-    await sampler.sample("one", request)
+    again = await sampler.sample("one", request)
 
     after = await tokens_found_in_the_cache(vllm)
     # By whole blocks.
     assert after - before >= len(prompt) // 2
-    await sampler.sample("two", request)
+    assert again.prompt.cached_tokens == after - before
+    another = await sampler.sample("two", request)
     assert await tokens_found_in_the_cache(vllm) == after
+    assert first.prompt.cached_tokens == another.prompt.cached_tokens == 0
 
 
 async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(

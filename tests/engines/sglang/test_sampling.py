@@ -62,6 +62,19 @@ async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
     assert [body["logprob_start_len"] for body in bodies].count(3) == 1
 
 
+async def test_it_is_told_how_much_of_a_prompt_an_engine_did_not_have_to_read(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    request = a_sampling_request(list(range(20, 80)), num_samples=2, stop=NEVER)
+
+    first = await sampler.sample("one", request)
+    again = await sampler.sample("one", request)
+
+    assert first.prompt.cached_tokens == 0
+    assert again.prompt.cached_tokens >= 50
+
+
 async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believed(
     fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:

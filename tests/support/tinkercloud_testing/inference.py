@@ -87,6 +87,7 @@ def a_vllm_server(
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"),
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(max_lora_rank)),
+        "--enable-prompt-tokens-details",
     ]
     with (cache_folder() / "vllm-running.lock").open("w") as lock, log_file.open("wb") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)

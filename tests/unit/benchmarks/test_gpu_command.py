@@ -20,7 +20,7 @@ ABSENT = {"vllm", "several GPUs"}
 MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
 BESIDE_PEFT = {"G4", "G5"}
-SERVED = {f"S{number}" for number in range(1, 29)}
+SERVED = {f"S{number}" for number in range(1, 31)}
 """Of a server of others."""
 EVERY_FIGURE = {
     *("N1", "N2", "N3", "N4", "N5", "N6", "N7"),

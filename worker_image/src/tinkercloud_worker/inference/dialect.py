@@ -4,12 +4,11 @@ A dialect turns our requests into one program's own and its answers back. It kee
 server holds, and which server is asked, is decided above (`engine`, `sampler`).
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence
-from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_protocol.tensors import PromptScores
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
 
@@ -42,10 +41,10 @@ class Dialect(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. It may be unknown."""
 
-    async def draw(
-        self, request: SamplingRequest, adapter: str | None
-    ) -> Sequence[SampledSequence]:
+    async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """Draw the request's samples, sample k with seed + k; the prompt's questions are ignored.
+
+        Of the prompt it is told how many tokens the server did not have to read.
 
         Raises:
             InvalidRequest: the server can't draw like this.

@@ -211,7 +211,7 @@ class Engine:
         """
         await self.dialect.check_model()
         drawn = _probe([1], PromptQuestions())
-        [sequence] = await self.dialect.draw(drawn, None)
+        [sequence] = (await self.dialect.draw(drawn, None)).sequences
         scored = _probe([1, *sequence.tokens], PromptQuestions(logprobs_from=1))
         logprobs = (await self.dialect.score(scored, None)).logprobs
         assert logprobs is not None  # noqa: S101 - they were asked for

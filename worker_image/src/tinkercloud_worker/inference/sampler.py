@@ -18,7 +18,7 @@ import structlog
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence
+from tinkercloud_protocol.tensors import PromptScores
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference import routing
@@ -376,11 +376,12 @@ def _sampling(
         questions = request.questions
         asks = questions.first_position is not None or questions.targets is not None
         if not asks:
-            return SamplingResult(await engine.dialect.draw(request, adapter), PromptScores())
+            return await engine.dialect.draw(request, adapter)
         drawing = asyncio.create_task(_drawn(engine, request, adapter))
         scoring = asyncio.create_task(_scored(engine, request, adapter))
         try:
-            return SamplingResult(*await asyncio.gather(drawing, scoring))
+            drawn, scores = await asyncio.gather(drawing, scoring)
+            return SamplingResult(drawn.sequences, scores)
         finally:
             drawing.cancel()
             scoring.cancel()
@@ -388,9 +389,7 @@ def _sampling(
     return sample
 
 
-async def _drawn(
-    engine: Engine, request: SamplingRequest, adapter: str | None
-) -> Sequence[SampledSequence]:
+async def _drawn(engine: Engine, request: SamplingRequest, adapter: str | None) -> SamplingResult:
     return await engine.dialect.draw(request, adapter)
 
 

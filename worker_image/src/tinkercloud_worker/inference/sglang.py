@@ -21,7 +21,7 @@ from tinkercloud_protocol.tensors import (
     SampledSequence,
     TopLogprobs,
 )
-from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
@@ -74,9 +74,7 @@ class SglangDialect:
         """See `Dialect.unload_adapter`. SGLang waits for the adapter's requests to end."""
         await self._adapters.unload(name)
 
-    async def draw(
-        self, request: SamplingRequest, adapter: str | None
-    ) -> Sequence[SampledSequence]:
+    async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """See `Dialect.draw`.
 
         A batch of one prompt many times, since the samples of SGLang's own `n` share one seed.
@@ -90,7 +88,11 @@ class SglangDialect:
             "top_logprobs_num": request.top_logprobs,
         }
         items = await self._generate(body, adapter)
-        return [self._sequence(item, request.top_logprobs) for item in items]
+        return SamplingResult(
+            [self._sequence(item, request.top_logprobs) for item in items],
+            # Of the first to be read: others may have found what that one has left.
+            PromptScores(cached_tokens=min(_cached_tokens(item["meta_info"]) for item in items)),
+        )
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
         """See `Dialect.score`."""
@@ -203,8 +205,12 @@ def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
         logprobs=logprobs,
         top=top,
         targets=targets,
-        cached_tokens=int(meta.get("cached_tokens", 0)),
+        cached_tokens=_cached_tokens(meta),
     )
+
+
+def _cached_tokens(meta: Json) -> int:
+    return int(meta.get("cached_tokens", 0))
 
 
 def _targets(

@@ -19,7 +19,7 @@ from tinkercloud_protocol.tensors import (
     TopLogprobs,
 )
 from tinkercloud_worker import metrics
-from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
@@ -102,12 +102,11 @@ class VllmDialect:
         except NotThere:
             return
 
-    async def draw(
-        self, request: SamplingRequest, adapter: str | None
-    ) -> Sequence[SampledSequence]:
+    async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """See `Dialect.draw`. vLLM itself draws sample k with seed + k.
 
-        At temperature 0 it draws one sample and no more, which all are equal to.
+        At temperature 0 it draws one sample and no more, which all are equal to. What it did not
+        have to read it tells if it runs with `--enable-prompt-tokens-details`.
         """
         is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
@@ -125,7 +124,11 @@ class VllmDialect:
         answer = await self.client.generate(_COMPLETIONS, body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         drawn = [self._sequence(choice, request.top_logprobs) for choice in choices]
-        return drawn * request.num_samples if is_greedy else drawn
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return SamplingResult(
+            drawn * request.num_samples if is_greedy else drawn,
+            PromptScores(cached_tokens=details.get("cached_tokens") or 0),
+        )
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
         """See `Dialect.score`. Each position is a completion of one token after the tokens before.
