@@ -149,6 +149,47 @@ async def test_what_is_given_up_is_found_without_looking_at_all_others(
         assert results.digest("a:1") is None
 
 
+async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    dropped: list[str] = []
+    results = a_store(clock, dropped=dropped)
+    for index in range(6):
+        clock.now = float(index)
+        results.open(f"a:{index}", b"")
+        results.finish(f"a:{index}", a_result())
+        if index % 2:
+            results.mark_read(f"a:{index}")
+    monkeypatch.setattr(results, "_entries", Unwalked(results._entries))
+
+    clock.now = 12
+    results.sweep()
+    assert dropped == ["a:1"]
+    clock.now = 103
+    results.sweep()
+
+    assert dropped == ["a:1", "a:0", "a:2", "a:3", "a:5"]
+
+
+async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> None:
+    clock = Clock()
+    results = a_store(clock)
+    results.open("a:1", b"")
+    results.give_up("a")
+
+    clock.now = 50
+    results.sweep()
+    results.finish("a:1", a_result())
+    results.sweep()
+    assert results.has_room
+    assert results.digest("a:1") is not None
+    clock.now = 61
+    results.sweep()
+
+    assert results.digest("a:1") is None
+
+
 async def test_a_result_that_is_dropped_unread_makes_room() -> None:
     clock = Clock()
     results = a_store(clock, max_bytes=10)

@@ -5,6 +5,7 @@ SDK then asks again. Waiters are woken by the result itself.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,7 +34,6 @@ class _Entry:
     digest: bytes
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
-    finished_at: float = 0.0
     read_at: float | None = None
 
 
@@ -63,6 +63,10 @@ class Results:
         self._entries: dict[str, _Entry] = {}
         self._of: dict[str, set[str]] = {}
         """Model or sampling session to the ids in `_entries` that are of it."""
+        self._unread: OrderedDict[str, float] = OrderedDict()
+        """Ids with a result that nobody has read, and when it came: the earliest first."""
+        self._read: OrderedDict[str, float] = OrderedDict()
+        """Ids with a result that was read, and when: the earliest first."""
         self._bytes = 0
         self._unread_bytes = 0
         self._is_frozen = False
@@ -91,11 +95,14 @@ class Results:
         entry = self._entries.get(request_id)
         if entry is None or entry.result is not None:
             return
-        entry.result, entry.finished_at = result, self._now()
+        entry.result = result
         entry.finished.set()
         self._bytes += len(result.body)
         if entry.read_at is None:
             self._unread_bytes += len(result.body)
+            self._unread[request_id] = self._now()
+        else:
+            entry.read_at = self._read[request_id] = self._now()
 
     async def wait(self, request_id: str, seconds: float) -> Result | None:
         """Return a result once it is there; None if it is not within `seconds`.
@@ -119,7 +126,7 @@ class Results:
         if self._is_frozen:
             return None
         if entry.result is not None:
-            self._mark_read(entry)
+            self._mark_read(request_id, entry)
         return entry.result
 
     def freeze(self) -> None:
@@ -161,12 +168,16 @@ class Results:
         """Note that a client knows this result without having asked for it."""
         entry = self._entries.get(request_id)
         if entry is not None:
-            self._mark_read(entry)
+            self._mark_read(request_id, entry)
 
-    def _mark_read(self, entry: _Entry) -> None:
-        if entry.read_at is None:
-            entry.read_at = self._now()
-            self._unread_bytes -= len(entry.result.body) if entry.result is not None else 0
+    def _mark_read(self, request_id: str, entry: _Entry) -> None:
+        if entry.read_at is not None:
+            return
+        entry.read_at = self._now()
+        if entry.result is not None:
+            del self._unread[request_id]
+            self._unread_bytes -= len(entry.result.body)
+            self._read[request_id] = entry.read_at
 
     def give_up(self, target: str) -> None:
         """Keep a model's or a sampling session's results no longer than those that were read.
@@ -174,7 +185,7 @@ class Results:
         Its client is gone, or done.
         """
         for request_id in self._of.get(target, ()):
-            self._mark_read(self._entries[request_id])
+            self._mark_read(request_id, self._entries[request_id])
 
     def was_read(self, request_id: str) -> bool:
         """Whether a client has been given this result."""
@@ -184,30 +195,30 @@ class Results:
     def sweep(self) -> None:
         """Drop what has been kept long enough, and the first read of what is too much."""
         now, timings = self._now(), self._timings
-        for request_id, entry in list(self._entries.items()):
-            if entry.result is None:
-                continue
-            if entry.read_at is not None:
-                is_over = now - entry.read_at > timings.result_ttl_seconds
-            else:
-                is_over = now - entry.finished_at > timings.unread_result_ttl_seconds
-            if is_over:
-                self._drop(request_id)
-        read = [(e.read_at, i) for i, e in self._entries.items() if e.read_at is not None]
-        for _, request_id in sorted(read):
-            if self._bytes <= self._max_bytes:
-                return
+        while self._unread:
+            request_id, finished_at = next(iter(self._unread.items()))
+            if now - finished_at <= timings.unread_result_ttl_seconds:
+                break
+            del self._unread[request_id]
+            self._unread_bytes -= self._drop(request_id)
+        while self._read:
+            request_id, read_at = next(iter(self._read.items()))
+            is_over = now - read_at > timings.result_ttl_seconds
+            if not is_over and self._bytes <= self._max_bytes:
+                break
+            del self._read[request_id]
             self._drop(request_id)
 
-    def _drop(self, request_id: str) -> None:
+    def _drop(self, request_id: str) -> int:
+        """Forget a result; return its size in bytes."""
         entry, target = self._entries.pop(request_id), _target(request_id)
         self._of[target].discard(request_id)
         if not self._of[target]:
             del self._of[target]
-        if entry.result is not None:
-            self._bytes -= len(entry.result.body)
-            self._unread_bytes -= len(entry.result.body) if entry.read_at is None else 0
+        size = len(entry.result.body) if entry.result is not None else 0
+        self._bytes -= size
         self._on_drop(request_id)
+        return size
 
 
 def _target(request_id: str) -> str:
