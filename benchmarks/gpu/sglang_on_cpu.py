@@ -117,6 +117,8 @@ def _rotated(words: torch.Tensor, bits: int) -> torch.Tensor:
 for _name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
     setattr(torch, _name, unpinned(getattr(torch, _name)))
 setattr(torch.Tensor, "pin_memory", torch.Tensor.contiguous)  # noqa: B010 - it has another type
+# Built for CUDA, torch 2.14 takes that for its device, driver or none.
+setattr(torch, "get_device_module", lambda _device=None: torch.cpu)  # noqa: B010 - as above
 _kernels = NoKernels("sgl_kernel")
 _kernels.__spec__ = ModuleSpec("sgl_kernel", None)
 sys.modules["sgl_kernel"] = _kernels

@@ -48,6 +48,14 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "no samples": ({"num_samples": 0}, "num_samples"),
     "cold": ({"sampling_params": {"temperature": -1.0}}, "temperature"),
     "top_p of zero": ({"sampling_params": {"top_p": 0.0}}, "top_p"),
+    "very many stops": (
+        {"sampling_params": {"stop": ["a"] * 1025}},
+        "stop has 1025 entries, at most 1024",
+    ),
+    "a very long stop": (
+        {"sampling_params": {"stop": ["a", "b" * 1025]}},
+        "stop has a string of 1025 characters, at most 1024",
+    ),
     "an empty stop": ({"sampling_params": {"stop": [""]}}, "empty string"),
     "targets of floats": (
         {"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}},

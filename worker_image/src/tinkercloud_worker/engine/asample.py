@@ -16,6 +16,9 @@ from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, 
 
 _SEED_MASK = (1 << 63) - 1
 
+MAX_STOPS = 1024
+MAX_STOP_CHARACTERS = 1024
+"""Of each string: they are looked for at every token that is drawn."""
 MAX_PROMPT_CELLS = 1 << 24
 """Values that may be asked for about one prompt: its tokens times what is asked at each of them.
 The answer has 4 to 12 bytes for each, whether a request names a token there or nothing."""
@@ -67,16 +70,29 @@ def _token_array(token_ids: list[int]) -> Int32Array:
 
 
 def stop_rules(params: SamplingParams, end_tokens: frozenset[int]) -> StopRules:
-    """Read the `stop` parameter; see `SamplingParams.stop`."""
+    """Read the `stop` parameter; see `SamplingParams.stop`.
+
+    Raises:
+        InvalidRequest: there are too many stops, or one is too long, or empty.
+    """
     stop = params.stop
     if stop is None:
         return StopRules(end_tokens, ())
     entries = [stop] if isinstance(stop, str) else stop
     if not entries:
         return StopRules(frozenset(), ())
+    if len(entries) > MAX_STOPS:
+        raise InvalidRequest(
+            f"sampling_params.stop has {len(entries)} entries, at most {MAX_STOPS} are accepted"
+        )
     if "" in entries:
         raise InvalidRequest("sampling_params.stop holds an empty string, which ends everywhere")
     strings = tuple(entry for entry in entries if isinstance(entry, str))
+    if (longest := max(map(len, strings), default=0)) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"sampling_params.stop has a string of {longest} characters, at most"
+            f" {MAX_STOP_CHARACTERS} are accepted"
+        )
     ids = frozenset(entry for entry in entries if isinstance(entry, int))
     return StopRules(end_tokens | ids, strings)
 
