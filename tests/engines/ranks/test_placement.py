@@ -1,5 +1,7 @@
 """Ranks that hold a model between them are kept together; copies on CPUs are not."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Never
 
 import pytest
@@ -8,6 +10,7 @@ from ray.util import placement_group_table
 
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_testing.recorder import Recorder
+from tinkercloud_testing.two_nodes import CORES_OF_A_NODE, sums_and_nodes
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.build_trainer import build_trainer, strategy
 
@@ -35,6 +38,24 @@ def test_ray_is_asked_for_it(cluster: None) -> None:
 
     assert placement_group_table(group._places)["strategy"] == "SPREAD"
     group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_on_two_nodes_ranks_are_packed_onto_one_or_spread_and_neighbours_share_a_node() -> None:
+    shapes = [
+        GroupShape(ranks=CORES_OF_A_NODE, strategy="PACK"),
+        GroupShape(ranks=CORES_OF_A_NODE, strategy="SPREAD"),
+        GroupShape(ranks=2 * CORES_OF_A_NODE, strategy="PACK"),
+    ]
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        packed, spread, full = process.submit(sums_and_nodes, shapes).result()
+
+    assert [len(set(nodes)) for _, nodes in (packed, spread, full)] == [1, 2, 2]
+    assert [total for total, _ in (packed, spread, full)] == [1 + 2, 1 + 2, 1 + 2 + 3 + 4]
+    _, nodes = full
+    assert nodes == [nodes[0]] * CORES_OF_A_NODE + [nodes[-1]] * CORES_OF_A_NODE
 
 
 @pytest.mark.slow
