@@ -43,7 +43,7 @@ class Bench:
         self.plain = AutoModelForCausalLM.from_pretrained(folder)
         self.rng = np.random.default_rng(0)
         self.run(self.sampler.publish("base", None))
-        self.run(self.sampler.publish("lora", self.trainer.snapshot("m")))
+        self.run(self.sampler.publish("lora", self.trainer.publication("m")()))
 
     @staticmethod
     def run(coroutine: object) -> object:
@@ -169,8 +169,8 @@ def _publish(bench: Bench) -> Measurement:
     counter = iter(range(1000))
 
     def publish() -> None:
-        snapshot = bench.trainer.snapshot("m")
-        bench.run(bench.sampler.publish(f"v{next(counter)}", snapshot))
+        weights = bench.trainer.publication("m")()
+        bench.run(bench.sampler.publish(f"v{next(counter)}", weights))
 
     (seconds,) = medians(publish)
     return Measurement(

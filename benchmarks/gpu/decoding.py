@@ -35,7 +35,7 @@ def large(bench: Bench) -> Iterator[Measurement]:
         trainer = a_trainer(base, work.rank, max_batch_tokens=1024)
         versions = (f"v{number}" for number in count())
         (seconds,) = bench.seconds(
-            lambda: sampler.publish(next(versions), trainer.snapshot(MODEL)), rounds=7
+            lambda: sampler.publish(next(versions), trainer.publication(MODEL)()), rounds=7
         )
     size = trainer.snapshot(MODEL).size_bytes >> 20
     yield Measurement(

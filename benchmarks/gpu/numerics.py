@@ -43,14 +43,14 @@ class Merged:
         trainer: TorchTrainer,
         dtype: torch.dtype,
     ) -> None:
-        snapshot = trainer.snapshot(MODEL)
-        assert snapshot.lora is not None
+        published = trainer.publication(MODEL)()
+        assert published.lora is not None
         self.model: PreTrainedModel = shape.build(bench.device, torch.float32)
         with torch.no_grad():
             for name, weight in base.named_weights().items():
                 self.model.get_parameter(name).copy_(weight)
-        self.adapter: Mapping[str, Tensor] = snapshot.tensors
-        self.scale = lora.scale(snapshot.lora.rank)
+        self.adapter: Mapping[str, Tensor] = published.tensors
+        self.scale = lora.scale(published.lora.rank)
         self.names = sorted({name.rpartition(".lora_")[0] for name in self.adapter})
         head = self.model.get_submodule("lm_head")
         # Tied to the input embedding, which has no adapter.
@@ -221,7 +221,7 @@ def _sampled(
     """Return sequences drawn at once with the trainer's adapter ("v1") or the base."""
     work = bench.work
     with a_sampler(base, work.together, recorder) as sampler:
-        sampler.publish("v1", trainer.snapshot(MODEL))
+        sampler.publish("v1", trainer.publication(MODEL)())
         sampler.publish("base", None)
         request = a_request(_prompt(bench), work.drawn, num_samples=3)
         results = sampler.sample_all([(version, request) for version in versions])
