@@ -193,6 +193,8 @@ class AdamTrainer(ABC):
 
 def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of a vector on the CPU, rounded to a dtype there: a GPU would need memory."""
+    if flat.dtype == dtype:
+        return flat.to("cpu", copy=True)
     copy = torch.empty(flat.shape, dtype=dtype)
     for start in range(0, len(flat), _PART):
         copy[start : start + _PART].copy_(flat[start : start + _PART].cpu())

@@ -124,7 +124,7 @@ class VllmDialect:
         answer = await self.client.generate(_COMPLETIONS, body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         drawn = [self._sequence(choice, request.top_logprobs) for choice in choices]
-        details = answer["usage"].get("prompt_tokens_details") or {}
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         return SamplingResult(
             drawn * request.num_samples if is_greedy else drawn,
             PromptScores(cached_tokens=details.get("cached_tokens") or 0),
