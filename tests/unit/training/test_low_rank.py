@@ -1,5 +1,6 @@
-"""The low-rank terms of adapters over a base of lower precision."""
+"""The low-rank terms of adapters, over a base in float32 and in lower precision."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +21,17 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return x, weight, bias, a, b
 
 
-def float32_sum(x: Tensor, weight: Tensor, bias: Tensor, parts: Parts) -> Tensor:
-    """Return the same in float32, the terms added beside the layer's product."""
-    return add_terms(x, nn.functional.linear(x, weight, bias), parts)
+def by_autograd(x: Tensor, weight: Tensor, bias: Tensor, parts: Parts) -> Tensor:
+    """Return the same by the formula, in float32, left to autograd."""
+    flat = x.flatten(0, -2)
+    product = nn.functional.linear(flat, weight, bias)
+    pieces = [
+        product[rows]
+        if term is None
+        else product[rows] + term.scale * (flat[rows] @ term.a.T) @ term.b.T
+        for rows, term in parts
+    ]
+    return torch.cat(pieces).view(*x.shape[:-1], -1)
 
 
 def relative_errors(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
@@ -45,7 +54,7 @@ def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
     output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, b, SCALE))])
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
-    exact = float32_sum(x32, weight32, bias32, [(ALL, Term(a32, b32, SCALE))])
+    exact = by_autograd(x32, weight32, bias32, [(ALL, Term(a32, b32, SCALE))])
 
     errors = relative_errors(
         [output, *gradients(output, x, a, b)], [exact, *gradients(exact, x32, a32, b32)]
@@ -65,7 +74,7 @@ def test_each_part_of_the_positions_gets_its_own_term() -> None:
     output = LowRankTerms().linear(x, weight, bias, parts)
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
     parts32: Parts = [(slice(0, 3), Term(a32, b32, SCALE)), *parts[1:]]
-    exact = float32_sum(x32, weight32, bias32, parts32)
+    exact = by_autograd(x32, weight32, bias32, parts32)
 
     errors = relative_errors(
         [output, *gradients(output, x, a, b)], [exact, *gradients(exact, x32, a32, b32)]
@@ -88,3 +97,39 @@ def test_a_fresh_adapter_changes_no_bit() -> None:
     output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, torch.zeros_like(b), SCALE))])
 
     assert torch.equal(output, nn.functional.linear(x, weight, bias))
+
+
+def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: Parts) -> Tensor:
+    """Return the product of a float32 layer with the terms of its input."""
+    return add_terms(x, nn.functional.linear(x, weight, bias), parts)
+
+
+@pytest.mark.parametrize("held", [0.0, 3.0], ids=["no gradient before", "a gradient before"])
+def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: float) -> None:
+    results = []
+    for compute in (in_float32, by_autograd):
+        x, weight, bias, a, b = tensors(torch.float32)
+        other_a, other_b = (2 * a.detach()[:5], b.detach()[:, :5].contiguous())
+        trained = (x, a, b, other_a, other_b)
+        for tensor in trained:
+            tensor.requires_grad_().grad = torch.full_like(tensor, held)
+        parts: Parts = [
+            (slice(0, 3), Term(a, b, SCALE)),
+            (slice(3, 6), None),
+            (slice(6, 10), Term(other_a, other_b, 1.0)),
+        ]
+        output = compute(x, weight, bias, parts)
+        results.append([output, *gradients(output, *trained)])
+
+    assert max(relative_errors(*results)) < 1e-6
+
+
+def test_what_an_adapter_has_no_gradient_for_is_not_differentiated() -> None:
+    x, weight, bias, a, b = tensors(torch.float32)
+    a.grad = None
+
+    gradients(in_float32(x, weight, bias, [(ALL, Term(a, b, SCALE))]))
+
+    assert a.grad is None
+    assert b.grad is not None
+    assert b.grad.any()

@@ -52,27 +52,75 @@ Parts = Sequence[tuple[slice, Term | None]]
 def add_terms(x: Tensor, y: Tensor, parts: Parts) -> Tensor:
     """Return a float32 layer's product with the terms of its input.
 
+    Differentiable with respect to x and y. Gradients of the terms' A and B are added to their
+    `.grad`, if they have one: those of an adapter from its own positions alone.
+
     Args:
         x: [..., in], what enters the layer.
         y: [..., out], what comes out of it.
-        parts: of the positions, flattened.
+        parts: of the positions, flattened; at least one has a term, and one with a tensor for its
+            scale is alone.
     """
     x_N, y_N = x.flatten(0, -2), y.flatten(0, -2)
-    if len(parts) == 1:
-        (_, term), *_ = parts
-        return _sum(x_N, y_N, term).view_as(y)
-    # Split rather than cut out one by one: that would cost as many whole gradients.
-    sizes = [rows.stop - rows.start for rows, _ in parts]
-    split = zip(torch.split(x_N, sizes), torch.split(y_N, sizes), parts, strict=True)
-    return torch.cat([_sum(own_x, own_y, term) for own_x, own_y, (_, term) in split]).view_as(y)
+    terms = [(rows, term) for rows, term in parts if term]
+    (_, first), *_ = terms
+    if isinstance(first.scale, Tensor):
+        return torch.addmm(y_N, (x_N @ first.a.T) * first.scale, first.b.T).view_as(y)
+    masters = [term.a for _, term in terms] + [term.b for _, term in terms]
+    total: Tensor = _AddedTerms.apply(  # type: ignore[no-untyped-call]
+        x_N, y_N, [rows for rows, _ in terms], [term.scale for _, term in terms], *masters
+    )
+    return total.view_as(y)
 
 
-def _sum(x_N: Tensor, y_N: Tensor, term: Term | None) -> Tensor:
-    if term is None:
-        return y_N
-    if isinstance(term.scale, Tensor):
-        return torch.addmm(y_N, (x_N @ term.a.T) * term.scale, term.b.T)
-    return torch.addmm(y_N, x_N @ term.a.T, term.b.T, alpha=term.scale)
+class _AddedTerms(torch.autograd.Function):
+    """One node of the graph for all adapters, where autograd's own would be a dozen for each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        x_N: Tensor,
+        y_N: Tensor,
+        places: Sequence[slice],
+        scales: Sequence[float],
+        *masters: Tensor,
+    ) -> Tensor:
+        total_N = y_N.clone()
+        middles = []
+        for rows, scale, a, b in _each(places, scales, masters):
+            u_Nr = x_N[rows] @ a.T
+            total_N[rows].addmm_(u_Nr, b.T, alpha=scale)
+            middles.append(u_Nr)
+        ctx.save_for_backward(x_N, *middles)
+        ctx.places, ctx.scales, ctx.masters = places, scales, masters
+        return total_N
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        dy_N: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        x_N, *middles = ctx.saved_tensors
+        dx_N = torch.zeros_like(x_N) if ctx.needs_input_grad[0] else None
+        for u_Nr, (rows, scale, a, b) in zip(
+            middles, _each(ctx.places, ctx.scales, ctx.masters), strict=True
+        ):
+            du_Nr = dy_N[rows] @ b
+            if a.grad is not None:
+                a.grad.addmm_(du_Nr.T, x_N[rows], alpha=scale)
+            if b.grad is not None:
+                b.grad.addmm_(dy_N[rows].T, u_Nr, alpha=scale)
+            if dx_N is not None:
+                dx_N[rows].addmm_(du_Nr, a, alpha=scale)
+        return dx_N, dy_N, None, None, *(None for _ in ctx.masters)
+
+
+def _each(
+    places: Sequence[slice], scales: Sequence[float], masters: Sequence[Tensor]
+) -> Iterable[tuple[slice, float, Tensor, Tensor]]:
+    """Return each adapter's positions, scale, A and B."""
+    count = len(places)
+    return zip(places, scales, masters[:count], masters[count:], strict=True)
 
 
 class LowRankTerms:
