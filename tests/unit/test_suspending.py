@@ -1,6 +1,7 @@
 """A model is suspended as a whole or not at all, and comes back from its latest head only."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ import obstore
 import orjson
 import pytest
 
-from tinkercloud_protocol.checkpoints import GRADIENT
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.results import Kept, Results
+from tinkercloud_worker.head.suspension import Suspension
 
 
 @pytest.fixture
@@ -166,6 +170,98 @@ async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_a
         after.add(3)
         after.apply(4)
         assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
+
+
+@pytest.mark.parametrize("loss", [StateLost("rank 1 died"), GradientLost("rank 1 died")])
+async def test_a_model_that_is_lost_as_it_comes_back_is_where_it_was_and_may_be_asked_for_again(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Exception
+) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        before.add(1)
+        before.apply(2)
+        await before.answer(2)
+        await before.service.suspend()
+
+    def lose(*_: object) -> None:
+        raise loss
+
+    with a_head(root, tmp_path, "g2") as after:
+        monkeypatch.setattr(after.backend.trainer, "import_state", lose)
+        with pytest.raises(Unavailable, match=r"rank 1 died.*send the request again"):
+            await after.resume("g1")
+        monkeypatch.undo()
+
+        await after.resume("g1")
+        after.add(3)
+        after.apply(4)
+        assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
+
+
+async def test_a_model_that_comes_back_as_its_head_stops_is_left_where_it_was(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g1") as before:
+        await before.begin()
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2") as stopping:
+
+        async def stop_meanwhile(*_: object) -> None:
+            await stopping.service.suspend()
+
+        monkeypatch.setattr(Suspension, "_restore_samplers", stop_meanwhile)
+        with pytest.raises(Unavailable, match="stopping"):
+            await stopping.resume("g1")
+
+        assert stopping.service.status().models == []
+        with pytest.raises(KeyError):
+            stopping.backend.trainer.export_state(str(MODEL))
+        assert (await stopping.manifest()).generation == "g1"
+
+
+async def test_a_model_that_is_deleted_as_its_head_suspends_does_not_hold_the_head_up(
+    root: str, tmp_path: Path
+) -> None:
+    release = threading.Event()
+    with a_head(root, tmp_path, "g1", drain_seconds=0.1) as head:
+        await head.begin()
+        await head.answer(0)
+        held = asyncio.create_task(head.backend.thread.run(lambda _: release.wait()))
+        head.add(1)
+        suspending = asyncio.create_task(head.service.suspend())
+        await asyncio.sleep(0.3)
+        deleting = asyncio.create_task(head.service.delete_model(MODEL))
+        await asyncio.sleep(0)
+        release.set()
+
+        await asyncio.wait_for(suspending, timeout=10)
+        await asyncio.gather(held, deleting)
+        assert head.service.status().suspended
+
+
+async def test_an_upload_that_a_stopping_head_gives_up_can_be_sent_again(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointStore.write
+
+    async def write_slowly(*arguments: Any, **keywords: Any) -> Manifest:
+        await asyncio.sleep(1)
+        return await write(*arguments, **keywords)
+
+    with a_head(root, tmp_path, "g1", drain_seconds=0.1) as before:
+        await before.begin()
+        monkeypatch.setattr(CheckpointStore, "write", write_slowly)
+        before.send(routes.SAVE_WEIGHTS, 1, path="mine")
+        await before.answer(0)
+        await before.service.suspend()
+        await asyncio.sleep(1.2)
+    monkeypatch.undo()
+    with a_head(root, tmp_path, "g2") as after:
+        await after.resume("g1")
+        assert b"send it again" in await after.answer(1)
+        after.send(routes.SAVE_WEIGHTS, 2, path="mine")
+
+        assert orjson.loads(await after.answer(2)) == {"path": f"tinker://{MODEL}/weights/mine"}
 
 
 class DyingObstore:

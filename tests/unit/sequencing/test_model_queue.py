@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import orjson
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded, Unavailable
 from tinkercloud_protocol.futures import Result, finished
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import Timings
@@ -237,6 +237,59 @@ async def test_a_number_that_comes_in_time_ends_the_wait() -> None:
 
     assert await bench.answer(3) == {"seq_id": 3}
     bench.queue.close("the test is over")
+
+
+async def test_what_arrives_behind_a_missing_number_does_not_prolong_the_wait() -> None:
+    bench = Bench(gap_seconds=0.3)
+    bench.submit(2)
+    for seq_id in range(3, 12):
+        await asyncio.sleep(0.05)
+        bench.submit(seq_id)
+
+    assert f"{MODEL}:2" not in bench.results.unfinished()
+    bench.queue.close("the test is over")
+
+
+async def test_an_optim_step_that_fails_by_no_fault_of_the_client_leaves_no_gradient_behind(
+    bench: Bench,
+) -> None:
+    def fail() -> None:
+        raise Unavailable("the engine is away")
+
+    bench.submit(1, "gradient")
+    bench.submit(2, "step", fail)
+    failed = await bench.answer(2)
+    bench.submit(3, "gradient")
+    bench.submit(4, "step")
+    await bench.answer(4)
+
+    assert "send the step's data again" in str(failed["error"])
+    assert bench.ran == ["gradient 1", "drop", "gradient 3", "step 4"]
+
+
+async def test_an_optim_step_of_wrong_parameters_may_be_sent_again_alone(bench: Bench) -> None:
+    bench.submit(1, "gradient")
+    bench.queue.submit(2, b"2", 1, refusal(InvalidRequest("learning_rate: -1"), "step"))
+    bench.submit(3, "step")
+
+    assert await bench.answer(3) == {"seq_id": 3}
+    assert bench.ran == ["gradient 1", "step 3"]
+
+
+async def test_nobody_waits_for_a_queue_that_is_closed_to_come_to_rest(bench: Bench) -> None:
+    never = asyncio.Event()
+
+    async def hang() -> Result:
+        await never.wait()
+        return finished({})
+
+    bench.queue.submit(1, b"1", 1, Operation(hang))
+    await asyncio.sleep(0)
+    pausing = asyncio.create_task(bench.queue.pause())
+    await asyncio.sleep(0)
+    bench.queue.close("the model was deleted")
+
+    await asyncio.wait_for(pausing, timeout=5)
 
 
 async def test_work_that_goes_on_in_the_background_does_not_hold_up_the_next(

@@ -52,6 +52,14 @@ class LiveModel:
         if self.queue.later:
             await asyncio.wait(self.queue.later)
 
+    async def cut_off(self) -> None:
+        """Give up what goes on in the background, and return once it has ended."""
+        later = self.queue.later
+        for task in later:
+            task.cancel()
+        if later:
+            await asyncio.wait(later)
+
 
 def role_of(request: OrderedRequest) -> Role:
     """Return what a request means to the step that is being built."""

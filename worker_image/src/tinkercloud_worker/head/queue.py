@@ -8,6 +8,8 @@ Rules beyond order:
 - When a request that adds to the gradient fails, the gradient is dropped, and so are the requests
   that were sent before the client could know: the rest of that step's, up to and including its
   optim_step. Half a batch is never applied.
+- When an optim_step fails for another reason than its own parameters, the gradient is dropped: a
+  client that sends the step's data again must not find the first copy of it there.
 """
 
 import asyncio
@@ -18,9 +20,10 @@ from typing import Literal
 import orjson
 import structlog
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, WireError
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
+from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.sequencer import Sequencer
 
@@ -28,6 +31,9 @@ log = structlog.get_logger(__name__)
 
 Role = Literal["gradient", "step", "other"]
 """Adds to the gradient; applies it; or does neither."""
+
+_TELL_OF_THE_GRADIENT = (InvalidRequest, GradientLost, StateLost)
+"""Failures of an optim_step that leave the gradient as it is, or say what has become of it."""
 
 REFUSED = "refused"
 """Path in the origin of a request that failed before it took its place; the body says why."""
@@ -118,6 +124,8 @@ class ModelQueue:
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._gap_timer: asyncio.TimerHandle | None = None
+        self._missing: int | None = None
+        """The number that the timer waits for."""
         self._failure: tuple[str, str] | None = None
         """The failed gradient request of the step that is being built: its id and message."""
         self._holds_half = False
@@ -193,6 +201,7 @@ class ModelQueue:
         if self.sequencer.is_running:
             running = self.request_id(self.sequencer.next_seq_id)
             self._results.finish(running, failed(reason, "server"))
+        self._idle.set()
 
     async def _work(self) -> None:
         while True:
@@ -217,7 +226,11 @@ class ModelQueue:
         except Exception as error:  # noqa: BLE001 - whatever it is, its future gets an answer
             result = to_result(error)
             if queued.operation.role == "gradient":
-                await self._fail_step(request_id, result)
+                self._failure = self._failure or (request_id, error_message(result))
+                await self._lose_gradient(request_id)
+            elif queued.operation.role == "step" and not isinstance(error, _TELL_OF_THE_GRADIENT):
+                await self._lose_gradient(request_id)
+                result = _with_advice(result)
             self._results.finish(request_id, result)
             return
         if isinstance(outcome, Result):
@@ -253,9 +266,7 @@ class ModelQueue:
             " dropped and the weights are unchanged. Send the step's data again, then optim_step"
         )
 
-    async def _fail_step(self, request_id: str, result: Result) -> None:
-        if self._failure is None:
-            self._failure = (request_id, error_message(result))
+    async def _lose_gradient(self, request_id: str) -> None:
         self._holds_half = True
         try:
             await self._drop_half()
@@ -268,10 +279,16 @@ class ModelQueue:
             self._holds_half = False
 
     def _watch_gap(self) -> None:
+        is_waited_for = self.sequencer.is_stuck and not self._is_paused
+        missing = self.sequencer.next_seq_id if is_waited_for else None
+        if missing == self._missing:
+            # What arrives behind the gap does not prolong the wait.
+            return
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
-        if self.sequencer.is_stuck and not self._is_paused:
+        self._missing = missing
+        if missing is not None:
             loop = asyncio.get_running_loop()
             self._gap_timer = loop.call_later(self._gap_seconds, self._give_up_gap)
 
@@ -295,6 +312,15 @@ class ModelQueue:
 def error_message(result: Result) -> str:
     """Return what a terminal failure says."""
     return str(orjson.loads(result.body)["error"])
+
+
+def _with_advice(result: Result) -> Result:
+    """Return the failure of an optim_step whose gradient was dropped, saying so."""
+    answer = orjson.loads(result.body)
+    return failed(
+        f"{answer['error']}; the gradient was dropped: send the step's data again, then optim_step",
+        answer["category"],
+    )
 
 
 def to_result(error: Exception) -> Result:

@@ -124,9 +124,8 @@ class HeadService:
         return task
 
     async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
-        model, unfinished = await self._suspension.read(model_id, spec)
         # A head that began to stop meanwhile would not suspend it: it stays where it was.
-        self._accept()
+        model, unfinished = await self._suspension.read(model_id, spec, self._accept)
         self._models[str(model_id)] = model
         # However many they are: they were taken in before.
         for request in unfinished:
@@ -340,6 +339,11 @@ class HeadService:
 
     async def _suspend(self, model: LiveModel, room: asyncio.Semaphore) -> None:
         await model.queue.pause()
+        # Its clients are told to send these uploads again: none may succeed after all.
+        await model.cut_off()
+        if str(model.model_id) not in self._models:
+            # It was deleted meanwhile.
+            return
         async with room:
             sessions = self._samplers.sessions_of_model(model.model_id)
             samples = [sample.request for sample in self._samples.values()]

@@ -10,7 +10,7 @@ Bounds: of the samplers, the latest ones up to `Limits.max_sampler_bytes`; of th
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -24,7 +24,13 @@ from tinkercloud_protocol.checkpoints import (
     StoredFile,
     SuspendedManifest,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, WireError
+from tinkercloud_protocol.errors import (
+    InvalidRequest,
+    NotFound,
+    StateLost,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -187,13 +193,20 @@ class Suspension:
         return stored
 
     async def read(
-        self, model_id: ModelId, spec: ModelSpec
+        self, model_id: ModelId, spec: ModelSpec, accept: Callable[[], None]
     ) -> tuple[LiveModel, list[SampleRequest]]:
         """Bring a model back; return it with the sampling requests that are to be run again.
+
+        Args:
+            model_id: which.
+            spec: what it is to be.
+            accept: raises if the head takes no model any more. Called last, before any of the
+                model's requests can run.
 
         Raises:
             StateLost: the head of that generation did not suspend it.
             InvalidRequest: the suspended state is damaged.
+            Unavailable: the trainer lost it on the way; the suspended state is still there.
         """
         store = self.backend.store
         manifest = await store.find_suspended(str(model_id))
@@ -207,10 +220,16 @@ class Suspension:
             await self._restore_weights(model, manifest, head.state)
             await self._restore_samplers(model_id, manifest, head.state.samplers)
             model.lineage = manifest.lineage
+            accept()
             self._restore_order(model, head)
-        except BaseException:
+        except BaseException as error:
             model.queue.close("the model could not be resumed")
             await model.operations.delete()
+            if isinstance(error, StateLost | GradientLost):
+                raise Unavailable(
+                    f"training run {model_id} could not be brought back now ({error.message}); send"
+                    " the request again"
+                ) from error
             raise
         return model, _samples_again(head)
 
