@@ -59,7 +59,7 @@ class ReplicatedTrainer(AdamTrainer):
     def last_words(self) -> Mapping[str, TrainingState]:
         """See `RankTrainer.last_words`."""
         whole = {name: model for name, model in list(self._models.items()) if not _parted(model)}
-        with accelerator.beside_what_hangs():
+        with accelerator.side_stream():
             return {name: state_of(model, _on_cpu) for name, model in whole.items()}
 
     def _whole(

@@ -57,7 +57,7 @@ def device_of(name: str) -> Device:
         return Cpu()
     from tinkercloud_worker.megatron_trainer.gpu import Gpu  # noqa: PLC0415
 
-    if not accelerator.is_there():
+    if not accelerator.is_available():
         raise UnsupportedModelError(
             f"trainer.device: {name!r}, but this rank has no GPU; give the trainer pods GPUs, or"
             " set it to 'cpu'"

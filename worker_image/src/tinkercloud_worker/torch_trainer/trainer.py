@@ -191,7 +191,7 @@ class TorchTrainer(AdamTrainer):
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
         """Make the trunk's backward pass, if it has anything to add to a gradient."""
         if hidden_RD.requires_grad and (
-            accelerator.is_awaited(gradient_RD) or bool(gradient_RD.any())
+            accelerator.syncs_on_read(gradient_RD) or bool(gradient_RD.any())
         ):
             hidden_RD.backward(gradient_RD)
 

@@ -60,7 +60,7 @@ def logprobs_and_gradient(
         out_RK[rows] = chosen_RK - log_normalizer_R1
         c_RK = derivative(rows, out_RK[rows])
         h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
-        if accelerator.is_awaited(c_RK):
+        if accelerator.syncs_on_read(c_RK):
             # It would have to wait for the answer which rows can be left out.
             gradient_RD[rows] = own.backward(h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
             continue
