@@ -52,7 +52,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Unembedding, Tensor, T
         return found
 
     for module in (frozen_linear, unembedding):
-        monkeypatch.setattr(module, "float32_product", product)
+        monkeypatch.setattr(module, "matmul_float32", product)
     monkeypatch.setattr(megatron, "logprobs", logprobs)
     return seen
 

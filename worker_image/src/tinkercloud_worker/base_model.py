@@ -231,7 +231,7 @@ class BaseModel:
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `routes` here divides the R positions."""
         with torch.no_grad():
-            logits_RV = self.head(self._replaced_weights(routes)).float32_product(hidden_RD)
+            logits_RV = self.head(self._replaced_weights(routes)).matmul_float32(hidden_RD)
             for rows, a, b, scale in self.head_adapters(routes):
                 logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
         return logits_RV

@@ -110,7 +110,7 @@ def _fused(name: str, module: Any, family: str) -> FusedExperts:  # noqa: ANN401
 
 
 def guard_gradients(experts: nn.Module) -> None:
-    """Have the experts of a layer be computed by `grouped` in passes that train their weights.
+    """Compute the experts of a layer by `grouped_linear` in passes that train their weights.
 
     Args:
         experts: their module, of `find_experts`.
@@ -162,9 +162,9 @@ def _computed(
 
     def added(term: Term) -> Tensor:
         low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
-        return grouped(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+        return grouped_linear(low_Nr.to(dtype)[positions_S], term.b, ends_E)
 
-    gate_up = grouped(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
+    gate_up = grouped_linear(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
     if terms is not None:
         gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
@@ -178,10 +178,10 @@ def _computed(
     def sums(values: Tensor) -> Tensor:
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
-    whole_ND = sums(grouped(inner_SF, experts.down_proj, ends_E))
+    whole_ND = sums(grouped_linear(inner_SF, experts.down_proj, ends_E))
     if terms is None:
         return whole_ND
-    low_Nr = sums(grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
+    low_Nr = sums(grouped_linear(inner_SF, terms.down.a, ends_E)) * terms.down.scale
     return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
 
 
@@ -191,7 +191,7 @@ def _ends(numbers_S: Tensor, count: int) -> Tensor:
     return torch.searchsorted(numbers_S, every_E, right=True, out_int32=True)
 
 
-def grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
     """Return [S, out]: each row times the transposed weight of its expert.
 
     Args:
@@ -201,7 +201,9 @@ def grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
     """
     if not len(x):
         # torch can't go back through a product of no rows.
-        return grouped(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[:0]
+        return grouped_linear(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[
+            :0
+        ]
     step, out = _ALIGNED_BYTES // x.element_size(), weights.shape[1]
     inner, outer = -x.shape[1] % step, -out % step
     weights = weights.to(x.dtype)

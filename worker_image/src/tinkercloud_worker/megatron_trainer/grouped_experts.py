@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from tinkercloud_worker.experts import grouped
+from tinkercloud_worker.experts import grouped_linear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
 from tinkercloud_worker.megatron_trainer.pieces import Piece
@@ -86,16 +86,16 @@ class GroupedExperts:
         self, hidden_SD: Tensor, tokens_per_expert: Tensor, shares_S: Tensor
     ) -> tuple[Tensor, None]:
         ends_E = tokens_per_expert.cumsum(0).to(hidden_SD.device, torch.int32)
-        gate_up = grouped(hidden_SD, self._gate_up_EGD.weights(), ends_E)
+        gate_up = grouped_linear(hidden_SD, self._gate_up_EGD.weights(), ends_E)
         active = self._active
         if active is not None:
             terms = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
             gate_up = gate_up + torch.cat(terms, -1)
         gate, up = gate_up.chunk(2, -1)
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
-        output_SD = grouped(inner_SF, self._down_EDF.weights(), ends_E)
+        output_SD = grouped_linear(inner_SF, self._down_EDF.weights(), ends_E)
         if active is not None:
-            low = grouped(inner_SF, active.tensors[self._down.a_name], ends_E)
+            low = grouped_linear(inner_SF, active.tensors[self._down.a_name], ends_E)
             [b] = active.tensors[self._down.b_name]
             output_SD = plus(output_SD, low, b.T, active.scale)
         return output_SD, None
@@ -110,7 +110,7 @@ class GroupedExperts:
         """Return the term of a gate or up projection, [S, F]."""
         [a] = active.tensors[target.a_name]
         low = hidden_SD @ a.to(hidden_SD.dtype).T * active.scale
-        return grouped(low, active.tensors[target.b_name], ends_E)
+        return grouped_linear(low, active.tensors[target.b_name], ends_E)
 
 
 class Stack:
