@@ -17,7 +17,7 @@ from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.torch_sampler.decoding import Drawer
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import Recorder
@@ -132,4 +132,5 @@ def test_a_family_that_refuses_packs_is_loaded_and_given_one_sequence_at_a_time(
     base = BaseModel(ONE_BY_ONE[family]())
 
     assert not base.takes_packs
-    assert base.hidden_of(Packed(torch.tensor(LONG), (len(LONG),)), ()).shape == (len(LONG), 32)
+    sequence = PackedSequences(torch.tensor(LONG), (len(LONG),))
+    assert base.hidden_of(sequence, ()).shape == (len(LONG), 32)

@@ -41,7 +41,12 @@ from tinkercloud_worker.experts import (
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import LowRankTerms, Parts, add_terms
-from tinkercloud_worker.packing import Packed, mask_kinds, use_own_attention, use_packed_attention
+from tinkercloud_worker.packing import (
+    PackedSequences,
+    mask_kinds,
+    use_own_attention,
+    use_packed_attention,
+)
 from tinkercloud_worker.quantized import load_pretrained
 from tinkercloud_worker.routes import Route, expert_terms, term_of
 from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
@@ -190,7 +195,7 @@ class BaseModel:
 
     def hidden_of(
         self,
-        sequences: Packed,
+        sequences: PackedSequences,
         routes: Sequence[Route],
         *,
         cache: Cache | None = None,

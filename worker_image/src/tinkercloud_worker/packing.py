@@ -40,7 +40,7 @@ _TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedSequences:
     """Token ids of sequences, one after another."""
 
     ids_R: Tensor
@@ -49,7 +49,7 @@ class Packed:
     """Tokens of each sequence."""
 
     @classmethod
-    def joined(cls, packs: Sequence["Packed"]) -> "Packed":
+    def joined(cls, packs: Sequence["PackedSequences"]) -> "PackedSequences":
         """Return the sequences of several packs as one."""
         if len(packs) == 1:
             return packs[0]

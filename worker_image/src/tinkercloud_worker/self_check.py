@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.packing import Packed, watched_windows
+from tinkercloud_worker.packing import PackedSequences, watched_windows
 from tinkercloud_worker.routes import Route
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Base(Protocol):
     def vocab_size(self) -> int:
         """Tokens there are."""
 
-    def hidden_of(self, sequences: Packed, routes: Sequence[Route]) -> Tensor:
+    def hidden_of(self, sequences: PackedSequences, routes: Sequence[Route]) -> Tensor:
         """Return the final hidden states [R, D]."""
 
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
@@ -119,12 +119,12 @@ def scattered_ids(base: Base) -> Tensor:
 
 
 def _hidden(base: Base, ids_R: Tensor) -> Tensor:
-    return base.hidden_of(Packed(ids_R, (len(ids_R),)), ())
+    return base.hidden_of(PackedSequences(ids_R, (len(ids_R),)), ())
 
 
 def _hidden_after(base: Base, first_R: Tensor, second_R: Tensor) -> Tensor:
     """Return the hidden states [R, D] of the second sequence of a pack."""
-    sequences = Packed(torch.cat([first_R, second_R]), (len(first_R), len(second_R)))
+    sequences = PackedSequences(torch.cat([first_R, second_R]), (len(first_R), len(second_R)))
     return base.hidden_of(sequences, ())[len(first_R) :]
 
 

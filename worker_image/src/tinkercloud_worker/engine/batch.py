@@ -171,12 +171,12 @@ def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
     return array if array.ndim == 2 else array[:, None]
 
 
-def lengthened(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
-    """Return lengths as they are where each has to be a multiple of a number."""
-    return tuple(length + -length % multiple for length in lengths)
+def padded_lengths(lengths: Sequence[int], pad_to_multiple_of: int) -> tuple[int, ...]:
+    """Return lengths, each rounded up to a multiple of a number."""
+    return tuple(length + -length % pad_to_multiple_of for length in lengths)
 
 
-def packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def bin_pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split examples into few groups whose tokens stay within a budget (first-fit decreasing).
 
     It depends on the lengths alone, so equal requests give equal bits.

@@ -20,8 +20,8 @@ class Membership:
     """Which replica of the model it is part of, from 0."""
     answers: bool
     """Whether it is the rank that returns the results of its replica."""
-    multiple: int = 1
-    """Of positions that each example is computed as."""
+    pad_to_multiple_of: int = 1
+    """Each example is padded to a multiple of this many tokens."""
 
 
 class RankTrainer(Trainer, Protocol):

@@ -24,7 +24,7 @@ from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import located
 from tinkercloud_worker.megatron_trainer.pieces import Piece, all_of
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -181,7 +181,7 @@ def _empty(device: torch.device) -> Pack:
     """Return one position that belongs to no example."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return Pack(
-        sequences=Packed(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
+        sequences=PackedSequences(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
         targets_RK=none.unsqueeze(1),
         inputs=LossInputs({}, datum_of_row=none, num_data=0),
         examples=(),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tinkercloud_worker.collate import Pack
-from tinkercloud_worker.engine.batch import lengthened
+from tinkercloud_worker.engine.batch import padded_lengths
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,15 +60,16 @@ class SequenceDivision:
         self.chunks = self._chunks_of(group.rank())
         """Numbers of those that this rank holds."""
 
-    def micro_batch(self, pack: Pack, multiple: int) -> MicroBatch:
+    def micro_batch(self, pack: Pack, pad_to_multiple_of: int) -> MicroBatch:
         """Return what this rank holds of a pack.
 
         Args:
             pack: all of it, at every rank; or a single position that belongs to no example.
-            multiple: of the division's own, which each sequence's length is to be one of.
+            pad_to_multiple_of: tokens that each sequence is padded to a multiple of; itself a
+                multiple of the division's own.
         """
         ids_R = pack.sequences.ids_R
-        lengths = lengthened(pack.sequences.lengths, multiple)
+        lengths = padded_lengths(pack.sequences.lengths, pad_to_multiple_of)
         places = torch.arange(len(ids_R)).split(pack.sequences.lengths)
         place_P = torch.cat(
             [

@@ -76,7 +76,7 @@ class MegatronTrainer(ReplicatedTrainer):
         self._device = base.device.torch_device
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
         tensor = parallel_state.get_tensor_model_parallel_world_size()
-        self._multiple = tensor * self._division.multiple
+        self._pad_to_multiple_of = tensor * self._division.multiple
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
 
@@ -88,7 +88,7 @@ class MegatronTrainer(ReplicatedTrainer):
             answers=parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0,
-            multiple=self._multiple,
+            pad_to_multiple_of=self._pad_to_multiple_of,
         )
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
@@ -125,9 +125,9 @@ class MegatronTrainer(ReplicatedTrainer):
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
         output = PassOutput()
-        packs = pack_all(batch, self._max_batch_tokens, self._device, self._multiple)
+        packs = pack_all(batch, self._max_batch_tokens, self._device, self._pad_to_multiple_of)
         micro_batches = [
-            self._division.micro_batch(pack, self._multiple)
+            self._division.micro_batch(pack, self._pad_to_multiple_of)
             for pack in keep_in_step(packs, self._device)
         ]
         if micro_batches:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import Drawer, Running
@@ -97,7 +97,7 @@ class AloneBatch:
         ids_R = torch.tensor(list(tokens), dtype=torch.int64, device=self._base.device)
         with torch.no_grad():
             return self._base.hidden_of(
-                Packed(ids_R, (len(ids_R),)), route_all(weights), cache=cache
+                PackedSequences(ids_R, (len(ids_R),)), route_all(weights), cache=cache
             )
 
     def leave(self, sequences: Sequence[Running]) -> None:

@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_sampler.cache import (
     KeyValues,
@@ -170,7 +170,7 @@ class DecodingBatch:
         cache = PackCache(self._num_layers)
         with torch.no_grad():
             hidden_RD = self._base.hidden_of(
-                Packed(ids_R, lengths), routes_of(weights, lengths), cache=cache
+                PackedSequences(ids_R, lengths), routes_of(weights, lengths), cache=cache
             )
         bounds = pairwise(accumulate(lengths, initial=0))
         rows = [slice(start, stop) for start, stop in bounds]

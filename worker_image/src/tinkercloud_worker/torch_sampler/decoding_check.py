@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.self_check import REFUSALS, is_near, scattered_ids
 from tinkercloud_worker.torch_sampler.alone import AloneBatch, NewCache
 from tinkercloud_worker.torch_sampler.cache import KeyValues, LayerKeyValues
@@ -154,4 +154,4 @@ def _expected(base: BaseModel, sequence: Running) -> Tensor:
     tokens = [*sequence.request.prompt.tolist(), *sequence.tokens[:_STEPS]]
     ids_R = torch.tensor(tokens, device=base.device)
     with torch.no_grad():
-        return base.hidden_of(Packed(ids_R, (len(tokens),)), ())[-_STEPS:]
+        return base.hidden_of(PackedSequences(ids_R, (len(tokens),)), ())[-_STEPS:]

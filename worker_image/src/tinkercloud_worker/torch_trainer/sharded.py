@@ -20,7 +20,7 @@ from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
 from tinkercloud_worker.torch_trainer.trainer import Routed
@@ -89,7 +89,7 @@ class ShardedTrainer(DataParallelTrainer):
         parts = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
         return TrainedModel(None, parts.trainable, parts)
 
-    def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
+    def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
         (_, model), *_ = routed
         if isinstance(model.parts, ShardedModel):
             return model.parts.hidden(sequences)
@@ -118,4 +118,4 @@ class ShardedTrainer(DataParallelTrainer):
     def _pass_about_nothing(self, model_id: str) -> tuple[Routed, Tensor]:
         ids_R = torch.zeros(1, dtype=torch.int64, device=self._base.device)
         routed = [(slice(0, 1), self._models[model_id])]
-        return routed, self._hidden(routed, Packed(ids_R, (1,)))
+        return routed, self._hidden(routed, PackedSequences(ids_R, (1,)))

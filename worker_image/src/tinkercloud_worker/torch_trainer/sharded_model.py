@@ -24,7 +24,7 @@ from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.packing import Packed, mask_kinds
+from tinkercloud_worker.packing import PackedSequences, mask_kinds
 from tinkercloud_worker.unembedding import Unembedding
 
 
@@ -61,7 +61,7 @@ class ShardedModel:
         """Of the pass whose backward pass is to follow."""
         self._shard(mesh, base.dtype, recompute=recompute)
 
-    def hidden(self, sequences: Packed) -> Tensor:
+    def hidden(self, sequences: PackedSequences) -> Tensor:
         """Return the final hidden states [R, D].
 
         If gradients are recorded, a backward pass from them is to follow at every rank.

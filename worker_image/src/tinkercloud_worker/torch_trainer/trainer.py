@@ -24,7 +24,7 @@ from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.low_rank import may_be_beside_others
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_trainer.unembed import (
     Derivative,
@@ -178,7 +178,7 @@ class TorchTrainer(AdamTrainer):
         self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
     ) -> list[tuple[Tensor, Tensor]]:
         """Add the gradients of packs to their models'; return each's logprobs and summed loss."""
-        sequences = Packed.joined([pack.sequences for _, pack in shares])
+        sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
         routed = _in_order([(model, pack.sequences) for model, pack in shares])
         hidden_RD = self._hidden(routed, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(routed, shares, strict=True)]
@@ -195,7 +195,7 @@ class TorchTrainer(AdamTrainer):
         ):
             hidden_RD.backward(gradient_RD)
 
-    def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
+    def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
         most = self._max_kept_tokens
         recompute = most is not None and len(sequences.ids_R) > most
         return self._base.hidden_of(sequences, _routes(routed), recompute=recompute)
@@ -223,7 +223,7 @@ class TrainerBesideSampler(TorchTrainer):
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 
-def _in_order(packs: Sequence[tuple[TrainedModel, Packed]]) -> Routed:
+def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> Routed:
     """Return where the positions of packs lie, one after another, and whose they are."""
     ends = list(accumulate((len(pack.ids_R) for _, pack in packs), initial=0))
     return [
