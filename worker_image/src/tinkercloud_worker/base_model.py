@@ -89,7 +89,7 @@ class BaseModel:
         layers = layers_of(self._trunk)
         self._layer_prefixes = tuple(f"{name}." for name, _ in layers)
         for name, layer in layers:
-            self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
+            self._make_recomputable(f"{self._trunk_name}.{name}.", layer)
         self._embedding_weight = round_behind_embedding(model)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._head, "bias", None)
@@ -349,11 +349,11 @@ class BaseModel:
     def _parts(self, target: Target) -> Parts:
         return [(route.rows, term_of(target, route.weights)) for route in self._routes]
 
-    def _make_repeatable(self, prefix: str, layer: nn.Module) -> None:
-        """Let a layer be computed again in the backward pass, with the weights it had before."""
+    def _make_recomputable(self, prefix: str, layer: nn.Module) -> None:
+        """Let a layer be recomputed in the backward pass, with the weights of the forward pass."""
         forward = layer.forward
 
-        def repeatable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+        def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
             if not self._recomputes:
                 return forward(*args, **kwargs)
             routes = self._routes
@@ -373,7 +373,7 @@ class BaseModel:
             )
 
         # Assigned to the instance, so that the layer stays what it is, names and all.
-        layer.forward = repeatable
+        layer.forward = recomputable
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:

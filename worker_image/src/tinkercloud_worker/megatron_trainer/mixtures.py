@@ -167,18 +167,21 @@ def made_of(whole: PreTrainedModel) -> Callable[[str], Piece]:
     return find
 
 
-def keep_in_step(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:
-    """Add empty packs, so that ranks which compute each other's tokens run as many."""
+def with_dummy_packs(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:
+    """Return packs and dummies: ranks with fewer packs run dummy passes.
+
+    Ranks compute tokens of each other's passes, so all of them have to run as many.
+    """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return packs
     most = torch.tensor(len(packs), device=device)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return [*packs, *[_empty(device)] * (int(most) - len(packs))]
+    return [*packs, *[_dummy_pack(device)] * (int(most) - len(packs))]
 
 
-def _empty(device: torch.device) -> Pack:
-    """Return one position that belongs to no example."""
+def _dummy_pack(device: torch.device) -> Pack:
+    """Return a pack of one position that belongs to no example."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return Pack(
         sequences=PackedSequences(torch.zeros(1, dtype=torch.int64, device=device), (1,)),

@@ -44,7 +44,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
-from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers, use_gates_without_copies
+from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
 from tinkercloud_worker.megatron_trainer.pieces import Piece
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
 
@@ -98,7 +98,7 @@ class MegatronModel:
     linears: AdaptedLinears
     experts: Sequence[GroupedExperts]
     """Those at this rank, layer by layer."""
-    layers: RepeatableLayers
+    layers: RecomputedLayers
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
@@ -217,7 +217,7 @@ def blank(
         Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
         linears,
         experts,
-        RepeatableLayers(module.decoder.layers),
+        RecomputedLayers(module.decoder.layers),
         targets,
         config,
         device,

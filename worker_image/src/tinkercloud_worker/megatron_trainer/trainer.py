@@ -35,7 +35,7 @@ from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
-from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
+from tinkercloud_worker.megatron_trainer.mixtures import with_dummy_packs
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.vocabulary import (
@@ -128,7 +128,7 @@ class MegatronTrainer(ReplicatedTrainer):
         packs = pack_all(batch, self._max_batch_tokens, self._device, self._pad_to_multiple_of)
         micro_batches = [
             self._division.micro_batch(pack, self._pad_to_multiple_of)
-            for pack in keep_in_step(packs, self._device)
+            for pack in with_dummy_packs(packs, self._device)
         ]
         if micro_batches:
             self._base.linears.active = _active(model)
@@ -153,7 +153,7 @@ class MegatronTrainer(ReplicatedTrainer):
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
             tokens = sum(micro_batch.sequences.lengths)
-            self._base.layers.repeat = most is not None and tokens > most
+            self._base.layers.recompute = most is not None and tokens > most
             # Rotary positions and the mask follow from the sequences.
             given = (micro_batch.ids_S[None], None, None)
             packed = {"packed_seq_params": micro_batch.sequences}

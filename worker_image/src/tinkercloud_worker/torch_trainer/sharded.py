@@ -3,8 +3,7 @@
 Each rank has its part of every layer and, while a layer computes, the whole of that one
 (`sharded_base`). Adapters are whole at every rank, and so are the base's embeddings. Models that
 are trained as a whole are divided as the base is, embeddings too (`sharded_model`). As gathering a
-layer takes all ranks, all make the same number of passes, whatever their shares of the batch are:
-some are about nothing.
+layer takes all ranks, all run the same number of passes: ranks with fewer packs run dummy passes.
 """
 
 import gc
@@ -58,11 +57,11 @@ class ShardedTrainer(DataParallelTrainer):
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
-        missing = self._passes_of_others(batch)
+        missing = self._missing_passes(batch)
         output = super().forward(model_id, batch, between)
         with torch.no_grad():
             for _ in range(missing):
-                self._pass_about_nothing(model_id)
+                self._dummy_pass(model_id)
         parts = self._models[model_id].parts
         if isinstance(parts, ShardedModel):
             parts.release()
@@ -72,10 +71,10 @@ class ShardedTrainer(DataParallelTrainer):
         self, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
-        missing = self._passes_of_others(batch)
+        missing = self._missing_passes(batch)
         output = super().forward_backward(model_id, batch, between)
         for _ in range(missing):
-            routed, hidden_RD = self._pass_about_nothing(model_id)
+            routed, hidden_RD = self._dummy_pass(model_id)
             self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))
         return output
 
@@ -108,14 +107,14 @@ class ShardedTrainer(DataParallelTrainer):
         elif hidden_RD.requires_grad:
             hidden_RD.backward(gradient_RD)
 
-    def _passes_of_others(self, batch: Batch) -> int:
-        """Return how many more passes than this rank the rank with the most makes."""
+    def _missing_passes(self, batch: Batch) -> int:
+        """Return how many passes this rank makes fewer than the rank with the most."""
         own = len(self._packs(batch))
         most = torch.tensor(own, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - own
 
-    def _pass_about_nothing(self, model_id: str) -> tuple[Routed, Tensor]:
+    def _dummy_pass(self, model_id: str) -> tuple[Routed, Tensor]:
         ids_R = torch.zeros(1, dtype=torch.int64, device=self._base.device)
         routed = [(slice(0, 1), self._models[model_id])]
         return routed, self._hidden(routed, PackedSequences(ids_R, (1,)))

@@ -146,7 +146,7 @@ class ShardedModel:
             guard_gradients(model.get_submodule(experts.name))
         if recompute:
             for layer in layers:
-                _compute_again(layer)
+                _recompute_in_backward(layer)
         names = {weight: name for name, weight in model.named_parameters()}
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for module in (*layers, model):
@@ -188,12 +188,12 @@ def _divided_dim(name: str, weight: Tensor, ranks: int) -> int:
     )
 
 
-def _compute_again(layer: nn.Module) -> None:
-    """Let a layer keep its inputs only, and compute the rest again in the backward pass."""
+def _recompute_in_backward(layer: nn.Module) -> None:
+    """Have a layer keep only its inputs, and recompute the rest in the backward pass."""
     forward = layer.forward
 
-    def repeatable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+    def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     # Assigned to the instance, so that the layer stays what it is, names and all.
-    layer.forward = repeatable
+    layer.forward = recomputable
