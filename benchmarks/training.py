@@ -16,8 +16,8 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch, bin_pack, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.torch_trainer.unembed import logprobs_and_gradient
 from tinkercloud_worker.unembedding import Unembedding
 
 RANK = 16

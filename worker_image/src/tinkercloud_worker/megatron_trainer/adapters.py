@@ -11,7 +11,7 @@ A and B are float32; over a base of lower precision they are rounded to it, as i
 A rank's gradient of an adapter is its part of a sum over all ranks. Those of a tensor-parallel
 group divide the sequence between the weights (sequence parallelism): of what they all have whole, A
 before a layer divided by its outputs and B behind one divided by its inputs, each computes the
-gradient from its own positions. The output layer's adapter is added elsewhere (`vocabulary`).
+gradient from its own positions. The output layer's adapter is added elsewhere (`logprobs`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -35,14 +35,14 @@ from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
-from tinkercloud_worker.megatron_trainer.mixtures import with_dummy_packs
-from tinkercloud_worker.megatron_trainer.model import MegatronModel
-from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.megatron_trainer.vocabulary import (
+from tinkercloud_worker.megatron_trainer.logprobs import (
     frozen_output_layer,
     logprobs,
     trained_output_layer,
 )
+from tinkercloud_worker.megatron_trainer.mixtures import with_dummy_packs
+from tinkercloud_worker.megatron_trainer.model import MegatronModel
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.whole import DividedModel
 from tinkercloud_worker.replicas import ReplicatedTrainer
 from tinkercloud_worker.unembedding import Unembedding

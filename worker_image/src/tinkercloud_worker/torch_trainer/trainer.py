@@ -1,9 +1,9 @@
 """The torch trainer: LoRA adapters or whole models over one Hugging Face base, in this process.
 
 A request is cut into packs of whole sequences; small ones of several models share one. The trunk
-runs under autograd; the output layer, the loss and their gradient are computed by `unembed` without
-a graph, and the trunk's backward pass starts from the gradient of its hidden states. Gradients land
-in each model's flat gradient (`engine.parameters`), where they add up until optim_step.
+runs under autograd; the output layer, the loss and their gradient are computed without a graph
+(`logprobs`), and the trunk's backward pass starts from the gradient of its hidden states. Gradients
+land in each model's flat gradient (`engine.parameters`), where they add up until optim_step.
 
 Shape legend: R positions of a pack, D hidden size, K targets per position.
 """
@@ -26,7 +26,7 @@ from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsS
 from tinkercloud_worker.low_rank import may_be_beside_others
 from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
-from tinkercloud_worker.torch_trainer.unembed import (
+from tinkercloud_worker.torch_trainer.logprobs import (
     Derivative,
     logprobs,
     logprobs_and_gradient,
@@ -182,7 +182,7 @@ class TorchTrainer(AdamTrainer):
         routed = _in_order([(model, pack.sequences) for model, pack in shares])
         hidden_RD = self._hidden(routed, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(routed, shares, strict=True)]
-        lp_RK, sums, gradient_RD = _unembed(
+        lp_RK, sums, gradient_RD = _losses_and_gradient(
             self._unembedding(routed), parts, hidden_RD.detach(), losses.find(loss_fn)
         )
         self._backward(routed, hidden_RD, gradient_RD)
@@ -244,7 +244,7 @@ def _routes(routed: Routed) -> list[Route]:
     ]
 
 
-def _unembed(
+def _losses_and_gradient(
     layer: Unembedding,
     parts: Sequence[tuple[slice, Pack]],
     hidden_RD: Tensor,
