@@ -17,7 +17,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.parameters import Trainable, norm_of
-from tinkercloud_worker.engine.ranks import Parts
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,10 +32,10 @@ class TrainedModel:
 
     lora: LoraConfig | None
     trainable: Trainable
-    parts: Parts | None = None
-    """How it lies over ranks; None: the trainable is all of it, by its own names."""
-    norm: float | None = None
-    """Of the summed gradient, where ranks have to work it out together."""
+    sharding: Sharding | None = None
+    """How it is divided over ranks; None: the trainable is all of it, by its own names."""
+    grad_norm: float | None = None
+    """Of the summed gradient, where ranks have to compute it together."""
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class AdamTrainer(ABC):
         """See `Trainer.optim_step`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        norm = float(norm_of(gradient)) if model.norm is None else model.norm
+        norm = float(norm_of(gradient)) if model.grad_norm is None else model.grad_norm
         if not np.isfinite(norm):
             gradient.zero_()
             raise InvalidRequest(
@@ -224,10 +224,10 @@ def state_of(
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
     """Copy what is held here of a model's whole tensors into a flat buffer."""
     layout = model.trainable.layout
-    if model.parts is None:
+    if model.sharding is None:
         layout.fill(flat, tensors, what)
     else:
-        layout.put(flat, model.parts.cut(tensors, what))
+        layout.put(flat, model.sharding.shard(tensors, what))
 
 
 def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:

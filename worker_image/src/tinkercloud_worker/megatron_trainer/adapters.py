@@ -40,7 +40,7 @@ class Active:
     """The adapter a pass runs with."""
 
     tensors: Mapping[str, Tensor]
-    """What experts have for themselves, of those that are here only (`grouped_experts.Piece`)."""
+    """What experts have for themselves, of those that are here only (`tensor_slices`)."""
     scale: float
 
 

@@ -6,9 +6,9 @@ are views, and one product computes a projection of all of them, as the torch tr
 
 The adapters of a layer's experts are stacked in tensors with Hugging Face's names; `lora` says
 which halves are one for all. Of the others a rank has the part of those experts that it holds, and
-where experts are divided by their width, a slice of each: a `Piece`. Terms need no communication of
-their own: tokens have been gathered from the ranks that divide an expert before, and what these
-make of them is added up behind.
+where experts are divided by their width, a slice of each (`TensorSlice`). Terms need no
+communication of their own: tokens are gathered before from the ranks that divide an expert, and
+what these compute of them is summed behind.
 
 Shape legend: S tokens at this rank's experts, sorted by expert; E experts at this rank; D hidden
 size, F this rank's part of an expert's width, r rank of the adapter.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tinkercloud_worker.experts import grouped_linear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
-from tinkercloud_worker.megatron_trainer.pieces import Piece
+from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)\.weight")
 
@@ -69,8 +69,8 @@ class GroupedExperts:
         # Assigned to the instance, so that the module stays what it is, names and all.
         experts.forward = self._forward
 
-    def pieces(self, rank: int) -> Sequence[Piece]:
-        """Return what is used here of adapters' tensors that experts have for themselves.
+    def slices(self, rank: int) -> Sequence[TensorSlice]:
+        """Return this rank's slices of the adapter tensors that experts have for themselves.
 
         Args:
             rank: of the adapter.
@@ -78,9 +78,9 @@ class GroupedExperts:
         number: int = parallel_state.get_expert_tensor_parallel_rank()
         ranks = parallel_state.get_expert_tensor_parallel_world_size()
         width = (0, self._down.in_features)
-        into = [Piece(t.own_name, (self._here, width, (0, rank))) for t in self._before]
-        back = Piece(self._down.own_name, (self._here, (0, rank), width))
-        return [*(piece.chunk(number, ranks, 1) for piece in into), back.chunk(number, ranks, 2)]
+        into = [TensorSlice(t.own_name, (self._here, width, (0, rank))) for t in self._before]
+        back = TensorSlice(self._down.own_name, (self._here, (0, rank), width))
+        return [*(block.chunk(number, ranks, 1) for block in into), back.chunk(number, ranks, 2)]
 
     def _forward(
         self, hidden_SD: Tensor, tokens_per_expert: Tensor, shares_S: Tensor

@@ -23,7 +23,7 @@ from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import located
-from tinkercloud_worker.megatron_trainer.pieces import Piece, all_of
+from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice, full_slice
 from tinkercloud_worker.packing import PackedSequences
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
@@ -141,7 +141,7 @@ def _numbered(name: str, first: int) -> str:
     return f"{before}.{weight}{first + int(number)}"
 
 
-def made_of(whole: PreTrainedModel) -> Callable[[str], Piece]:
+def made_of(whole: PreTrainedModel) -> Callable[[str], TensorSlice]:
     """Return what finds the weights of files in a Hugging Face model, which stacks experts'.
 
     Args:
@@ -155,14 +155,14 @@ def made_of(whole: PreTrainedModel) -> Callable[[str], Piece]:
         stacked[each.up.name] = (f"{each.name}.gate_up_proj", (width, 2 * width))
         stacked[each.down.name] = (f"{each.name}.down_proj", (0, hidden))
 
-    def find(weight: str) -> Piece:
+    def find(weight: str) -> TensorSlice:
         if ".experts." in weight:
             target, number = located(weight)
             name, rows = stacked[target]
-            return Piece(name, ((number, number + 1), rows, (0, shapes[name][-1])))
+            return TensorSlice(name, ((number, number + 1), rows, (0, shapes[name][-1])))
         # Mixtral's files and modules have two names for the same.
         name = weight.replace(".block_sparse_moe.", ".mlp.")
-        return all_of(name, shapes[name])
+        return full_slice(name, shapes[name])
 
     return find
 

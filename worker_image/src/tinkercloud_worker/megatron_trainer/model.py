@@ -45,7 +45,7 @@ from tinkercloud_worker.megatron_trainer.adapters import (
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
-from tinkercloud_worker.megatron_trainer.pieces import Piece
+from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
@@ -90,7 +90,7 @@ class MegatronModel:
     module: GPTModel
     """It ends with the last stage's final norm: `head_weight` and the output layer are for the
     caller, who has no room for the logits of all positions."""
-    sources: Mapping[str, Sequence[Piece]]
+    sources: Mapping[str, Sequence[TensorSlice]]
     """Of each weight of the module, the parts of Hugging Face weights that it is made of where
     tensor parallelism does not divide it."""
     layout: Layout

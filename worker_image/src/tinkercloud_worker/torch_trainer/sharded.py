@@ -62,9 +62,9 @@ class ShardedTrainer(DataParallelTrainer):
         with torch.no_grad():
             for _ in range(missing):
                 self._dummy_pass(model_id)
-        parts = self._models[model_id].parts
-        if isinstance(parts, ShardedModel):
-            parts.release()
+        sharding = self._models[model_id].sharding
+        if isinstance(sharding, ShardedModel):
+            sharding.release()
         return output
 
     def forward_backward(
@@ -85,25 +85,25 @@ class ShardedTrainer(DataParallelTrainer):
         gc.collect()
 
     def _full_model(self) -> TrainedModel:
-        parts = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
-        return TrainedModel(None, parts.trainable, parts)
+        sharding = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
+        return TrainedModel(None, sharding.trainable, sharding)
 
     def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
         (_, model), *_ = routed
-        if isinstance(model.parts, ShardedModel):
-            return model.parts.hidden(sequences)
+        if isinstance(model.sharding, ShardedModel):
+            return model.sharding.hidden(sequences)
         return super()._hidden(routed, sequences)
 
     def _unembedding(self, routed: Routed) -> Unembedding:
         (_, model), *_ = routed
-        if isinstance(model.parts, ShardedModel):
-            return model.parts.unembedding()
+        if isinstance(model.sharding, ShardedModel):
+            return model.sharding.unembedding()
         return super()._unembedding(routed)
 
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
         (_, model), *_ = routed
-        if isinstance(model.parts, ShardedModel):
-            model.parts.backward(hidden_RD, gradient_RD)
+        if isinstance(model.sharding, ShardedModel):
+            model.sharding.backward(hidden_RD, gradient_RD)
         elif hidden_RD.requires_grad:
             hidden_RD.backward(gradient_RD)
 

@@ -29,7 +29,7 @@ from tinkercloud_worker.unembedding import Unembedding
 
 
 class ShardedModel:
-    """See `engine.ranks.Parts`. All ranks of the mesh make the same passes in one order."""
+    """See `engine.ranks.Sharding`. All ranks of the mesh make the same passes in one order."""
 
     is_whole = False
 
@@ -94,7 +94,7 @@ class ShardedModel:
         cast("FSDPModule", self._model).reshard()
 
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Parts.gather`."""
+        """See `Sharding.gather`."""
         whole = {}
         for name, tensor in tensors.items():
             # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
@@ -106,20 +106,20 @@ class ShardedModel:
                 whole[name] = torch.cat(parts, self._dims[name])
         return whole
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Parts.cut`."""
+    def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
+        """See `Sharding.shard`."""
         self._layout.check(tensors, what)
         for name in self._dims:
             yield name, self._part(name, tensors[name])
 
-    def add_up(self, gradient: Tensor) -> None:
-        """See `Parts.add_up`: the backward pass has done so."""
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        """See `Sharding.reduce_gradient`: the backward pass has done so."""
 
-    def contribute(self, gradient: Tensor) -> None:
-        """See `Parts.contribute`: as above."""
+    def unreduce_gradient(self, gradient: Tensor) -> None:
+        """See `Sharding.unreduce_gradient`: as above."""
 
-    def norm(self, gradient: Tensor) -> float:
-        """See `Parts.norm`."""
+    def grad_norm(self, gradient: Tensor) -> float:
+        """See `Sharding.grad_norm`."""
         square = norm_of(gradient).square()
         dist.all_reduce(square)
         return float(square.sqrt())
