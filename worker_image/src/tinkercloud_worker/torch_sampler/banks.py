@@ -45,7 +45,7 @@ class AdapterBank:
         """Whether adapters are where a step for as many finds them."""
         return set(adapters) <= {held() for held in self._held[: padded(len(adapters))]}
 
-    def seat(self, adapters: Sequence[ActiveWeights]) -> dict[ActiveWeights, int]:
+    def assign(self, adapters: Sequence[ActiveWeights]) -> dict[ActiveWeights, int]:
         """Return the slot of each adapter; those are loaded that are not there."""
         used = padded(len(adapters))
         slots = {
@@ -100,8 +100,8 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
-    """Where the adapters of a step are."""
+class SlotAssignment:
+    """Which slots of which bank hold the adapters of a step."""
 
     bank: AdapterBank | None
     """None: no row has one."""
@@ -134,21 +134,21 @@ class AdapterBanks:
         self.generation = 0
         """Another number whenever adapters are in another place than before."""
 
-    def seats(self, weights: Sequence[ActiveWeights | None]) -> Seats | None:
-        """Find a place for the adapters of a step; None: they can't be computed together.
+    def assign(self, weights: Sequence[ActiveWeights | None]) -> SlotAssignment | None:
+        """Assign the adapters of a step to bank slots; None if they can't share one product.
 
         Args:
             weights: of each row; None: the base's.
         """
         adapters = list(dict.fromkeys(each for each in weights if each is not None))
         if not adapters:
-            return Seats(None, [-1] * len(weights))
+            return SlotAssignment(None, [-1] * len(weights))
         bank = next((b for b in self._banks if b.holds(adapters)), None) or self._bank(adapters)
         if bank is None:
             return None
-        slots = bank.seat(adapters)
+        slots = bank.assign(adapters)
         is_alone = len(adapters) == 1 and None not in weights
-        return Seats(
+        return SlotAssignment(
             bank,
             [slots[each] if each is not None else -1 for each in weights],
             used=padded(len(adapters)),

@@ -32,8 +32,8 @@ KeyValues = tuple[LayerKeyValues, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """For how much there is memory."""
+class KvBudget:
+    """How many sequences and tokens have memory."""
 
     sequences: int
     tokens: int
@@ -41,8 +41,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRoom:
-    """The shape of what keeps running sequences: every slot has as many positions."""
+class KvShape:
+    """The shape of the slots of running sequences, which all have as many positions."""
 
     slots: int
     positions: int
@@ -52,18 +52,18 @@ class SlotRoom:
         """Positions of all slots."""
         return self.slots * self.positions
 
-    def grown(self, slots: int, positions: int, max_tokens: int) -> "SlotRoom":
-        """Return room for so much at least.
+    def grown(self, slots: int, positions: int, max_tokens: int) -> "KvShape":
+        """Return a shape of at least so many slots and positions.
 
-        It is the same room if that is enough. If not, it grows by doubling, and what is larger than
-        needed becomes smaller, so that there are no more than `max_tokens` unless they are needed.
+        It is this one if that is enough. If not, what is too small doubles, and what is larger than
+        needed shrinks, so that it has no more than `max_tokens` unless they are needed.
         """
         if slots <= self.slots and positions <= self.positions:
             return self
         length = self.positions if positions <= self.positions else 2 * self.positions
         length = max(positions, min(length, max_tokens // slots))
         count = self.slots if slots <= self.slots else 2 * self.slots
-        return SlotRoom(max(slots, min(count, max_tokens // length)), length)
+        return KvShape(max(slots, min(count, max_tokens // length)), length)
 
 
 def length_of(key_values: KeyValues) -> int:
@@ -213,10 +213,10 @@ class SlotCache(Cache):
         return 0
 
     @property
-    def room(self) -> "SlotRoom":
-        """What there is room for."""
+    def shape(self) -> "KvShape":
+        """Of the slots that are allocated."""
         keys = self._own[0].keys if self._own else None
-        return SlotRoom(keys.shape[0], keys.shape[2]) if keys is not None else SlotRoom(0, 0)
+        return KvShape(keys.shape[0], keys.shape[2]) if keys is not None else KvShape(0, 0)
 
     def insert(self, slot: int, key_values: KeyValues, length: int) -> None:
         """Copy a sequence's positions into a slot.
@@ -245,11 +245,11 @@ class SlotCache(Cache):
                 self._make_room(layer, like, slots, length)
 
     def _make_room(self, layer: _SlotLayer, like: LayerKeyValues, slots: int, length: int) -> None:
-        has = SlotRoom(layer.keys.shape[0], layer.keys.shape[2]) if layer.keys is not None else None
-        room = (has or SlotRoom(0, 0)).grown(slots, length, self.max_tokens)
-        if room != has:
-            layer.keys = _with_room(layer.keys, like.keys, room)
-            layer.values = _with_room(layer.values, like.values, room)
+        has = KvShape(layer.keys.shape[0], layer.keys.shape[2]) if layer.keys is not None else None
+        shape = (has or KvShape(0, 0)).grown(slots, length, self.max_tokens)
+        if shape != has:
+            layer.keys = _with_room(layer.keys, like.keys, shape)
+            layer.values = _with_room(layer.values, like.values, shape)
             self.generation += 1
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -272,11 +272,11 @@ class SlotCache(Cache):
             layer.keys = layer.values = None
 
 
-def _with_room(tensor: Tensor | None, like: Tensor, room: SlotRoom) -> Tensor:
+def _with_room(tensor: Tensor | None, like: Tensor, shape: KvShape) -> Tensor:
     """Return a buffer [slots, H, positions, E] that begins with what another has room for."""
     heads, _, size = like.shape
-    made = like.new_zeros(room.slots, heads, room.positions, size)
+    made = like.new_zeros(shape.slots, heads, shape.positions, size)
     if tensor is not None:
-        kept = tensor[: room.slots, :, : room.positions]
+        kept = tensor[: shape.slots, :, : shape.positions]
         made[: kept.shape[0], :, : kept.shape[2]] = kept
     return made

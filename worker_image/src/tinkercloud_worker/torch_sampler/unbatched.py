@@ -17,19 +17,19 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
-from tinkercloud_worker.torch_sampler.decoding import Drawer, Running
+from tinkercloud_worker.torch_sampler.decoding import Running, TokenSampler
 
 NewCache = Callable[[], Cache | None]
 """Returns a cache for one sequence that holds nothing yet, or None, for models that have none."""
 
 
-class AloneBatch:
-    """Running sequences, with whatever weights; see `DecodingBatch`, whose methods it has."""
+class UnbatchedDecoding:
+    """Running sequences with any weights, computed one by one. Has `DecodingBatch`'s methods."""
 
-    def __init__(self, base: BaseModel, drawer: Drawer, new_cache: NewCache) -> None:
+    def __init__(self, base: BaseModel, token_sampler: TokenSampler, new_cache: NewCache) -> None:
         """Make a batch without sequences."""
         self._base = base
-        self._drawer = drawer
+        self._token_sampler = token_sampler
         self._new_cache = new_cache
         self._caches: dict[Running, Cache] = {}
         self.sequences: list[Running] = []
@@ -62,7 +62,7 @@ class AloneBatch:
             self._base.logits(hidden_D[None], route_all(sequence.weights))
             for sequence, hidden_D in zip(self.sequences, self.hidden(), strict=True)
         ]
-        self._drawer.extend(self.sequences, torch.cat(logits))
+        self._token_sampler.extend(self.sequences, torch.cat(logits))
         ended = [sequence for sequence in self.sequences if sequence.is_done]
         self.leave(ended)
         return ended
