@@ -132,13 +132,13 @@ class AdamTrainer(ABC):
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         model = self._models[model_id]
-        return WeightsSnapshot(model.lora, self._whole(model, model.trainable.flat.detach()))
+        return WeightsSnapshot(model.lora, self._to_cpu(model, model.trainable.flat.detach()))
 
     def published(self, model_id: str) -> WeightsSnapshot:
         """See `RankTrainer.published`."""
         model = self._models[model_id]
         flat = model.trainable.flat.detach()
-        return WeightsSnapshot(model.lora, self._whole(model, flat, self._published_dtype(model)))
+        return WeightsSnapshot(model.lora, self._to_cpu(model, flat, self._published_dtype(model)))
 
     def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
         """See `Trainer.publication`."""
@@ -147,7 +147,7 @@ class AdamTrainer(ABC):
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
-        return state_of(self._models[model_id], self._whole)
+        return state_of(self._models[model_id], self._to_cpu)
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
@@ -170,7 +170,7 @@ class AdamTrainer(ABC):
         """See `Trainer.export_gradient`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        return self._whole(model, gradient) if gradient.any() else None
+        return self._to_cpu(model, gradient) if gradient.any() else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
@@ -180,7 +180,7 @@ class AdamTrainer(ABC):
     def _published_dtype(self, model: TrainedModel) -> torch.dtype:
         return self._dtype if model.lora is None else torch.float32
 
-    def _whole(
+    def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
         """Return a copy of what leaves the trainer of a flat buffer, which goes on changing.

@@ -35,10 +35,11 @@ from tinkercloud_worker.experts import (
     FusedExperts,
     find_experts,
     guard_gradients,
-    others_than,
+    unadaptable_experts,
     with_terms,
 )
 from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.load import load_pretrained
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import LowRankTerms, Parts, add_terms
 from tinkercloud_worker.packing import (
@@ -47,7 +48,6 @@ from tinkercloud_worker.packing import (
     use_own_attention,
     use_packed_attention,
 )
-from tinkercloud_worker.quantized import load_pretrained
 from tinkercloud_worker.routes import Route, expert_terms, term_of
 from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
 
@@ -83,7 +83,7 @@ class BaseModel:
             module = model.get_submodule(each.name)
             guard_gradients(module)
             self._adapt_experts(each, module)
-        self.other_experts = others_than(experts, model)
+        self.unadaptable_experts = unadaptable_experts(experts, model)
         """The class of experts that no adapter can be added to, if there are such."""
         self._recomputes = False
         layers = layers_of(self._trunk)

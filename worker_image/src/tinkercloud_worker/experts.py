@@ -67,7 +67,7 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
     """Return the experts of a model that can be adapted, in the order of its modules.
 
     These are gated, without biases, gates before ups, and [out, in] each: what all mixtures have
-    that transformers computes by its common code, but for a few (`others_than`).
+    that transformers computes by its common code, but for a few (`unadaptable_experts`).
 
     Their adapters are named as the family's checkpoints name the weights of an expert, less its
     number: `...mlp.experts.gate_proj`, and of Mixtral `...block_sparse_moe.experts.w1`.
@@ -79,7 +79,7 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
     ]
 
 
-def others_than(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
+def unadaptable_experts(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
     """Return what class of experts a model has that can't be adapted; None: it has none such."""
     known = {each.name for each in experts}
     for name, module in model.named_modules():

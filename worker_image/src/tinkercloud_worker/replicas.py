@@ -44,7 +44,7 @@ class ReplicatedTrainer(AdamTrainer):
         model = self._models[model_id]
         total = model.trainable.gradient.to("cpu", copy=True)
         _reduce(model, total)
-        whole = self._whole(model, total)
+        whole = self._to_cpu(model, total)
         return whole if any(tensor.any() for tensor in whole.values()) else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
@@ -60,18 +60,18 @@ class ReplicatedTrainer(AdamTrainer):
         """See `RankTrainer.last_words`."""
         whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
         with accelerator.side_stream():
-            return {name: state_of(model, _on_cpu) for name, model in whole.items()}
+            return {name: state_of(model, _gathered) for name, model in whole.items()}
 
-    def _whole(
+    def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
         """Return the whole tensors at rank 0; at the others nothing, even if they have them."""
         if dist.get_rank() == 0 or _sharding(model):
-            return _on_cpu(model, flat, dtype)
+            return _gathered(model, flat, dtype)
         return {}
 
 
-def _on_cpu(
+def _gathered(
     model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
 ) -> Mapping[str, Tensor]:
     """Return a copy of whole tensors on the CPU: where they arrive there may be nothing else."""

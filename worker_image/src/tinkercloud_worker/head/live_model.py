@@ -46,8 +46,8 @@ class LiveModel:
             case LoadWeightsRequest():
                 return Operation(lambda: operations.load_weights(request), role, origin)
 
-    async def rest(self) -> None:
-        """Begin nothing more; return once nothing runs, in the background neither."""
+    async def quiesce(self) -> None:
+        """Start no more work; return once none is running, not even in the background."""
         await self.queue.pause()
         if self.queue.later:
             await asyncio.wait(self.queue.later)

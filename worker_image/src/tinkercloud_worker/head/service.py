@@ -332,7 +332,7 @@ class HeadService:
 
     async def _drain(self) -> None:
         """Give what runs some time to finish, then answer nothing any more."""
-        work = [asyncio.create_task(model.rest()) for model in self._models.values()]
+        work = [asyncio.create_task(model.quiesce()) for model in self._models.values()]
         work += [sample.task for sample in self._samples.values()]
         if work:
             await asyncio.wait(work, timeout=self._backend.config.timings.drain_seconds)

@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.architecture import blank_model, check_folder, trunk_and_head
 from tinkercloud_worker.base_model import BaseModel, layers_of
-from tinkercloud_worker.quantized import load_pretrained
+from tinkercloud_worker.load import load_pretrained
 
 _READER = 0
 

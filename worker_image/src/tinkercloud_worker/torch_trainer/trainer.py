@@ -67,9 +67,10 @@ class TorchTrainer(AdamTrainer):
         if lora_config is None:
             self._check_whole()
             return self._full_model()
-        if lora_config.train_mlp and self._base.other_experts:
+        experts = self._base.unadaptable_experts
+        if lora_config.train_mlp and experts:
             raise InvalidRequest(
-                f"train_mlp: true, but this model keeps its experts as {self._base.other_experts},"
+                f"train_mlp: true, but this model keeps its experts as {experts},"
                 " which the torch trainer can't adapt; set train_mlp to false"
             )
         return new_adapter(self._base.targets, lora_config, self._base.device)
@@ -80,12 +81,13 @@ class TorchTrainer(AdamTrainer):
         Raises:
             InvalidRequest: it would not.
         """
-        if self._base.other_experts:
+        experts = self._base.unadaptable_experts
+        if experts:
             # They are computed by transformers, with the product that `guard_gradients` is about.
             raise InvalidRequest(
-                "lora_config: full fine-tuning, but this model keeps its experts as"
-                f" {self._base.other_experts}, which the torch trainer can't train; give a rank of"
-                " LoRA, and set train_mlp to false"
+                f"lora_config: full fine-tuning, but this model keeps its experts as {experts},"
+                " which the torch trainer can't train; give a rank of LoRA, and set train_mlp to"
+                " false"
             )
         for name, weight in self._base.named_weights().items():
             if weight.dtype != self._base.dtype:
