@@ -50,6 +50,7 @@ from tinkercloud_worker.packing import (
 )
 from tinkercloud_worker.routes import Route, expert_terms, term_of
 from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
+from tinkercloud_worker.unembedding import Unembedding
 
 
 class BaseModel:
@@ -236,10 +237,8 @@ class BaseModel:
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `routes` here divides the R positions."""
         with torch.no_grad():
-            logits_RV = self.head(self._replaced_weights(routes)).matmul_float32(hidden_RD)
-            for rows, a, b, scale in self.head_adapters(routes):
-                logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
-        return logits_RV
+            head = self.head(self._replaced_weights(routes))
+            return Unembedding(head, self.head_adapters(routes)).logits(hidden_RD)
 
     def head(self, replaced: Mapping[str, Tensor] | None) -> FrozenLinear:
         """Return the output embedding: the base's, or the one that takes its place."""
