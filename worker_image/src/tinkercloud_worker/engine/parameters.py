@@ -42,6 +42,11 @@ class Layout:
         self.size = offset
         """Elements of the whole buffer."""
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+        """Return the layout of named tensors, in their order."""
+        return cls(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
+
     def __contains__(self, name: str) -> bool:
         return name in self._places
 

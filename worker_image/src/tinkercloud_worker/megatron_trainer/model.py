@@ -33,7 +33,7 @@ from tinkercloud_worker.architecture import (
     find_targets,
     is_tied,
 )
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec
+from tinkercloud_worker.engine.parameters import Layout
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
@@ -214,7 +214,7 @@ def blank(
     return MegatronModel(
         module,
         {name: [find(weight) for weight in weights] for name, weights in sources.items()},
-        Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
+        Layout.of(dict(whole.named_parameters())),
         linears,
         experts,
         RecomputedLayers(module.decoder.layers),

@@ -46,7 +46,7 @@ class ShardedModel:
         """
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
         weights = base.named_weights()
-        self._layout = Layout(TensorSpec(name, tuple(w.shape)) for name, w in weights.items())
+        self._layout = Layout.of(weights)
         self._dims = {name: _divided_dim(name, w, self._ranks) for name, w in weights.items()}
         self.trainable = Trainable(
             Layout(TensorSpec(name, self._part_shape(name, w)) for name, w in weights.items()),

@@ -21,7 +21,7 @@ from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
+from tinkercloud_worker.engine.parameters import Layout, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.low_rank import may_be_beside_others
 from tinkercloud_worker.packing import PackedSequences
@@ -98,7 +98,7 @@ class TorchTrainer(AdamTrainer):
 
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
-        layout = Layout(TensorSpec(name, tuple(w.shape)) for name, w in weights.items())
+        layout = Layout.of(weights)
         trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
