@@ -17,7 +17,7 @@ from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
 from tinkercloud_worker import accelerator
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.no_trainer import NoTrainer
@@ -105,8 +105,9 @@ def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
 
 
 def _limits(config: HeadConfig) -> TokenLimits:
-    limits, wanted = read_architecture(config.model.path).limits, config.limits.max_context_length
-    return replace(limits, max_context_length=min(wanted or 1 << 62, limits.max_context_length))
+    limits = read_architecture(config.model.path).limits
+    longest = capped_context_length(config.limits.max_context_length, limits.max_context_length)
+    return replace(limits, max_context_length=longest)
 
 
 def torch_rank(config: HeadConfig) -> DataParallelTrainer:

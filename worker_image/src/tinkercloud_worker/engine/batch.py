@@ -67,6 +67,16 @@ class TokenLimits:
     max_context_length: int
 
 
+def capped_context_length(configured: int | None, of_model: int) -> int:
+    """Return the longest sequence that is accepted, in tokens.
+
+    Args:
+        configured: the limit that was set; None if none was.
+        of_model: the longest sequence the model takes.
+    """
+    return min(configured or of_model, of_model)
+
+
 def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
     """Check a request and fill in its loss's defaults.
 

@@ -29,7 +29,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import TrainedModel, new_adapter
 from tinkercloud_worker.collate import PassOutput, pack_all
-from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
@@ -70,7 +70,7 @@ class MegatronTrainer(ReplicatedTrainer):
                 would not compute each other's tokens again alike.
         """
         config: Any = base.hf_config
-        longest = min(max_context_length or 1 << 62, config.max_position_embeddings)
+        longest = capped_context_length(max_context_length, config.max_position_embeddings)
         super().__init__(TokenLimits(config.vocab_size, longest), base.module.config.params_dtype)
         self._base = base
         self._device = base.device.torch_device

@@ -20,7 +20,7 @@ from tinkercloud_worker import accelerator, lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
-from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
 from tinkercloud_worker.engine.parameters import Layout, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.low_rank import may_be_beside_others
@@ -57,7 +57,7 @@ class TorchTrainer(AdamTrainer):
             max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
                 backward pass; larger ones are computed again there, layer by layer. None: any.
         """
-        longest = min(max_context_length or 1 << 62, base.max_context_length)
+        longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
         self._base = base
         self._max_batch_tokens = max_batch_tokens
