@@ -86,16 +86,16 @@ class RankedTrainer:
             self._place.close()
         self._group.close()
 
-    def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`.
 
         Raises:
             RanksLost: a rank was lost meanwhile; the model does not exist.
             RanksUnavailable: the last group was lost and no other could be started.
         """
-        self._command(lambda group: group.call("add_model", model_id, lora))
+        self._command(lambda group: group.call("add_model", model_id, lora_config))
         self._models.add(model_id)
-        (self._whole.add if lora is None else self._whole.discard)(model_id)
+        (self._whole.add if lora_config is None else self._whole.discard)(model_id)
         self._lost.pop(model_id, None)
 
     def remove_model(self, model_id: str) -> None:

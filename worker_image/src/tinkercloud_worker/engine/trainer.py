@@ -105,7 +105,7 @@ class Trainer(Protocol):
 
     limits: TokenLimits
 
-    def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """Begin a model from the base's weights, with no gradient and no moments.
 
         Raises:
