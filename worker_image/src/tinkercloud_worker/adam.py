@@ -1,6 +1,6 @@
-"""Models under training as flat vectors, and what an optimizer does with them.
+"""Models under training as flat vectors, and their optimizer.
 
-What trainers have in common, whatever computes their gradients: a model is a `Trainable` and its
+This is what all trainers share, whatever computes their gradients: a model is a `Trainable` and its
 AdamW, whose state is two flat moments and a step count.
 """
 
@@ -42,11 +42,11 @@ class TrainedModel:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """Begin with no moments and no steps."""
+        """Start with no moments and no steps."""
         self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
 
     def begin_moments(self) -> None:
-        """Have moments. AdamW would make them one by one, and be left with one by a full GPU."""
+        """Allocate the moments. AdamW allocates one by one: a full GPU would leave it with one."""
         flat = self.trainable.flat
         if not self.optimizer.state[flat]:
             moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
@@ -183,16 +183,16 @@ class AdamTrainer(ABC):
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return a copy of what leaves the trainer of a flat buffer, which goes on changing.
+        """Return a copy of a flat buffer's tensors on the CPU, rounded to a dtype.
 
-        It is on the CPU, rounded to a dtype. Nothing that leaves is to take memory of a GPU, which
-        may be somebody else's meanwhile.
+        At ranks: what this rank has to return. What leaves a trainer must take no GPU memory, which
+        another process may be using meanwhile.
         """
         return model.trainable.layout.views(on_cpu(flat, dtype))
 
 
 def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a vector on the CPU, rounded to a dtype there: a GPU would need memory."""
+    """Return a copy of a vector on the CPU, cast there: casting on the GPU would allocate there."""
     if flat.dtype == dtype:
         return flat.to("cpu", copy=True)
     copy = torch.empty(flat.shape, dtype=dtype)
@@ -208,8 +208,8 @@ def state_of(
 
     Args:
         model: the model.
-        whole: makes a copy of the whole tensors of a model and a flat buffer, if it is from here
-            that they leave, and nothing otherwise.
+        whole: copies the whole tensors of a model and a flat buffer; empty at ranks that do not
+            return them.
     """
     weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
     state = model.optimizer.state[model.trainable.flat]
@@ -222,7 +222,7 @@ def state_of(
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy what is held here of a model's whole tensors into a flat buffer."""
+    """Copy this rank's part of a model's whole tensors into a flat buffer."""
     layout = model.trainable.layout
     if model.sharding is None:
         layout.fill(flat, tensors, what)

@@ -59,7 +59,7 @@ def build_trainer(
 
     Args:
         config: of the head.
-        base: returns the head's copy of the base model; it is loaded for who asks for it.
+        base: returns the head's copy of the base model, loaded by the first call.
         place: where whole models stay that its ranks publish.
 
     Raises:
@@ -97,8 +97,8 @@ def build_trainer(
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
     """Return whether ranks go on few nodes of a Ray cluster, or on many.
 
-    Ranks that hold a model between them meet in every layer, and GPUs of a node have links to each
-    other. Copies on CPUs meet once a step, and each is the faster for a node's cores to itself.
+    Ranks that share a model communicate in every layer, and GPUs of a node have links to each
+    other. Copies on CPUs communicate once a step, and are faster with a node's cores to themselves.
     """
     is_divided = trainer.sharded or trainer.model_ranks * trainer.expert_parallel > 1
     return "PACK" if is_divided or accelerator.gpus_of(trainer.device) else "SPREAD"

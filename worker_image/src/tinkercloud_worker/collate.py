@@ -26,7 +26,7 @@ class Pack:
     targets_RK: Tensor
     inputs: LossInputs
     examples: Sequence[tuple[int, Example]]
-    """With their index in the request."""
+    """Each with its index in the request."""
 
     def split(self, values_RK: Tensor) -> list[tuple[int, FloatArray]]:
         """Cut per-position values into per-example arrays in the client's shape."""
@@ -91,7 +91,7 @@ class PassOutput:
         self._passes: list[tuple[Pack, Tensor, Tensor]] = []
 
     def add(self, pack: Pack, lp_RK: Tensor, loss_sum: Tensor) -> None:
-        """Take the logprobs and the summed loss of a pack, which may not be there yet."""
+        """Add the logprobs and the summed loss of a pack, which may not be computed yet."""
         self._passes.append((pack, lp_RK, loss_sum))
 
     def finish(self, batch: Batch) -> LossOutput:

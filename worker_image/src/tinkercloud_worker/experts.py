@@ -31,7 +31,7 @@ from tinkercloud_worker.low_rank import Term
 _MIXTRALS = frozenset({"minimax", "minimax_m2", "mixtral", "phimoe"})
 """Families whose checkpoints, and vLLM and SGLang with them, have Mixtral's names for experts."""
 _ALIGNED_BYTES = 16
-"""That rows of what is multiplied start at multiples of."""
+"""Rows of factors start at multiples of this."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From hidden states [N, D], the experts of each [N, K] and their shares [N, K] to the sum of what
@@ -50,7 +50,7 @@ class FusedExperts:
 
     @property
     def targets(self) -> tuple[Target, Target, Target]:
-        """What of it can be adapted."""
+        """Its weights that can be adapted."""
         return self.gate, self.up, self.down
 
 
@@ -80,7 +80,7 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
 
 
 def unadaptable_experts(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
-    """Return what class of experts a model has that can't be adapted; None: it has none such."""
+    """Return the class of a model's experts that can't be adapted; None if all can."""
     known = {each.name for each in experts}
     for name, module in model.named_modules():
         kept = module.named_parameters(recurse=False)
@@ -130,12 +130,12 @@ def guard_gradients(experts: nn.Module) -> None:
 def with_terms(
     experts: nn.Module, plain: Forward, parts: Sequence[tuple[slice, ExpertTerms | None]]
 ) -> Forward:
-    """Return what computes the experts of a layer with the terms of adapters.
+    """Return a forward function of a layer's experts with the terms of adapters.
 
     Args:
         experts: their module, of `find_experts`.
-        plain: what computes it as it is.
-        parts: consecutive positions, all of them between them, and the terms that are theirs.
+        plain: its forward function without adapters.
+        parts: consecutive positions that cover the pass, and the terms of each.
     """
 
     def forward(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -217,9 +217,9 @@ def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _of_rows(ends_E: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of experts' weights: none where an expert has no rows.
+    """Return the gradient of experts' weights, zero where an expert has no rows.
 
-    There, torch's product leaves what was in the memory before on some GPUs (pytorch#172439).
+    On some GPUs torch's product leaves uninitialised memory there (pytorch#172439).
     """
     starts_E = nn.functional.pad(ends_E[:-1], (1, 0))
     return gradient.masked_fill((starts_E == ends_E)[:, None, None], 0.0)

@@ -26,12 +26,12 @@ class FrozenLinear:
     """x @ weight^T + bias, differentiable with respect to x only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool) -> None:
-        """Take a layer over.
+        """Wrap the weights of a layer.
 
         Args:
             weight: [out, in].
             bias: [out], or None.
-            packed: whether memory may be spent on packed copies.
+            packed: whether to keep packed copies, which take memory.
         """
         self.weight = weight
         self.bias = bias

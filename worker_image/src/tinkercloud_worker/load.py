@@ -19,7 +19,7 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises:
         UnsupportedModelError: its weights are float8 in a form that is not read, or are not those
-            that its configuration tells of.
+            that its configuration describes.
     """
     model = _load(path, dtype)
     if is_tied(model.config):

@@ -1,7 +1,7 @@
 """Products of half-precision matrices whose results are float32.
 
-An accelerator adds them up in float32 anyway; rounding them before they are used costs accuracy and
-a pass over the result. torch has no such product on a CPU: there each is rounded once.
+Accelerators accumulate in float32 anyway; rounding the result before it is used costs accuracy and
+a pass over it. torch has no such product on a CPU: there each result is rounded once.
 """
 
 import torch

@@ -44,7 +44,7 @@ def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' con
 
 
 def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Return what a matrix stands for, float32 [out, in].
+    """Return the values of a quantized matrix, float32 [out, in].
 
     Args:
         values: float8 [out, in].
@@ -61,12 +61,12 @@ class QuantizedFolder:
     """The safetensors files of a Hugging Face folder."""
 
     def __init__(self, path: str, block: Block, dtype: torch.dtype) -> None:
-        """Look which tensors there are.
+        """List the tensors.
 
         Args:
             path: of the folder.
             block: of its float8 weights.
-            dtype: that these are returned in.
+            dtype: of dequantized weights.
 
         Raises:
             UnsupportedModelError: there are none.
@@ -89,7 +89,7 @@ class QuantizedFolder:
         return [name for name in self._files if not name.endswith(_SCALE)]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return weights by name; those of float8 as what they stand for.
+        """Return weights by name, those of float8 dequantized.
 
         Raises:
             UnsupportedModelError: a weight is not there, or has no scales.

@@ -23,7 +23,7 @@ class ReplicatedTrainer(AdamTrainer):
     """A rank's part. `torch.distributed` must be initialised, and all ranks get the same calls."""
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """See `Trainer.add_model`. All begin from rank 0's values: a seed nobody gave differs."""
+        """See `Trainer.add_model`. All start from rank 0's values: seeds may differ."""
         super().add_model(model_id, lora_config)
         model = self._models[model_id]
         if lora_config is not None and model.sharding is None:
@@ -37,9 +37,9 @@ class ReplicatedTrainer(AdamTrainer):
         model.grad_norm = sharding.grad_norm(model.trainable.gradient) if sharding else None
 
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`. The sum over the ranks, whose contributions stay.
+        """See `Trainer.export_gradient`. Returns the ranks' sum; their own gradients stay.
 
-        Ranks add up copies on the CPU, over gloo: it takes no memory of theirs.
+        Ranks sum copies on the CPU, over gloo, which takes no GPU memory.
         """
         model = self._models[model_id]
         total = model.trainable.gradient.to("cpu", copy=True)
@@ -48,7 +48,7 @@ class ReplicatedTrainer(AdamTrainer):
         return whole if any(tensor.any() for tensor in whole.values()) else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """See `Trainer.import_gradient`. Each rank holds what it would have contributed."""
+        """See `Trainer.import_gradient`. The ranks' gradients sum up to it afterwards."""
         super().import_gradient(model_id, gradient)
         model = self._models[model_id]
         if model.sharding is not None:
@@ -74,7 +74,7 @@ class ReplicatedTrainer(AdamTrainer):
 def _gathered(
     model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
 ) -> Mapping[str, Tensor]:
-    """Return a copy of whole tensors on the CPU: where they arrive there may be nothing else."""
+    """Return a copy of whole tensors on the CPU: the receiver may have no other device."""
     layout = model.trainable.layout
     if model.sharding is not None:
         return model.sharding.gather(layout.views(flat), dtype)

@@ -1,6 +1,6 @@
-"""A session head: what its process is put together of, and how it serves.
+"""A session head: assembles its process, and serves.
 
-Which trainer and which sampler there are, `build_trainer` and `build_sampler` decide.
+`build_trainer` and `build_sampler` choose the trainer and the sampler.
 """
 
 import asyncio

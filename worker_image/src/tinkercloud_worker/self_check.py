@@ -1,4 +1,4 @@
-"""Whether a base model computes what transformers does, asked of each that is loaded.
+"""Checks of each base model that is loaded: that it computes what transformers does.
 
 Shape legend: R positions, D hidden size, V vocabulary, N either of those.
 """
@@ -27,7 +27,7 @@ a model that is not causal is as far away as any two.
 """
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What models raise where they are given something, or a cache, of which they can make nothing."""
+"""What models raise when they are given arguments, or a cache, that they can't compute with."""
 
 _LEAKS = {True: 1e-5, False: 0.02}
 """Of hidden states after one sequence of a pack beside those after another; in float32 and in less.
@@ -37,7 +37,7 @@ The same kernels compute both. Only of experts, whose tokens are others, is the 
 
 
 class Base(Protocol):
-    """What is asked of a `BaseModel`."""
+    """What is checked of a `BaseModel`."""
 
     dtype: torch.dtype
 
@@ -47,7 +47,7 @@ class Base(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens there are."""
+        """Tokens of its vocabulary."""
 
     def hidden_of(self, sequences: PackedSequences, routes: Sequence[Route]) -> Tensor:
         """Return the final hidden states [R, D]."""
@@ -106,7 +106,7 @@ def keeps_sequences_apart(base: Base) -> bool:
 
 
 def is_near(base: Base, ours_RN: Tensor, theirs_RN: Tensor) -> bool:
-    """Whether hidden states differ by no more than other kernels make of the same."""
+    """Whether hidden states differ by no more than the rounding of other kernels."""
     return _distance(ours_RN, theirs_RN) <= _TOLERANCES[base.dtype == torch.float32][1]
 
 

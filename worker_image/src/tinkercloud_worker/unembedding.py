@@ -1,4 +1,4 @@
-"""The output layer, for a few rows at a time: float32 logits, and what follows from theirs.
+"""The output layer, for a few rows at a time: float32 logits, and its backward pass.
 
 Shape legend: R positions, D hidden size, V vocabulary or a rank's part of it, r LoRA rank.
 """

@@ -13,7 +13,7 @@ from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSna
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a rank's trainer is to the whole."""
+    """A rank's place in the group."""
 
     limits: TokenLimits
     replica: int
@@ -37,7 +37,7 @@ class RankTrainer(Trainer, Protocol):
     """
 
     def membership(self) -> Membership:
-        """Return what this rank is to the whole."""
+        """Return this rank's place in the group."""
 
     def sum_gradient(self, model_id: str) -> None:
         """Give every rank the sum of all ranks' gradients. Call it once, before optim_step."""

@@ -27,7 +27,7 @@ from tinkercloud_worker.head.sequencer import Sequencer
 log = structlog.get_logger(__name__)
 
 Role = Literal["gradient", "step", "other"]
-"""Adds to the gradient; applies it; or does neither."""
+"""Whether a request adds to the gradient, applies it, or does neither."""
 
 REFUSED = "refused"
 """Path in the origin of a request that failed before it took its place; the body says why."""
@@ -35,7 +35,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an operation can be made from once more, in another process."""
+    """What another process needs to make an operation again."""
 
     path: str
     """Of the request (`protocol.routes`), or `REFUSED`."""
@@ -53,7 +53,7 @@ class Operation:
     run: Callable[[], Awaitable[Result | Awaitable[Result]]]
     role: Role = "other"
     origin: Origin | None = None
-    """None for what begins a model, which never waits."""
+    """None for a request that begins a model, which never waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class ModelQueue:
 
     @property
     def later(self) -> Set[asyncio.Task[None]]:
-        """What goes on in the background."""
+        """Work in the background."""
         return frozenset(self._later)
 
     def state(self) -> QueueState:
@@ -293,7 +293,7 @@ class ModelQueue:
 
 
 def error_message(result: Result) -> str:
-    """Return what a terminal failure says."""
+    """Return the message of a terminal failure."""
     return str(orjson.loads(result.body)["error"])
 
 

@@ -1,9 +1,9 @@
 """LoRA behind megatron-core's parallel linear layers.
 
-Adapters have Hugging Face's names and shapes, whole at every rank but for what experts have each
-for itself (`grouped_experts`): a layer that holds a slice of a weight uses the same slice of the
-adapter, as views. So queries, keys and values, which megatron
-computes as one, have an adapter each, and what is exported needs no conversion.
+Adapters have Hugging Face's names and shapes, and are whole at every rank but for the tensors that
+each expert has for itself (`grouped_experts`): a layer that holds a slice of a weight uses the same
+slice of the adapter, as views. So queries, keys and values, which megatron computes as one, have an
+adapter each, and exports need no conversion.
 
 A and B are float32; over a base of lower precision they are rounded to it, as in the torch trainer
 (`low_rank`), and their gradients added up in float32.
@@ -40,7 +40,7 @@ class Active:
     """The adapter a pass runs with."""
 
     tensors: Mapping[str, Tensor]
-    """What experts have for themselves, of those that are here only (`tensor_slices`)."""
+    """Of those that experts have for themselves, slices of this rank's experts."""
     scale: float
 
 

@@ -51,7 +51,7 @@ class GroupedExperts:
         targets: tuple[Target, Target, Target],
         first: int,
     ) -> None:
-        """Compute them from here on.
+        """Take over the computation of a layer's experts.
 
         Args:
             linears: know the adapter that a pass runs with.
@@ -117,7 +117,7 @@ class Stack:
     """The weights of layers of one shape, in one tensor: [number of them, out, in]."""
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
-        """Let them lie there from here on."""
+        """Move the layers' weights into one tensor, of which they become views."""
         self._linears = linears
         self._own = [linear.get_parameter("weight") for linear in linears]
         self._stacked = torch.stack([weight.data for weight in self._own])
@@ -125,6 +125,6 @@ class Stack:
             weight.data = place
 
     def weights(self) -> Tensor:
-        """Return them, or what is in their place in a pass of a model that is trained whole."""
+        """Return them, or those that replace them in a pass of a model that is trained whole."""
         used: list[Tensor] = [linear.weight for linear in self._linears]  # type: ignore[misc]
         return self._stacked if used[0] is self._own[0] else torch.stack(used)

@@ -142,7 +142,9 @@ def _numbered(name: str, first: int) -> str:
 
 
 def made_of(whole: PreTrainedModel) -> Callable[[str], TensorSlice]:
-    """Return what finds the weights of files in a Hugging Face model, which stacks experts'.
+    """Return a function from a weight's name in files to its slice of a Hugging Face model's.
+
+    The model stacks the weights of experts, files do not.
 
     Args:
         whole: the model. Its weights are not read.

@@ -152,13 +152,13 @@ def _check_tied(path: str) -> None:
 
 
 def _listed_once(module: nn.Module) -> AbstractContextManager[object]:
-    """Return what to load weights in: for each weight, mbridge asks for the whole `state_dict`."""
+    """Return a context that caches `state_dict`: mbridge asks for all of it for each weight."""
     state = module.state_dict()
     return patch.object(module, "state_dict", lambda: state)
 
 
 class _Dequantized(SafeTensorIO):  # type: ignore[misc]
-    """What a bridge reads of a folder of quantized weights."""
+    """Reads a folder of quantized weights for a bridge."""
 
     def __init__(self, folder: QuantizedFolder, path: str) -> None:
         super().__init__(path)

@@ -1,10 +1,10 @@
 """An adapter of a mixture whose experts are divided over ranks.
 
-What each expert has for itself, nearly all of such an adapter, is where the expert is: a rank has a
-part of those tensors, or none of layers of other stages. What all experts of a layer share and what
-is not about experts is whole at every rank, as adapters are otherwise (`adapters`).
+The tensors that each expert has for itself, nearly all of such an adapter, are where the expert is:
+a rank has a part of them, or none for layers of other stages. All other tensors are whole at every
+rank, as those of other adapters (`adapters`).
 
-Names are Hugging Face's here as well; the parts come behind all that is whole in flat vectors.
+Names are Hugging Face's here as well. In flat vectors, parts come behind the whole tensors.
 """
 
 import math
@@ -33,7 +33,7 @@ class ShardedAdapter:
         slices: Sequence[TensorSlice],
         device: torch.device,
     ) -> None:
-        """Begin as an adapter does that is whole at every rank.
+        """Start with the values of an adapter that is whole at every rank.
 
         Args:
             targets: that are adapted.
@@ -102,7 +102,7 @@ class ShardedAdapter:
         return flat[: self._common_elements], flat[self._common_elements :]
 
     def _draw(self, targets: Sequence[lora.Target], config: LoraConfig) -> None:
-        """Write how it begins. Without a seed, ranks that have the same take the first one's."""
+        """Write initial values. Without a seed, ranks that hold the same take the first one's."""
         seed = config.seed if config.seed is not None else torch.seed()
         for target in targets:
             block = self._slices.get(target.a_name)

@@ -106,9 +106,9 @@ class MegatronShardedModel:
         self._gatherer = SliceGatherer(whole.shapes(), slices, self.trainable.gradient.device)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what takes the place of the module's weights in a pass, under autograd.
+        """Return the weights that replace the module's in a pass, under autograd.
 
-        The output layer has its own (`trained_output_layer`). An embedding is in float32.
+        Not the output layer's (see `trained_output_layer`). An embedding is in float32.
         """
         return {
             name: tensor if name == _EMBEDDING else _rounded(tensor, dtype)
@@ -158,7 +158,7 @@ class MegatronShardedModel:
         return float(square.sqrt())
 
     def _counts(self, weight: Weight) -> bool:
-        """Whether this is the first of the ranks that have the same of a weight."""
+        """Whether this is the first of the ranks that hold the same part of a weight."""
         if weight.is_of_an_expert:
             return bool(self._copies_of_experts.rank() == 0)
         is_first = self._copies.rank() == 0 and (weight.is_divided or self._tensor.rank() == 0)
@@ -200,8 +200,8 @@ def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight for the passes of all micro-batches, each of which adds to its gradient.
 
-    It is a leaf, whose gradient autograd adds up at once. To conversions, which come first in a
-    pass, it would come last, and hold what is to go through them until then.
+    It is a leaf, whose gradient is moved as soon as it is complete. The backward pass of a
+    conversion would come last, as it is first in a pass, and gradients would be held until then.
     """
     leaf = tensor.detach().to(dtype).requires_grad_()
     leaf.register_post_accumulate_grad_hook(partial(_move_gradient, gradient_of(tensor)))
@@ -215,7 +215,7 @@ def _move_gradient(total: Tensor, leaf: Tensor) -> None:
 
 
 def _as_matrix(part: Tensor) -> Tensor:
-    """Return what is of one expert without the dimension that counts them."""
+    """Return a part of one expert's weight without the dimension of experts."""
     return part.squeeze(0) if part.ndim == 3 else part
 
 

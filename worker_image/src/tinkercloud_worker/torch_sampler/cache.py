@@ -72,10 +72,10 @@ def length_of(key_values: KeyValues) -> int:
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of a cache layer, answered for buffers this module makes itself."""
+    """The interface of transformers' cache layers, for buffers that this module allocates."""
 
     end = 0
-    """Positions held, as far as masks are derived from it."""
+    """Positions held, from which transformers derives masks."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is made by `update` or by the owning cache."""
@@ -203,12 +203,12 @@ class SlotCache(Cache):
         self.read_length = 0
         """Positions the next step reads of each slot."""
         self.generation = 0
-        """Another number whenever keys and values are in another place than before."""
+        """Changes whenever keys and values move in memory."""
         self.max_tokens = 0
-        """Positions of all slots that room may be made for ahead of need."""
+        """Positions of all slots that may be allocated ahead of need."""
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return what nobody reads: masks are made for each row's position (`masks.rows_at`)."""
+        """Return an unused value: masks are made for each row's position (`masks.rows_at`)."""
         del layer_idx
         return 0
 
@@ -224,7 +224,7 @@ class SlotCache(Cache):
         Args:
             slot: the first that is free.
             key_values: the sequence's.
-            length: positions that slots must have room for, this one and those before it.
+            length: positions that this slot and those before it must be large enough for.
         """
         held = length_of(key_values)
         for layer, part in zip(self._own, key_values, strict=True):
@@ -235,9 +235,9 @@ class SlotCache(Cache):
             layer.values[slot, :, :held] = part.values
 
     def make_room(self, slots: int, length: int) -> None:
-        """Let the first slots hold so many positions; nothing happens while there is none in any.
+        """Make the first slots large enough for so many positions, unless all are empty.
 
-        What other slots hold, and positions beyond, may be lost.
+        The contents of other slots, and of positions beyond, may be lost.
         """
         for layer in self._own:
             if layer.keys is not None and layer.values is not None:
@@ -260,20 +260,20 @@ class SlotCache(Cache):
                     tensor[target, :, :length] = tensor[source, :, :length]
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
-        """Say where the coming pass writes and how much it reads; there is room for it."""
+        """Set where the next pass writes and how much it reads, which must be allocated."""
         self.positions_B = positions_B
         self.rows_B = torch.arange(len(positions_B), device=positions_B.device)
         self.read_length = read_length
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.generation += 1
         for layer in self._own:
             layer.keys = layer.values = None
 
 
 def _with_room(tensor: Tensor | None, like: Tensor, shape: KvShape) -> Tensor:
-    """Return a buffer [slots, H, positions, E] that begins with what another has room for."""
+    """Return a buffer [slots, H, positions, E] that begins with what fits of another's contents."""
     heads, _, size = like.shape
     made = like.new_zeros(shape.slots, heads, shape.positions, size)
     if tensor is not None:

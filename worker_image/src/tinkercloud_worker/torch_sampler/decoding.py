@@ -133,7 +133,7 @@ class DecodingBatch:
         Args:
             base: the model.
             token_sampler: draws the tokens.
-            recorder: of steps; None: each is computed anew.
+            recorder: of steps; None: steps are not recorded.
             kept: memory that is not freed while there are no sequences.
         """
         self._base = base

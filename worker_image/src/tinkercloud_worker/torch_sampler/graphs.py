@@ -1,12 +1,12 @@
 """A decoding step as one launch: recorded once for each shape, then replayed.
 
-What a step of few rows costs on a GPU is the launching of its thousand kernels. A recorded step
-finds its tokens, its positions, the keys and values and the adapter where they were when it was
-recorded, and leaves its hidden states where the last replay left them; Python is not asked again.
-So shapes are rounded up to powers of two, adapters are copied to places of their own (`banks`)
-before the steps that use them, and whatever moves in memory makes recordings void.
+A step of few rows costs a GPU the launching of its thousand kernels. A recorded step reads tokens,
+positions, keys and values and adapters at the addresses at which they were when it was recorded,
+and writes hidden states where the last replay wrote them, without Python. So shapes are rounded up
+to powers of two, adapters are copied to fixed memory (`banks`) before the steps that use them, and
+recordings are dropped when anything moves in memory.
 
-The module knows nothing of CUDA: what records is given to it (`accelerator.GraphRecorder`).
+The module knows nothing of CUDA: it is given a recorder (`accelerator.GraphRecorder`).
 
 Shape legend: B rows, padded, T = 1 new positions, D hidden size.
 """
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 Compute = Callable[[], Tensor]
 """Computes something anew from tensors that stay where they are."""
 Recorder = Callable[[Compute], Compute]
-"""Returns what does the same work again without Python, and returns the same tensor every time."""
+"""Returns a function that repeats work without Python, and always returns the same tensor."""
 
 _MOST_STEPS = 32
 _SHORTEST = 256
-"""Positions that a recorded step reads at least."""
+"""The fewest positions that a recorded step reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class StepGraphs:
         return KvShape(padded(rows), max(padded(longest), _SHORTEST))
 
     def make_room(self, rows: int, longest: int) -> None:
-        """Make room at once for what is to come: recorded steps are void when it is made later.
+        """Allocate ahead of need: recorded steps are dropped whenever memory grows.
 
         Args:
             rows: sequences.

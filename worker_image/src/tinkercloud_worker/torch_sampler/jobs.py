@@ -43,7 +43,7 @@ class Job:
 
     @property
     def is_whole_model(self) -> bool:
-        """Whether its weights, once they are known, are no adapter's and not the base's."""
+        """Whether its weights, once they are known, are a whole model's."""
         return self.weights is not None and self.weights.lora_scale is None
 
     @property

@@ -44,8 +44,8 @@ _SCORED_ROWS = 256
 _WORTH_WAITING_FOR = 256
 """Tokens that a prompt has in common with another that is being read: fewer are read twice."""
 _KEPT_SHARE = 4
-"""One part in so many of the key-value room is kept for prompts read lately, and as much, where
-steps are recorded, for sequences to come: what was recorded is good as long."""
+"""One part in so many of the key-value budget is for prompts read lately. Where steps are recorded,
+as much stays allocated without sequences, so that recordings stay valid."""
 
 
 class TorchSampler:
@@ -69,7 +69,7 @@ class TorchSampler:
             config: what it may take at a time.
             versions: where published weights are kept.
             wake: called when there is work; may be called from any thread.
-            recorder: of decoding steps; None: each is computed anew.
+            recorder: of decoding steps; None: steps are not recorded.
         """
         self._base = base
         self._config = config
@@ -168,7 +168,7 @@ class TorchSampler:
             self._collect(job)
 
     def _guarded(self, jobs: list[Job], work: Callable[[], object]) -> None:
-        """Do some work; if it fails, so do the requests it was for, and no others."""
+        """Do some work; if it fails, only the requests that it was for fail."""
         try:
             work()
         except Exception as error:
@@ -259,7 +259,7 @@ class TorchSampler:
             self._prefixes.add(job.version, job.request.prompt, key_values)
 
     def _admit(self, job: Job) -> None:
-        """Begin a prompt with what is known of it; nothing happens the second time."""
+        """Begin a prompt with what is cached of it, unless that was done before."""
         if job.batch is not None:
             return
         job.weights = self._versions.weights(job.version)
@@ -276,7 +276,7 @@ class TorchSampler:
         job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
 
     def _batch_for(self, job: Job) -> DecodingBatch | UnbatchedDecoding:
-        """Return whose sequences a job's are to be."""
+        """Return the batch that a job's sequences are to join."""
         if len(job.request.prompt) + job.request.max_tokens > self._slotted:
             return self._unbatched
         key = id(job.weights) if job.is_whole_model else None
@@ -302,7 +302,7 @@ class TorchSampler:
     def _start_samples(self) -> None:
         """Let samples of prompts that are read join, first come first served, while there is room.
 
-        Nobody overtakes who finds none: a long one would wait for as long as short ones come.
+        Samples do not overtake one that finds none, or short ones could keep a long one waiting.
         """
         starting: list[tuple[Job, Running]] = []
         # A prompt that is longer than what is kept for those that wait has some of the other room.
@@ -335,7 +335,7 @@ class TorchSampler:
                 job.cache, job.key_values = None, ()
 
     def _fit(self, starting: Sequence[tuple[Job, Running]], room: int) -> bool:
-        """Whether sequences may join: one alone always may, or it would wait for ever."""
+        """Whether sequences may join. A single one always may, or it would wait for ever."""
         count = self._num_running + len(starting)
         # What draws no second token takes no slot.
         joining = [pair for pair in starting if pair[1].request.max_tokens > 1]

@@ -1,8 +1,8 @@
-"""Sequences that are computed one by one, for models whose steps slots would compute wrongly.
+"""Sequences that are computed one by one, for models whose steps can't be computed in slots.
 
-Each keeps a cache of transformers' own, of whatever kind its model has: recurrent states, an
-indexer's keys. Where that computes wrongly too, each token takes a pass over all of its sequence,
-which is what the trainer computes.
+Each keeps one of transformers' own caches, of whatever kind its model has: recurrent states, an
+indexer's keys. If that computes wrongly too, each token takes a pass over its whole sequence, as
+the trainer computes it.
 
 Shape legend: B running sequences, T new positions, D hidden size, V vocabulary.
 """
@@ -36,7 +36,7 @@ class UnbatchedDecoding:
         """In the order they came in."""
 
     def new_prefill_cache(self, capacity: int, prefix: KeyValues) -> PrefillCache:
-        """Return one that stays empty: what a prompt leaves behind can't be shared by samples."""
+        """Return a cache that stays empty: samples can't share what a prompt leaves behind."""
         del prefix
         return PrefillCache(0, capacity)
 
@@ -53,7 +53,7 @@ class UnbatchedDecoding:
         self.sequences.append(sequence)
 
     def tokens_with(self, joining: Sequence[Running]) -> int:
-        """Return the positions that sequences come to take, if some join those here."""
+        """Return the positions that sequences will take in the end, if some join those here."""
         return sum(each.longest for each in (*self.sequences, *joining))
 
     def step(self) -> list[Running]:
@@ -101,7 +101,7 @@ class UnbatchedDecoding:
             )
 
     def leave(self, sequences: Sequence[Running]) -> None:
-        """Give up sequences that ended, or that nobody waits for."""
+        """Remove sequences that ended, or that nobody waits for."""
         for sequence in sequences:
             if sequence in self.sequences:
                 self.sequences.remove(sequence)

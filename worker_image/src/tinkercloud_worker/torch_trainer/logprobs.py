@@ -47,8 +47,8 @@ def logprobs_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs [R, K] and the loss's gradient [R, D] with respect to the hidden states.
 
-    Gradients of what is trained of the layer are added where it says. Rows whose derivative
-    is zero (a prompt's weights, say) cost no backward pass.
+    Gradients of the layer's trained tensors are added as `Unembedding` says. Rows whose derivative
+    is zero (those of a prompt, say) cost no backward pass.
     """
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     gradient_RD = torch.zeros_like(hidden_RD)

@@ -1,4 +1,4 @@
-"""The torch trainer at one of several ranks that hold the base's layers between them (FSDP2).
+"""The torch trainer at one of several ranks over which the base's layers are sharded (FSDP2).
 
 Each rank has its part of every layer and, while a layer computes, the whole of that one
 (`sharded_base`). Adapters are whole at every rank, and so are the base's embeddings. Models that
@@ -45,7 +45,7 @@ class ShardedTrainer(DataParallelTrainer):
             mesh: one dimension, all ranks.
             max_batch_tokens: as the torch trainer's.
             max_context_length: as the torch trainer's.
-            max_kept_tokens: as the torch trainer's; none or any, or ranks would not gather alike.
+            max_kept_tokens: as the torch trainer's, but 0 or None: all ranks must gather alike.
         """
         super().__init__(
             base,

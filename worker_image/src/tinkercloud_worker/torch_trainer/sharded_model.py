@@ -1,11 +1,11 @@
-"""A whole model under training whose weights ranks hold between them, layer by layer (FSDP2).
+"""A whole model under training, sharded over ranks layer by layer (FSDP2).
 
 Each rank has its part of every weight, with its gradient and moments, in float32: a slice along the
 first dimension that the number of ranks divides. torch rounds a layer's weights to the base's dtype
-and gathers them while the layer computes, forward and backward, and gives each rank its part of the
-sum of their gradients, which are added up in float32. What is
-not of a layer (embeddings, the last norm) is whole at every rank from the forward pass to the end
-of the backward pass: the output layer, which is computed between the two, is taken from there.
+and gathers them while the layer computes, forward and backward. It sums gradients in float32, and
+leaves each rank its part. Weights outside the layers (embeddings, the last norm) are whole at every
+rank from the forward pass to the end of the backward pass, so that the output layer can be computed
+between the two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class ShardedModel:
             recompute: whether layers keep only their inputs for the backward pass.
 
         Raises:
-            InvalidRequest: there is a weight that so many ranks can't hold between them.
+            InvalidRequest: no dimension of a weight can be divided by so many ranks.
         """
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
         weights = base.named_weights()
@@ -83,14 +83,14 @@ class ShardedModel:
         return Unembedding(FrozenLinear(weight, bias, packed=False), (), gradients)
 
     def backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
-        """Make the backward pass of the trunk, and have ranks add up the output layer's too."""
+        """Run the trunk's backward pass, which also sums the output layer's gradient over ranks."""
         for name, weight in self._head.named_parameters():
             weight.grad = self._head_gradients[name].to(weight.dtype)
         self._head_gradients = {}
         hidden_RD.backward(gradient_RD)
 
     def release(self) -> None:
-        """Forget what the last pass gathered, if no backward pass did."""
+        """Free what the last pass gathered, if no backward pass did."""
         cast("FSDPModule", self._model).reshard()
 
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -137,7 +137,7 @@ class ShardedModel:
         return (*whole.shape[:dim], whole.shape[dim] // self._ranks, *whole.shape[dim + 1 :])
 
     def _shard(self, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
-        """Have torch divide the model without weights, then give it ours, gradients and all."""
+        """Shard the model without weights, then assign ours, with their gradients."""
         model, trunk = self._model, self._model.base_model
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
         model.forward = trunk.forward
@@ -166,7 +166,7 @@ class ShardedModel:
         model.load_state_dict(self._divided(mesh), assign=True)
 
     def _divided(self, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-        """Return our weights as torch divides them, by all of their names."""
+        """Return our weights as torch shards them, by all of their names."""
         divided = {}
         for name, tensor in self.trainable.tensors.items():
             placed = [Shard(self._dims[name])]

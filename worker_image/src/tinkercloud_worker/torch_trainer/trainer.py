@@ -34,7 +34,7 @@ from tinkercloud_worker.torch_trainer.logprobs import (
 from tinkercloud_worker.unembedding import Unembedding
 
 Routed = Sequence[tuple[slice, TrainedModel]]
-"""Consecutive positions of a pass, and the model whose they are."""
+"""Consecutive positions of a pass, and the model that each belongs to."""
 
 
 class TorchTrainer(AdamTrainer):
@@ -55,7 +55,7 @@ class TorchTrainer(AdamTrainer):
             max_batch_tokens: tokens of a micro-batch; a longer example is one of its own.
             max_context_length: of examples; None means the base model's.
             max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
-                backward pass; larger ones are computed again there, layer by layer. None: any.
+                backward pass; larger ones are recomputed there, layer by layer. None: any.
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
@@ -191,7 +191,7 @@ class TorchTrainer(AdamTrainer):
         return [(lp_RK[rows], loss_sum) for (rows, _), loss_sum in zip(parts, sums, strict=True)]
 
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
-        """Make the trunk's backward pass, if it has anything to add to a gradient."""
+        """Run the trunk's backward pass, if it adds anything to a gradient."""
         if hidden_RD.requires_grad and (
             accelerator.syncs_on_read(gradient_RD) or bool(gradient_RD.any())
         ):
@@ -213,9 +213,9 @@ class TorchTrainer(AdamTrainer):
 
 
 class TrainerBesideSampler(TorchTrainer):
-    """A trainer from which a sampler in this process takes weights, on the device of both.
+    """A trainer that publishes to a sampler in this process, on the device of both.
 
-    They stay there: an adapter is sampled from without a way through the CPU's memory.
+    Weights stay there: an adapter does not pass through the CPU's memory.
     """
 
     def published(self, model_id: str) -> WeightsSnapshot:
@@ -226,7 +226,7 @@ class TrainerBesideSampler(TorchTrainer):
 
 
 def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> Routed:
-    """Return where the positions of packs lie, one after another, and whose they are."""
+    """Return the consecutive positions of packs, and the model that each belongs to."""
     ends = list(accumulate((len(pack.ids_R) for _, pack in packs), initial=0))
     return [
         (slice(start, stop), model)
