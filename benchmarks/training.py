@@ -13,11 +13,11 @@ from benchmarks.measuring import Measurement, medians, peak_rss_bytes
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import Batch, packs, prepare
+from tinkercloud_worker.engine.batch import Batch, bin_pack, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.torch_trainer.unembed import logprobs_and_gradient
 from tinkercloud_worker.unembedding import Unembedding
 
 RANK = 16
@@ -170,7 +170,7 @@ def _head_peak(which: str) -> int:
 def _packing() -> Measurement:
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(5, 1, 64).astype(int), 8, 2048).tolist()
-    room = 2048 * len(packs(lengths, 2048))
+    room = 2048 * len(bin_pack(lengths, 2048))
     return Measurement(
         "C22",
         "tokens / room for them in packs, lognormal lengths",

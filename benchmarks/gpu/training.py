@@ -17,7 +17,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
-from tinkercloud_worker.torch_trainer.unembed import logprobs_and_gradient
+from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.unembedding import Unembedding
 
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)

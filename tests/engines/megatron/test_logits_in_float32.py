@@ -18,8 +18,8 @@ from tinkercloud_worker import frozen_linear, unembedding
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import scale
+from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
-from tinkercloud_worker.megatron_trainer import vocabulary
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
@@ -46,14 +46,14 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Unembedding, Tensor, T
     def product(left: Tensor, right: Tensor) -> Tensor:
         return left.float() @ right.float()
 
-    def logprobs(layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
+    def noted(layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
         seen.append((layer, hidden.detach(), targets))
-        found: Tensor = vocabulary.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
+        found: Tensor = logprobs.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
         return found
 
     for module in (frozen_linear, unembedding):
-        monkeypatch.setattr(module, "float32_product", product)
-    monkeypatch.setattr(megatron, "logprobs", logprobs)
+        monkeypatch.setattr(module, "matmul_float32", product)
+    monkeypatch.setattr(megatron, "logprobs", noted)
     return seen
 
 

@@ -330,7 +330,7 @@ def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(
     gradient = gradient_of(megatron)
     megatron.discard_gradient("m")
 
-    megatron._multiple = 4
+    megatron._pad_to_multiple_of = 4
     got = run(megatron, data)
 
     np.testing.assert_allclose(

@@ -34,7 +34,7 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.megatron_trainer import vocabulary
+from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
@@ -148,16 +148,16 @@ def test_logits_are_of_a_few_positions_at_a_time_and_give_the_same_logprobs_and_
     make, lora = CASES[name]
     trainer = megatron_trainer(str(save(make(), tmp_path)), 1, 1)
     begin(trainer, lora)
-    logprobs, gradient, _ = run(trainer)
+    expected, gradient, _ = run(trainer)
 
     rows = 7
-    monkeypatch.setattr(vocabulary, "_LOGITS_BYTES", rows * 4 * trainer.limits.vocab_size)
+    monkeypatch.setattr(logprobs, "_LOGITS_BYTES", rows * 4 * trainer.limits.vocab_size)
     got, again, _ = run(trainer)
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     logits = {shape for shape in trainer.matrices("m", batch) if shape[-1] == VOCAB_SIZE}
 
     assert max(math.prod(shape[:-1]) for shape in logits) == rows
-    np.testing.assert_allclose(got, logprobs, atol=1e-6)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
     assert (again - gradient).norm() <= 1e-5 * gradient.norm()
 
 

@@ -21,7 +21,7 @@ from tinkercloud_testing.trainers import run
 from tinkercloud_worker.collate import Pack
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
@@ -48,7 +48,7 @@ def a_pack(lengths: list[int]) -> Pack:
     """Return sequences whose token ids are their places in the pack."""
     ids, none = torch.arange(sum(lengths)), torch.zeros(0, dtype=torch.int64)
     inputs = LossInputs({}, datum_of_row=none, num_data=0)
-    sequences = Packed(ids, tuple(lengths))
+    sequences = PackedSequences(ids, tuple(lengths))
     return Pack(sequences=sequences, targets_RK=ids[:, None], inputs=inputs, examples=())
 
 
@@ -108,7 +108,7 @@ def test_micro_batches_are_within_the_budget_where_examples_are_lengthened(
     megatron = megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
     megatron.add_model("m", LoraConfig(rank=4, seed=1))
     # As with tensor parallelism 4, or context parallelism 2 of tensor parallelism 2.
-    megatron._multiple = 8
+    megatron._pad_to_multiple_of = 8
 
     run(megatron, random_data([3] * 20))
 

@@ -18,8 +18,8 @@ from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.engine.parameters import gradient_of
+from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
-from tinkercloud_worker.megatron_trainer import vocabulary
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
@@ -58,12 +58,12 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Compute logits of a few rows at a time, and note hidden states and targets of all."""
     seen: list[Tensor] = []
 
-    def logprobs(output_layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
+    def noted(output_layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
         seen.extend((hidden.detach(), targets))
-        return vocabulary.logprobs(output_layer, hidden, targets, *rest)
+        return logprobs.logprobs(output_layer, hidden, targets, *rest)
 
-    monkeypatch.setattr(megatron, "logprobs", logprobs)
-    monkeypatch.setattr(vocabulary, "_LOGITS_BYTES", ROWS * 4 * VOCAB_SIZE)
+    monkeypatch.setattr(megatron, "logprobs", noted)
+    monkeypatch.setattr(logprobs, "_LOGITS_BYTES", ROWS * 4 * VOCAB_SIZE)
     return seen
 
 

@@ -24,7 +24,7 @@ from tinkercloud_worker import base_model
 from tinkercloud_worker.adam import new_adapter
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.kernels import use_liger
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
 
 RANK = 8
@@ -57,7 +57,7 @@ def kept(base: BaseModel, tokens: int, *, recompute: bool) -> int:
         saved.append(tensor)
         return tensor
 
-    sequence = Packed(torch.arange(tokens) % 200, (tokens,))
+    sequence = PackedSequences(torch.arange(tokens) % 200, (tokens,))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         base.hidden_of(sequence, [route], recompute=recompute)
     weights = {w.untyped_storage().data_ptr() for w in base.named_weights().values()}

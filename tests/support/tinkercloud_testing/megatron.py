@@ -85,8 +85,8 @@ def taken_by_gathering(path: str) -> int:
         trainer = megatron_trainer(path, 1, 1)
         trainer.add_model("m", None)
         model = trainer._models["m"]
-        assert model.parts is not None
-        gather = model.parts.gather
+        assert model.sharding is not None
+        gather = model.sharding.gather
         import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415 - it can't be undone
 
         there = {name: each.to("elsewhere") for name, each in trainer.held("m").items()}

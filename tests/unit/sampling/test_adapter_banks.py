@@ -7,7 +7,7 @@ import torch
 
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.routes import ActiveWeights
-from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats
+from tinkercloud_worker.torch_sampler.banks import AdapterBanks, SlotAssignment
 
 TARGETS = [
     Target("layers.0.mlp", in_features=6, out_features=5, group="mlp"),
@@ -36,11 +36,13 @@ def terms(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
     return middle @ weights.tensors[target.b_name].T
 
 
-def check_terms(seats: Seats | None, weights: list[ActiveWeights | None]) -> None:
+def check_terms(assignment: SlotAssignment | None, weights: list[ActiveWeights | None]) -> None:
     """Check that each row's terms are those of its weights alone."""
-    assert seats is not None
-    assert seats.bank is not None
-    together = seats.bank.weights(torch.tensor(seats.slots), seats.used, seats.scale)
+    assert assignment is not None
+    assert assignment.bank is not None
+    together = assignment.bank.weights(
+        torch.tensor(assignment.slots), assignment.used, assignment.scale
+    )
     for target in TARGETS[:2]:
         expected = [terms(each, target)[row] for row, each in enumerate(weights)]
         torch.testing.assert_close(terms(together, target), torch.stack(expected))
@@ -57,25 +59,25 @@ def test_each_row_has_the_terms_of_its_own_adapter_whatever_their_ranks() -> Non
         [third] * 4,
         [large, third, third, large],
     ):
-        check_terms(banks.seats(weights), list(weights))
+        check_terms(banks.assign(weights), list(weights))
 
 
 def test_what_a_slot_held_before_leaves_nothing_behind() -> None:
     banks = AdapterBanks(TARGETS, torch.float32)
     large, small = an_adapter(1, rank=8), an_adapter(2, rank=2)
 
-    banks.seats([large] * 4)
+    banks.assign([large] * 4)
 
-    check_terms(banks.seats([small] * 4), [small] * 4)
-    check_terms(banks.seats([small, None, small, None]), [small, None, small, None])
+    check_terms(banks.assign([small] * 4), [small] * 4)
+    check_terms(banks.assign([small, None, small, None]), [small, None, small, None])
 
 
 def test_a_step_is_the_same_for_another_version_of_an_adapter() -> None:
     banks = AdapterBanks(TARGETS, torch.float32)
-    first = banks.seats([an_adapter(1, rank=4)] * 4)
+    first = banks.assign([an_adapter(1, rank=4)] * 4)
 
     generation = banks.generation
-    second = banks.seats([an_adapter(2, rank=4)] * 4)
+    second = banks.assign([an_adapter(2, rank=4)] * 4)
 
     assert first == second
     assert banks.generation == generation
@@ -83,12 +85,12 @@ def test_a_step_is_the_same_for_another_version_of_an_adapter() -> None:
 
 def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() -> None:
     banks = AdapterBanks(TARGETS, torch.float32)
-    banks.seats([an_adapter(1, rank=4)] * 4)
+    banks.assign([an_adapter(1, rank=4)] * 4)
     gc.collect()
     others = [an_adapter(seed, rank=4) for seed in range(2, 12)]
 
     for other in others:
-        check_terms(banks.seats([other] * 4), [other] * 4)
+        check_terms(banks.assign([other] * 4), [other] * 4)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +106,4 @@ def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() ->
 def test_adapters_that_cannot_be_beside_each_other_get_no_seats(
     weights: list[ActiveWeights | None],
 ) -> None:
-    assert AdapterBanks(TARGETS, torch.float32).seats(weights) is None
+    assert AdapterBanks(TARGETS, torch.float32).assign(weights) is None

@@ -17,8 +17,8 @@ from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
-from tinkercloud_worker.packing import Packed
-from tinkercloud_worker.torch_sampler.decoding import Drawer
+from tinkercloud_worker.packing import PackedSequences
+from tinkercloud_worker.torch_sampler.decoding import TokenSampler
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 
@@ -92,12 +92,12 @@ async def test_recorded_steps_have_the_masks_of_a_family_too(family: str, tmp_pa
 
 
 def test_only_families_that_slots_would_compute_wrongly_are_drawn_one_by_one() -> None:
-    drawer = Drawer(byte_tokenizer())
+    token_sampler = TokenSampler(byte_tokenizer())
 
     in_slots = [
         family
         for family, make in (SLOTTED | ONE_BY_ONE).items()
-        if check_decoding(BaseModel(make()), drawer).slotted
+        if check_decoding(BaseModel(make()), token_sampler).slotted
     ]
 
     assert in_slots == list(SLOTTED)
@@ -132,4 +132,5 @@ def test_a_family_that_refuses_packs_is_loaded_and_given_one_sequence_at_a_time(
     base = BaseModel(ONE_BY_ONE[family]())
 
     assert not base.takes_packs
-    assert base.hidden_of(Packed(torch.tensor(LONG), (len(LONG),)), ()).shape == (len(LONG), 32)
+    sequence = PackedSequences(torch.tensor(LONG), (len(LONG),))
+    assert base.hidden_of(sequence, ()).shape == (len(LONG), 32)

@@ -12,7 +12,7 @@ from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, h
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.torch_sampler.cache import LayerKeyValues, SlotCache, SlotRoom
+from tinkercloud_worker.torch_sampler.cache import KvShape, LayerKeyValues, SlotCache
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 
 NEVER = StopRules(frozenset(), ())
@@ -61,7 +61,7 @@ class Watched:
 
     def _look(self) -> None:
         sampler = self.engine.sampler
-        slots = sum(batch._cache.room.tokens for batch in sampler._batches.values())
+        slots = sum(batch._cache.shape.tokens for batch in sampler._batches.values())
         prompts = sum(job.read for job in sampler._jobs if job.key_values or job.cache is not None)
         self.most_slots = max(self.most_slots, slots)
         self.most_prompts = max(self.most_prompts, prompts)
@@ -175,12 +175,12 @@ def test_slots_that_grow_keep_what_they_hold_and_give_up_what_nobody_has() -> No
     cache.max_tokens = 64
     for slot in range(8):
         cache.insert(slot, a_part(slot, 8), 8)
-    assert cache.room == SlotRoom(8, 8)
+    assert cache.shape == KvShape(8, 8)
 
     cache.max_tokens = 60
     cache.make_room(2, 9)
 
-    assert cache.room == SlotRoom(3, 16)
+    assert cache.shape == KvShape(3, 16)
     keys = cache._own[0].keys
     assert keys is not None
     assert keys[0, 0, :8, 0].tolist() == [0.0] * 8
@@ -188,11 +188,11 @@ def test_slots_that_grow_keep_what_they_hold_and_give_up_what_nobody_has() -> No
 
 
 def test_room_grows_by_doubling_until_there_is_no_more() -> None:
-    room = SlotRoom(2, 16)
+    shape = KvShape(2, 16)
 
-    assert room.grown(2, 16, 0) == room
-    assert room.grown(3, 16, 1000) == SlotRoom(4, 16)
-    assert room.grown(2, 17, 1000) == SlotRoom(2, 32)
-    assert room.grown(3, 17, 100) == SlotRoom(3, 32)
-    assert room.grown(2, 17, 40) == SlotRoom(2, 20)
-    assert room.grown(2, 17, 10) == SlotRoom(2, 17)
+    assert shape.grown(2, 16, 0) == shape
+    assert shape.grown(3, 16, 1000) == KvShape(4, 16)
+    assert shape.grown(2, 17, 1000) == KvShape(2, 32)
+    assert shape.grown(3, 17, 100) == KvShape(3, 32)
+    assert shape.grown(2, 17, 40) == KvShape(2, 20)
+    assert shape.grown(2, 17, 10) == KvShape(2, 17)

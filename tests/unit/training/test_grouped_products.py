@@ -13,7 +13,7 @@ from tinkercloud_testing.models import in_dtype, tiny_qwen3_moe
 from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker import experts
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.experts import grouped
+from tinkercloud_worker.experts import grouped_linear
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
@@ -41,7 +41,7 @@ def test_products_and_gradients_are_those_of_each_expert(
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     sought = random(sum(counts), outer).detach()
 
-    got, expected = grouped(x, weights, ends), one_by_one(x, weights, ends)
+    got, expected = grouped_linear(x, weights, ends), one_by_one(x, weights, ends)
 
     torch.testing.assert_close(got, expected)
     of_got = torch.autograd.grad((got * sought).sum(), (x, weights))
@@ -84,7 +84,7 @@ def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(
     counts = torch.tensor([3, 0, 2, 0])
     x, weights = random(5, 8).to(dtype), random(4, 8, 8)
 
-    (grouped(x, weights, counts.cumsum(0).to(torch.int32)) ** 2).sum().backward()
+    (grouped_linear(x, weights, counts.cumsum(0).to(torch.int32)) ** 2).sum().backward()
 
     assert weights.grad is not None
     assert weights.grad.isfinite().all()

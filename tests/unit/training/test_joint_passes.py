@@ -108,7 +108,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_model(dtype: torch.dtype) 
 def test_rows_that_weigh_nothing_leave_every_model_its_own_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.torch_trainer.unembed._LOGITS_BYTES", 4 * 264 * 4)
+    monkeypatch.setattr("tinkercloud_worker.torch_trainer.logprobs._LOGITS_BYTES", 4 * 264 * 4)
     together, alone = a_trainer(), a_trainer()
     passes = [a_pass(together, name, [6, 3]) for name in ADAPTERS]
     for each in passes:

@@ -38,8 +38,8 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import pack_all
-from tinkercloud_worker.engine.batch import TokenLimits, packs, prepare
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.engine.batch import TokenLimits, bin_pack, prepare
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = (9, 4, 12)
@@ -141,8 +141,10 @@ def test_a_sequence_of_a_pack_is_computed_as_if_alone(make: Callable[[], PreTrai
     ids = torch.randint(0, base.vocab_size, (sum(LENGTHS),))
 
     with torch.no_grad():
-        together = base.hidden_of(Packed(ids, LENGTHS), ())
-        alone = [base.hidden_of(Packed(part, (len(part),)), ()) for part in ids.split(LENGTHS)]
+        together = base.hidden_of(PackedSequences(ids, LENGTHS), ())
+        alone = [
+            base.hidden_of(PackedSequences(part, (len(part),)), ()) for part in ids.split(LENGTHS)
+        ]
 
     assert base.takes_packs
     torch.testing.assert_close(together, torch.cat(alone), atol=2e-5, rtol=1e-5)
@@ -182,7 +184,7 @@ def test_what_only_masks_keep_from_sight_is_not_seen_in_a_batch_either(
 
 @given(lengths, st.integers(1, 500))
 def test_every_example_is_in_one_pack_within_the_budget(sizes: list[int], budget: int) -> None:
-    groups = packs(sizes, budget)
+    groups = bin_pack(sizes, budget)
 
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
     for group in groups:
@@ -204,7 +206,7 @@ def test_packs_are_within_the_budget_as_long_as_ranks_that_divide_examples_make_
 
 @given(lengths, st.integers(100, 500))
 def test_at_most_one_pack_is_less_than_half_full(sizes: list[int], budget: int) -> None:
-    totals = [sum(sizes[index] for index in group) for group in packs(sizes, budget)]
+    totals = [sum(sizes[index] for index in group) for group in bin_pack(sizes, budget)]
 
     assert sum(2 * total < budget for total in totals) <= 1
 
@@ -217,6 +219,6 @@ def test_the_packs_of_lengths_do_not_depend_on_their_order(
     random.shuffle(shuffled)
 
     def shape(order: list[int]) -> list[list[int]]:
-        return [[order[index] for index in group] for group in packs(order, budget)]
+        return [[order[index] for index in group] for group in bin_pack(order, budget)]
 
     assert shape(sizes) == shape(shuffled)

@@ -20,7 +20,8 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.quantizing import quantize
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.quantized import dequantized, load_pretrained
+from tinkercloud_worker.load import load_pretrained
+from tinkercloud_worker.quantized import dequantized
 
 BLOCK = (24, 32)
 """Divides none of the matrices."""

@@ -33,7 +33,7 @@ from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.torch_trainer import unembed
+from tinkercloud_worker.torch_trainer import logprobs
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.unembedding import Unembedding
 
@@ -146,8 +146,8 @@ def test_padding_and_micro_batches_change_nothing() -> None:
         output = run(trainer, data)
         results.append((np.concatenate(output.logprobs), gradient(trainer, "m")))
 
-    for logprobs, grad in results[1:]:
-        np.testing.assert_allclose(logprobs, results[0][0], atol=1e-5)
+    for others, grad in results[1:]:
+        np.testing.assert_allclose(others, results[0][0], atol=1e-5)
         assert (grad - results[0][1]).norm() <= 1e-5 * grad.norm()
 
 
@@ -298,7 +298,7 @@ def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(trainer, data)
     expected = gradient(trainer, "m")
     trainer.discard_gradient("m")
-    monkeypatch.setattr(unembed, "_LOGITS_BYTES", 16 * 4 * 264)
+    monkeypatch.setattr(logprobs, "_LOGITS_BYTES", 16 * 4 * 264)
     monkeypatch.setattr(Unembedding, "logits", watched)
     chunked = run(trainer, data)
 

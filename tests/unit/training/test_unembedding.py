@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.torch_trainer.unembed import logprobs_and_gradient
+from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.unembedding import Unembedding
 
 ROWS, HIDDEN_SIZE, VOCAB_SIZE = 6, 4, 50

@@ -1,7 +1,26 @@
-"""The session head: the process that holds a base model and trains and samples adapters of it.
+"""The session head, which holds a base model and trains and samples models of it, and its ranks.
 
-`__main__` assembles it. `head` speaks HTTP and keeps order; `engine` says what a trainer and a
-sampler must do; `torch_trainer` and `torch_sampler` do it with torch on the head's own process;
-`checkpoints` reads and writes the object store. The head receives its trainer and sampler and
-knows nothing of how they work.
+Packages:
+
+- `engine`: what a trainer and a sampler are: types and interfaces, no implementation.
+- `head`: speaks HTTP and keeps order. It is given a trainer and a sampler, and knows nothing of
+  how they work.
+- `torch_trainer`: trains with torch, in the head's process or at ranks.
+- `megatron_trainer`: trains at ranks with megatron-core.
+- `torch_sampler`: samples with torch, in the head's process.
+- `inference`: samples from inference servers (SGLang, vLLM).
+- `actors`: ranks as Ray actors.
+- `checkpoints`: reads and writes the object store.
+
+Modules that they share, by subject:
+
+- the model: `base_model`, `architecture`, `load`, `self_check`, `quantized`, `kernels`, `packing`,
+  `frozen_linear`
+- adapters: `lora`, `low_rank`, `experts`, `routes`
+- training: `losses`, `collate`, `unembedding`, `adam`, `replicas`, `no_trainer`
+- devices: `accelerator`, `matmul`
+- what is seen of a process: `logs`, `metrics`
+
+Assembly: `__main__` starts `run_head`, for which `build_trainer` and `build_sampler` choose. Other
+commands are `fetch_model` and `convert_gguf`. Which module may import which says `.importlinter`.
 """

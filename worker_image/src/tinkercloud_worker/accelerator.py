@@ -22,29 +22,29 @@ Backend = Literal["nccl", "gloo"]
 Memory = Literal["cuda", "cpu"]
 """Memory that processes of one machine can share: a GPU's, or the machine's own."""
 
-CARRIED_FROM: Mapping[Backend, Memory] = {"gloo": "cpu", "nccl": "cuda"}
-"""Where the tensors are that each backend carries."""
+DEVICE_OF_BACKEND: Mapping[Backend, Memory] = {"gloo": "cpu", "nccl": "cuda"}
+"""Where the tensors are that each backend sends."""
 
 _DEVICE_ARGUMENT = 6
-"""Which argument of torch's `rebuild_cuda_tensor` is the index of the device."""
+"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor`."""
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Whether this process has a GPU."""
     return torch.cuda.is_available()
 
 
-def visible() -> Mapping[str, str]:
-    """Return the variables by which another process has this one's GPUs, and no others.
+def visible_devices_env() -> Mapping[str, str]:
+    """Return the environment variables that make this process's GPUs visible to another one.
 
-    Ray hides them from processes that ask for none.
+    Ray hides GPUs from processes that ask for none.
     """
     name = "CUDA_VISIBLE_DEVICES"
     return {name: os.environ[name]} if name in os.environ else {}
 
 
 def gpus_of(device: str) -> float:
-    """Return how many GPUs a rank takes that computes on a device, by its configured name."""
+    """Return how many GPUs a rank needs to compute on a device, by its configured name."""
     return 1.0 if device == "cuda" else 0.0
 
 
@@ -53,55 +53,55 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def adds_up_in_float32(factor: Tensor) -> bool:
-    """Whether `torch.mm` has a float32 result for half-precision factors such as this one.
+def has_float32_mm(factor: Tensor) -> bool:
+    """Whether `torch.mm` can return float32 for half-precision factors such as this one.
 
-    Tensor cores add up in float32 anyway. Elsewhere results are of the type of their factors.
+    Tensor cores accumulate in float32 anyway. Elsewhere the result has the type of its factors.
     """
     return factor.is_cuda and factor.dtype != torch.float32
 
 
 def has_flash_attention(query: Tensor) -> bool:
-    """Whether torch has flash attention for sequences of many lengths where a tensor is."""
+    """Whether torch has flash attention for variable lengths on the device of a tensor."""
     return query.is_cuda
 
 
 def aligns_causal_masks(query: Tensor) -> bool:
-    """Whether attention's kernels know the causal mask of the last positions.
+    """Whether causal attention of fewer queries than keys is that of the last positions.
 
-    Those of the CPU know that of the first.
+    The CPU's kernels take the queries for the first positions.
     """
     return query.is_cuda
 
 
 def wants_many_rows(weight: Tensor) -> bool:
-    """Whether products with few rows leave the device idle that has this weight."""
+    """Whether products with few rows leave the weight's device idle."""
     return weight.is_cuda
 
 
-def is_awaited(tensor: Tensor) -> bool:
-    """Whether who looks at a tensor's values waits for all work on the device that is under way.
-
-    A CPU has done its work by then; a GPU is told of it far ahead.
-    """
+def syncs_on_read(tensor: Tensor) -> bool:
+    """Whether the host waits for all queued work of the device when it reads this tensor."""
     return tensor.is_cuda
 
 
 def release_memory() -> None:
-    """Give back what torch keeps of the GPU's memory for later, if this process has used one."""
+    """Return cached GPU memory to the device, if this process has used one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
-def beside_what_hangs() -> AbstractContextManager[object]:
-    """Return a context whose work on a GPU does not wait for a collective that a rank has left."""
+def side_stream() -> AbstractContextManager[object]:
+    """Return a context whose GPU work runs on a stream of its own.
+
+    So it does not wait for a collective that hangs because a rank has left.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def recorder_for(device: torch.device) -> "GraphRecorder | None":
-    """Return what records on a device; None where nothing does, or launching costs little."""
+    """Return a recorder of graphs for a device; None if it has none, or launching costs little."""
     return GraphRecorder(device) if device.type == "cuda" else None
 
 
@@ -149,25 +149,25 @@ class GraphRecorder:
 
 
 def backend_of_ranks(gpus: float) -> str:
-    """Return what ranks that have so many GPUs each talk by, as `torch.distributed` names it.
+    """Return the backend of ranks with so many GPUs each, as `torch.distributed` names it.
 
-    Those with GPUs use gloo too, for what they have on the CPU.
+    Those with GPUs use gloo too, for tensors on the CPU.
     """
     return "cpu:gloo,cuda:nccl" if gpus else "gloo"
 
 
-def version_of(backend: Backend) -> str | None:
-    """Return the version of a backend that all ranks must have; None where it does not matter."""
+def required_version(backend: Backend) -> str | None:
+    """Return the version of a backend that all ranks must have; None if any will do."""
     if backend != "nccl":
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def broadcast_from_gpu(store: Store, ranks: int, patience: timedelta) -> Callable[[Tensor], None]:
-    """Make a process group over NCCL whose rank 0 this process is; return what broadcasts there.
+    """Make a process group over NCCL with this process as rank 0; return its broadcast function.
 
-    That takes tensors of the CPU too. It waits for the other ranks the first time, and returns
-    once all of them have the tensor.
+    The function takes tensors of the CPU too. It waits for the other ranks the first time, and
+    returns once all of them have the tensor.
 
     Args:
         store: in which the ranks find each other.
@@ -188,11 +188,11 @@ def broadcast_from_gpu(store: Store, ranks: int, patience: timedelta) -> Callabl
     return broadcast
 
 
-def handed_over(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
-    """Return what another process makes a tensor of that a GPU holds, by CUDA IPC.
+def ipc_handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
+    """Return what another process needs to open a tensor of a GPU, by CUDA IPC.
 
-    torch tells it the GPU's number, which is another process's own affair; here it is the GPU's
-    own name, as SGLang has it.
+    torch passes the GPU's index, which differs between processes; this passes its UUID, as SGLang
+    does.
 
     Returns:
         A function and its arguments, as a reducer of `pickle` does; None for tensors that are

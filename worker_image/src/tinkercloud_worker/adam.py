@@ -1,6 +1,6 @@
-"""Models under training as flat vectors, and what an optimizer does with them.
+"""Models under training as flat vectors, and their optimizer.
 
-What trainers have in common, whatever computes their gradients: a model is a `Trainable` and its
+This is what all trainers share, whatever computes their gradients: a model is a `Trainable` and its
 AdamW, whose state is two flat moments and a step count.
 """
 
@@ -17,7 +17,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.parameters import Trainable, norm_of
-from tinkercloud_worker.engine.ranks import Parts
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,21 +32,21 @@ class TrainedModel:
 
     lora: LoraConfig | None
     trainable: Trainable
-    parts: Parts | None = None
-    """How it lies over ranks; None: the trainable is all of it, by its own names."""
-    norm: float | None = None
-    """Of the summed gradient, where ranks have to work it out together."""
+    sharding: Sharding | None = None
+    """How it is divided over ranks; None: the trainable is all of it, by its own names."""
+    grad_norm: float | None = None
+    """Of the summed gradient, where ranks have to compute it together."""
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """Begin with no moments and no steps."""
+        """Start with no moments and no steps."""
         self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
 
     def begin_moments(self) -> None:
-        """Have moments. AdamW would make them one by one, and be left with one by a full GPU."""
+        """Allocate the moments. AdamW allocates one by one: a full GPU would leave it with one."""
         flat = self.trainable.flat
         if not self.optimizer.state[flat]:
             moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
@@ -100,7 +100,7 @@ class AdamTrainer(ABC):
         """See `Trainer.optim_step`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        norm = float(norm_of(gradient)) if model.norm is None else model.norm
+        norm = float(norm_of(gradient)) if model.grad_norm is None else model.grad_norm
         if not np.isfinite(norm):
             gradient.zero_()
             raise InvalidRequest(
@@ -132,13 +132,13 @@ class AdamTrainer(ABC):
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         model = self._models[model_id]
-        return WeightsSnapshot(model.lora, self._whole(model, model.trainable.flat.detach()))
+        return WeightsSnapshot(model.lora, self._to_cpu(model, model.trainable.flat.detach()))
 
     def published(self, model_id: str) -> WeightsSnapshot:
         """See `RankTrainer.published`."""
         model = self._models[model_id]
         flat = model.trainable.flat.detach()
-        return WeightsSnapshot(model.lora, self._whole(model, flat, self._published_dtype(model)))
+        return WeightsSnapshot(model.lora, self._to_cpu(model, flat, self._published_dtype(model)))
 
     def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
         """See `Trainer.publication`."""
@@ -147,7 +147,7 @@ class AdamTrainer(ABC):
 
     def export_state(self, model_id: str) -> TrainingState:
         """See `Trainer.export_state`."""
-        return state_of(self._models[model_id], self._whole)
+        return state_of(self._models[model_id], self._to_cpu)
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
@@ -170,7 +170,7 @@ class AdamTrainer(ABC):
         """See `Trainer.export_gradient`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
-        return self._whole(model, gradient) if gradient.any() else None
+        return self._to_cpu(model, gradient) if gradient.any() else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
@@ -180,19 +180,19 @@ class AdamTrainer(ABC):
     def _published_dtype(self, model: TrainedModel) -> torch.dtype:
         return self._dtype if model.lora is None else torch.float32
 
-    def _whole(
+    def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return a copy of what leaves the trainer of a flat buffer, which goes on changing.
+        """Return a copy of a flat buffer's tensors on the CPU, rounded to a dtype.
 
-        It is on the CPU, rounded to a dtype. Nothing that leaves is to take memory of a GPU, which
-        may be somebody else's meanwhile.
+        At ranks: what this rank has to return. What leaves a trainer must take no GPU memory, which
+        another process may be using meanwhile.
         """
         return model.trainable.layout.views(on_cpu(flat, dtype))
 
 
 def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a vector on the CPU, rounded to a dtype there: a GPU would need memory."""
+    """Return a copy of a vector on the CPU, cast there: casting on the GPU would allocate there."""
     if flat.dtype == dtype:
         return flat.to("cpu", copy=True)
     copy = torch.empty(flat.shape, dtype=dtype)
@@ -208,8 +208,8 @@ def state_of(
 
     Args:
         model: the model.
-        whole: makes a copy of the whole tensors of a model and a flat buffer, if it is from here
-            that they leave, and nothing otherwise.
+        whole: copies the whole tensors of a model and a flat buffer; empty at ranks that do not
+            return them.
     """
     weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
     state = model.optimizer.state[model.trainable.flat]
@@ -222,12 +222,12 @@ def state_of(
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy what is held here of a model's whole tensors into a flat buffer."""
+    """Copy this rank's part of a model's whole tensors into a flat buffer."""
     layout = model.trainable.layout
-    if model.parts is None:
+    if model.sharding is None:
         layout.fill(flat, tensors, what)
     else:
-        layout.put(flat, model.parts.cut(tensors, what))
+        layout.put(flat, model.sharding.shard(tensors, what))
 
 
 def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:

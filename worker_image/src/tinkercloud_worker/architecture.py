@@ -1,6 +1,6 @@
-"""What a model's configuration tells of it: what of it can be adapted, and how much it takes.
+"""What a model's configuration tells: which weights can be adapted, and its limits.
 
-No weights are needed, nor read: a head whose model is elsewhere knows no more of it than this.
+No weights are read: a head whose model is elsewhere has only its configuration.
 """
 
 import threading
@@ -37,7 +37,7 @@ class Architecture:
     targets: Sequence[Target]
     """Weights that can be adapted, in the order of its modules."""
     limits: TokenLimits
-    """What its vocabulary and its positions allow."""
+    """Of its vocabulary and its positions."""
 
 
 def read_architecture(path: str) -> Architecture:
@@ -179,11 +179,11 @@ def name_of(model: nn.Module, module: nn.Module) -> str:
 
 
 def round_behind_embedding(model: PreTrainedModel) -> str | None:
-    """Let a float32 weight take the place of the input embedding's, and return that one's name.
+    """Make the input embedding take float32 weights in place of its own; return its weight's name.
 
-    What is found in it is rounded to that one's dtype, which is the same as to look it up in a
-    rounded one. But the gradient of a token is then a float32 sum over all positions that have it.
-    None: the module does more than to look up, and computes in the dtype of its weight.
+    What is looked up is rounded to its own weight's dtype, as if the weights had been rounded. But
+    a token's gradient is then a float32 sum over all positions that have it.
+    None: the module does more than look up, and computes in the dtype of its weight.
     """
     module = model.get_input_embeddings()
     if type(module).forward is not nn.Embedding.forward:

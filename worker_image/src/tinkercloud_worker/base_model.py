@@ -35,27 +35,33 @@ from tinkercloud_worker.experts import (
     FusedExperts,
     find_experts,
     guard_gradients,
-    others_than,
+    unadaptable_experts,
     with_terms,
 )
 from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.load import load_pretrained
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.low_rank import LowRankTerms, Parts, add_terms
-from tinkercloud_worker.packing import Packed, mask_kinds, use_own_attention, use_packed_attention
-from tinkercloud_worker.quantized import load_pretrained
+from tinkercloud_worker.packing import (
+    PackedSequences,
+    mask_kinds,
+    use_own_attention,
+    use_packed_attention,
+)
 from tinkercloud_worker.routes import Route, expert_terms, term_of
 from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
+from tinkercloud_worker.unembedding import Unembedding
 
 
 class BaseModel:
     """The shared base. Not thread-safe: one pass at a time."""
 
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
-        """Take a model over.
+        """Wrap a model, whose forward functions are replaced.
 
         Args:
             model: any Hugging Face causal LM.
-            packed: whether memory may be spent on packed weights (`frozen_linear`).
+            packed: whether to keep packed weights, which take memory (`frozen_linear`).
 
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
@@ -78,13 +84,13 @@ class BaseModel:
             module = model.get_submodule(each.name)
             guard_gradients(module)
             self._adapt_experts(each, module)
-        self.other_experts = others_than(experts, model)
-        """The class of experts that no adapter can be added to, if there are such."""
+        self.unadaptable_experts = unadaptable_experts(experts, model)
+        """The class of experts that can't be adapted, if the model has such."""
         self._recomputes = False
         layers = layers_of(self._trunk)
         self._layer_prefixes = tuple(f"{name}." for name, _ in layers)
         for name, layer in layers:
-            self._make_repeatable(f"{self._trunk_name}.{name}.", layer)
+            self._make_recomputable(f"{self._trunk_name}.{name}.", layer)
         self._embedding_weight = round_behind_embedding(model)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._head, "bias", None)
@@ -92,7 +98,7 @@ class BaseModel:
         """The output embedding, as it is in the base."""
         self._mask_kinds = mask_kinds(model.config)
         self.rotary_switch = rotary_switch(model.config)
-        """Length beyond which a sequence has other rotary positions, if there is such a one."""
+        """Length beyond which a sequence has other rotary positions, if there is one."""
         # A pass has the rotary positions of the longest sequence in it.
         self.takes_packs = self.rotary_switch is None and use_packed_attention(model)
         """Whether `hidden_of` may be given more than one sequence."""
@@ -133,7 +139,7 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and what goes in and comes out."""
+        """Device of weights, inputs and outputs."""
         device: torch.device = self._model.device
         return device
 
@@ -190,20 +196,20 @@ class BaseModel:
 
     def hidden_of(
         self,
-        sequences: Packed,
+        sequences: PackedSequences,
         routes: Sequence[Route],
         *,
         cache: Cache | None = None,
         recompute: bool = False,
     ) -> Tensor:
-        """Return the final hidden states [R, D] of sequences that know nothing of each other.
+        """Return the final hidden states [R, D] of sequences that do not attend to each other.
 
         Args:
             sequences: one, or (`takes_packs`) any number.
             routes: which positions run with which weights. Whole-model weights must cover all.
             cache: takes keys and values of all positions; it has none before.
-            recompute: whether layers keep only their inputs for the backward pass, in which they
-                are computed again.
+            recompute: whether layers keep only their inputs, and are recomputed in the backward
+                pass.
         """
         arguments = sequences.arguments(self._mask_kinds)
         arguments |= {"past_key_values": cache, "use_cache": cache is not None}
@@ -229,15 +235,13 @@ class BaseModel:
         return hidden_BTD
 
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
-        """Return float32 logits [R, V] of hidden states; `routes` here divides the R positions."""
+        """Return float32 logits [R, V] of hidden states; `routes` are of the R positions."""
         with torch.no_grad():
-            logits_RV = self.head(self._replaced_weights(routes)).float32_product(hidden_RD)
-            for rows, a, b, scale in self.head_adapters(routes):
-                logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
-        return logits_RV
+            head = self.head(self._replaced_weights(routes))
+            return Unembedding(head, self.head_adapters(routes)).logits(hidden_RD)
 
     def head(self, replaced: Mapping[str, Tensor] | None) -> FrozenLinear:
-        """Return the output embedding: the base's, or the one that takes its place."""
+        """Return the output embedding: the base's, or the one that replaces it."""
         if replaced is None:
             return self.frozen_head
         weight, bias = self.head_of(replaced)
@@ -283,9 +287,9 @@ class BaseModel:
     def _rounded(
         self, tensors: Mapping[str, Tensor] | None, prefix: str, others: tuple[str, ...] = ()
     ) -> dict[str, Tensor]:
-        """Return what takes the place of the weights of a module, under autograd.
+        """Return the weights that replace those of a module, rounded under autograd.
 
-        The input embedding is as it is: it is rounded behind.
+        The input embedding is not rounded: what is looked up in it is.
 
         Args:
             tensors: of the whole model; None if it is the base.
@@ -299,7 +303,7 @@ class BaseModel:
         }
 
     def _adapt(self, target: Target, module: nn.Module, *, packed: bool) -> None:
-        """Have a linear layer add the terms of the adapters that a pass runs with."""
+        """Make a linear layer add the terms of the adapters that a pass runs with."""
         if self.dtype == torch.float32:
             if packed and isinstance(module, nn.Linear):
                 _freeze(module)
@@ -321,7 +325,7 @@ class BaseModel:
         module.forward = forward
 
     def _adapt_experts(self, experts: FusedExperts, module: nn.Module) -> None:
-        """Have the experts of a layer add the terms of the adapters that a pass runs with."""
+        """Make the experts of a layer add the terms of the adapters that a pass runs with."""
         plain = module.forward
 
         # The names are transformers'.
@@ -344,11 +348,11 @@ class BaseModel:
     def _parts(self, target: Target) -> Parts:
         return [(route.rows, term_of(target, route.weights)) for route in self._routes]
 
-    def _make_repeatable(self, prefix: str, layer: nn.Module) -> None:
-        """Let a layer be computed again in the backward pass, with the weights it had before."""
+    def _make_recomputable(self, prefix: str, layer: nn.Module) -> None:
+        """Let a layer be recomputed in the backward pass, with the weights of the forward pass."""
         forward = layer.forward
 
-        def repeatable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+        def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
             if not self._recomputes:
                 return forward(*args, **kwargs)
             routes = self._routes
@@ -368,7 +372,7 @@ class BaseModel:
             )
 
         # Assigned to the instance, so that the layer stays what it is, names and all.
-        layer.forward = repeatable
+        layer.forward = recomputable
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -381,7 +385,7 @@ def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _freeze(module: nn.Linear) -> None:
-    """Let a linear layer compute from a packed weight, unless another takes the weight's place."""
+    """Make a linear layer compute from its packed weight, unless another weight replaces it."""
     frozen = FrozenLinear(module.weight, module.bias, packed=True)
 
     def forward(x: Tensor) -> Tensor:

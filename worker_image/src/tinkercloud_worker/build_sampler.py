@@ -62,7 +62,7 @@ def build_sampler(
 
     Args:
         config: of the head.
-        base: returns the head's copy of the base model; it is loaded for who asks for it.
+        base: returns the head's copy of the base model, loaded by the first call.
         tokenizer: of that model.
         trainer: who shares its GPUs with the engines, if they are colocated.
         place: from where whole models go to engines, unless in requests or by files.

@@ -17,7 +17,7 @@ from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
 from tinkercloud_worker import accelerator
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.no_trainer import NoTrainer
@@ -59,7 +59,7 @@ def build_trainer(
 
     Args:
         config: of the head.
-        base: returns the head's copy of the base model; it is loaded for who asks for it.
+        base: returns the head's copy of the base model, loaded by the first call.
         place: where whole models stay that its ranks publish.
 
     Raises:
@@ -97,16 +97,17 @@ def build_trainer(
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
     """Return whether ranks go on few nodes of a Ray cluster, or on many.
 
-    Ranks that hold a model between them meet in every layer, and GPUs of a node have links to each
-    other. Copies on CPUs meet once a step, and each is the faster for a node's cores to itself.
+    Ranks that share a model communicate in every layer, and GPUs of a node have links to each
+    other. Copies on CPUs communicate once a step, and are faster with a node's cores to themselves.
     """
     is_divided = trainer.sharded or trainer.model_ranks * trainer.expert_parallel > 1
     return "PACK" if is_divided or accelerator.gpus_of(trainer.device) else "SPREAD"
 
 
 def _limits(config: HeadConfig) -> TokenLimits:
-    limits, wanted = read_architecture(config.model.path).limits, config.limits.max_context_length
-    return replace(limits, max_context_length=min(wanted or 1 << 62, limits.max_context_length))
+    limits = read_architecture(config.model.path).limits
+    longest = capped_context_length(config.limits.max_context_length, limits.max_context_length)
+    return replace(limits, max_context_length=longest)
 
 
 def torch_rank(config: HeadConfig) -> DataParallelTrainer:

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.tensors import FloatArray
-from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, lengthened, packs
+from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, bin_pack, padded_lengths
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import LossInputs
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Pack:
     """Examples that run together, one after another, and what a loss needs of their positions."""
 
-    sequences: Packed
+    sequences: PackedSequences
     targets_RK: Tensor
     inputs: LossInputs
     examples: Sequence[tuple[int, Example]]
-    """With their index in the request."""
+    """Each with its index in the request."""
 
     def split(self, values_RK: Tensor) -> list[tuple[int, FloatArray]]:
         """Cut per-position values into per-example arrays in the client's shape."""
@@ -40,19 +40,21 @@ class Pack:
         return parts
 
 
-def pack_all(batch: Batch, max_tokens: int, device: torch.device, multiple: int = 1) -> list[Pack]:
+def pack_all(
+    batch: Batch, max_tokens: int, device: torch.device, pad_to_multiple_of: int = 1
+) -> list[Pack]:
     """Divide a batch into packs of at most so many tokens; a longer example is one of its own.
 
     Args:
         batch: the examples.
         max_tokens: of a pack.
-        device: where its tensors are to be.
-        multiple: of tokens that each example is computed as, which is what counts.
+        device: of its tensors.
+        pad_to_multiple_of: each example counts as padded to a multiple of so many tokens.
     """
-    lengths = lengthened([len(example.tokens) for example in batch.examples], multiple)
+    lengths = [len(example.tokens) for example in batch.examples]
     return [
         _pack([(index, batch.examples[index]) for index in group], device)
-        for group in packs(lengths, max_tokens)
+        for group in bin_pack(padded_lengths(lengths, pad_to_multiple_of), max_tokens)
     ]
 
 
@@ -62,7 +64,7 @@ def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack
     width = max(example.targets.shape[1] for _, example in examples)
     numbers = torch.repeat_interleave(torch.arange(len(examples)), torch.tensor(lengths))
     return Pack(
-        sequences=Packed(torch.from_numpy(ids).to(device), lengths),
+        sequences=PackedSequences(torch.from_numpy(ids).to(device), lengths),
         targets_RK=_stack([example.targets for _, example in examples], width).to(device),
         inputs=LossInputs(
             {
@@ -89,7 +91,7 @@ class PassOutput:
         self._passes: list[tuple[Pack, Tensor, Tensor]] = []
 
     def add(self, pack: Pack, lp_RK: Tensor, loss_sum: Tensor) -> None:
-        """Take the logprobs and the summed loss of a pack, which may not be there yet."""
+        """Add the logprobs and the summed loss of a pack, which may not be computed yet."""
         self._passes.append((pack, lp_RK, loss_sum))
 
     def finish(self, batch: Batch) -> LossOutput:

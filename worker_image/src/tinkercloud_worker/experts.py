@@ -31,7 +31,7 @@ from tinkercloud_worker.low_rank import Term
 _MIXTRALS = frozenset({"minimax", "minimax_m2", "mixtral", "phimoe"})
 """Families whose checkpoints, and vLLM and SGLang with them, have Mixtral's names for experts."""
 _ALIGNED_BYTES = 16
-"""That rows of what is multiplied start at multiples of."""
+"""Rows of factors start at multiples of this."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From hidden states [N, D], the experts of each [N, K] and their shares [N, K] to the sum of what
@@ -50,7 +50,7 @@ class FusedExperts:
 
     @property
     def targets(self) -> tuple[Target, Target, Target]:
-        """What of it can be adapted."""
+        """Its weights that can be adapted."""
         return self.gate, self.up, self.down
 
 
@@ -67,7 +67,7 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
     """Return the experts of a model that can be adapted, in the order of its modules.
 
     These are gated, without biases, gates before ups, and [out, in] each: what all mixtures have
-    that transformers computes by its common code, but for a few (`others_than`).
+    that transformers computes by its common code, but for a few (`unadaptable_experts`).
 
     Their adapters are named as the family's checkpoints name the weights of an expert, less its
     number: `...mlp.experts.gate_proj`, and of Mixtral `...block_sparse_moe.experts.w1`.
@@ -79,8 +79,8 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
     ]
 
 
-def others_than(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
-    """Return what class of experts a model has that can't be adapted; None: it has none such."""
+def unadaptable_experts(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
+    """Return the class of a model's experts that can't be adapted; None if all can."""
     known = {each.name for each in experts}
     for name, module in model.named_modules():
         kept = module.named_parameters(recurse=False)
@@ -110,7 +110,7 @@ def _fused(name: str, module: Any, family: str) -> FusedExperts:  # noqa: ANN401
 
 
 def guard_gradients(experts: nn.Module) -> None:
-    """Have the experts of a layer be computed by `grouped` in passes that train their weights.
+    """Compute the experts of a layer by `grouped_linear` in passes that train their weights.
 
     Args:
         experts: their module, of `find_experts`.
@@ -130,12 +130,12 @@ def guard_gradients(experts: nn.Module) -> None:
 def with_terms(
     experts: nn.Module, plain: Forward, parts: Sequence[tuple[slice, ExpertTerms | None]]
 ) -> Forward:
-    """Return what computes the experts of a layer with the terms of adapters.
+    """Return a forward function of a layer's experts with the terms of adapters.
 
     Args:
         experts: their module, of `find_experts`.
-        plain: what computes it as it is.
-        parts: consecutive positions, all of them between them, and the terms that are theirs.
+        plain: its forward function without adapters.
+        parts: consecutive positions that cover the pass, and the terms of each.
     """
 
     def forward(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -162,9 +162,9 @@ def _computed(
 
     def added(term: Term) -> Tensor:
         low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
-        return grouped(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+        return grouped_linear(low_Nr.to(dtype)[positions_S], term.b, ends_E)
 
-    gate_up = grouped(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
+    gate_up = grouped_linear(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
     if terms is not None:
         gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
@@ -178,10 +178,10 @@ def _computed(
     def sums(values: Tensor) -> Tensor:
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
-    whole_ND = sums(grouped(inner_SF, experts.down_proj, ends_E))
+    whole_ND = sums(grouped_linear(inner_SF, experts.down_proj, ends_E))
     if terms is None:
         return whole_ND
-    low_Nr = sums(grouped(inner_SF, terms.down.a, ends_E)) * terms.down.scale
+    low_Nr = sums(grouped_linear(inner_SF, terms.down.a, ends_E)) * terms.down.scale
     return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
 
 
@@ -191,7 +191,7 @@ def _ends(numbers_S: Tensor, count: int) -> Tensor:
     return torch.searchsorted(numbers_S, every_E, right=True, out_int32=True)
 
 
-def grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
     """Return [S, out]: each row times the transposed weight of its expert.
 
     Args:
@@ -201,7 +201,9 @@ def grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
     """
     if not len(x):
         # torch can't go back through a product of no rows.
-        return grouped(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[:0]
+        return grouped_linear(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[
+            :0
+        ]
     step, out = _ALIGNED_BYTES // x.element_size(), weights.shape[1]
     inner, outer = -x.shape[1] % step, -out % step
     weights = weights.to(x.dtype)
@@ -215,9 +217,9 @@ def grouped(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _of_rows(ends_E: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of experts' weights: none where an expert has no rows.
+    """Return the gradient of experts' weights, zero where an expert has no rows.
 
-    There, torch's product leaves what was in the memory before on some GPUs (pytorch#172439).
+    On some GPUs torch's product leaves uninitialised memory there (pytorch#172439).
     """
     starts_E = nn.functional.pad(ends_E[:-1], (1, 0))
     return gradient.masked_fill((starts_E == ends_E)[:, None, None], 0.0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from tinkercloud_worker.products import float32_product
+from tinkercloud_worker.matmul import matmul_float32
 
 _PACKED_FOR_ROWS = 256
 """A hint to oneDNN; any number of rows can be multiplied."""
@@ -26,12 +26,12 @@ class FrozenLinear:
     """x @ weight^T + bias, differentiable with respect to x only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool) -> None:
-        """Take a layer over.
+        """Wrap the weights of a layer.
 
         Args:
             weight: [out, in].
             bias: [out], or None.
-            packed: whether memory may be spent on packed copies.
+            packed: whether to keep packed copies, which take memory.
         """
         self.weight = weight
         self.bias = bias
@@ -56,11 +56,11 @@ class FrozenLinear:
             return nn.functional.linear(x, self.weight, self.bias)
         return _multiply(x, self._forward, self.bias)
 
-    def float32_product(self, x_RD: Tensor) -> Tensor:
+    def matmul_float32(self, x_RD: Tensor) -> Tensor:
         """Return the product [R, out] in float32, without a graph."""
         if self._forward is not None:
             return self.product(x_RD)
-        product = float32_product(x_RD, self.weight.T)
+        product = matmul_float32(x_RD, self.weight.T)
         return product if self.bias is None else product.add_(self.bias)
 
     def gradient(self, dy: Tensor) -> Tensor:

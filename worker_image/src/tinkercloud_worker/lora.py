@@ -1,4 +1,4 @@
-"""LoRA: which tensors an adapter has, how they begin, how they are named in PEFT files.
+"""LoRA: which tensors an adapter has, their initial values, and their names in PEFT files.
 
 For a frozen weight W [out, in] an adapter adds (alpha / rank) * B @ A, with A [rank, in] and
 B [out, rank]. Alpha is 32 whatever the rank ("LoRA Without Regret"); it is not on the wire.
@@ -50,7 +50,7 @@ class Target:
     out_features: int
     group: Group
     experts: int = 0
-    """How many experts have such a weight, stacked in one tensor; 0: it is none of experts."""
+    """How many experts have such a weight, stacked in one tensor; 0: it is not of experts."""
 
     @property
     def a_name(self) -> str:
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def own_name(self) -> str:
-        """Name of the half that each expert has for itself; the other is one for all of a layer."""
+        """Name of the half that each expert has for itself; the other is shared in a layer."""
         return self.b_name if _is_shared(self.a_name) else self.a_name
 
     def specs(self, rank: int) -> list[TensorSpec]:
@@ -112,7 +112,7 @@ def layout(targets: Iterable[Target], rank: int) -> Layout:
 
 
 def initial_a(target: Target, rank: int, seed: int) -> Tensor:
-    """Return how the A of a target begins, on the CPU, whole."""
+    """Return the initial A of a target, whole, on the CPU."""
     a, _ = target.specs(rank)
     bound = 1.0 / math.sqrt(target.in_features)
     # Drawn on the CPU, so that a seed means the same values on every device.
@@ -125,7 +125,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def _is_shared(name: str) -> bool:
-    """Whether a tensor of experts, whose name this is, is one for all of a layer."""
+    """Whether all experts of a layer share the tensor of this name."""
     leaf, half, _ = name.rsplit(".", 2)
     return half == ("lora_B" if leaf.rpartition(".")[2] in _DOWNS else "lora_A")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.products import float32_product
+from tinkercloud_worker.matmul import matmul_float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,8 +204,8 @@ class _AdaptedLinear(torch.autograd.Function):
         middles = list(
             zip(ctx.places, torch.split(du_Nr, ranks, 1), torch.split(u_Nr, ranks, 1), strict=True)
         )
-        parts = [float32_product(du_Nr[rows].T, x_N[rows]) for rows, du_Nr, _ in middles]
-        parts += [float32_product(dy_N[rows].T, u_Nr[rows]) for rows, _, u_Nr in middles]
+        parts = [matmul_float32(du_Nr[rows].T, x_N[rows]) for rows, du_Nr, _ in middles]
+        parts += [matmul_float32(dy_N[rows].T, u_Nr[rows]) for rows, _, u_Nr in middles]
         trained = [
             (m.grad, part) for m, part in zip(ctx.masters, parts, strict=True) if m.grad is not None
         ]

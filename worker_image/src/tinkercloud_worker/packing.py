@@ -1,4 +1,4 @@
-"""Sequences laid one after another in one row, and the attention that keeps them apart.
+"""Sequences packed one after another in one row, and the attention that keeps them apart.
 
 No position is padding: everything but attention is computed position by position anyway. Half
 precision on an accelerator takes flash attention's kernel for sequences of many lengths; elsewhere
@@ -40,7 +40,7 @@ _TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedSequences:
     """Token ids of sequences, one after another."""
 
     ids_R: Tensor
@@ -49,7 +49,7 @@ class Packed:
     """Tokens of each sequence."""
 
     @classmethod
-    def joined(cls, packs: Sequence["Packed"]) -> "Packed":
+    def joined(cls, packs: Sequence["PackedSequences"]) -> "PackedSequences":
         """Return the sequences of several packs as one."""
         if len(packs) == 1:
             return packs[0]
@@ -257,9 +257,9 @@ def _recent(length: int, window: int | None, device: torch.device) -> Tensor | N
 
 
 def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' own is not typed
-    """Have a model attend through this module, if it can be given many sequences; return whether.
+    """Make a model attend through this module, if it takes packed sequences; return whether.
 
-    Some make too little of what they are given then: see `use_own_attention`.
+    Some compute wrongly then: see `use_own_attention`.
     """
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(
         model.base_model.forward
@@ -272,7 +272,7 @@ def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' ow
 
 
 def use_own_attention(model: Any) -> None:  # noqa: ANN401 - transformers' own is not typed
-    """Have a model attend as it did before `use_packed_attention`.
+    """Make a model attend as it did before `use_packed_attention`.
 
     Sparse attention, for one, gives a choice of positions to others than transformers' own.
     """

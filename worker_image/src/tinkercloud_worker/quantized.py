@@ -12,57 +12,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.architecture import (
-    UnsupportedModelError,
-    check_tied,
-    is_tied,
-    trunk_and_head,
-)
+from tinkercloud_worker.architecture import UnsupportedModelError
 
 _SCALE = "_scale_inv"
 
 Block = tuple[int, int]
 """Rows and columns of a matrix that have one scale."""
-
-
-def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the Hugging Face model of a folder, on the CPU.
-
-    Args:
-        path: of the folder.
-        dtype: that its weights are kept in, whatever they are in the folder.
-
-    Raises:
-        UnsupportedModelError: its weights are float8 in a form that is not read, or are not those
-            that its configuration tells of.
-    """
-    model = _load(path, dtype)
-    if is_tied(model.config):
-        _, head = trunk_and_head(model)
-        embedding = model.get_input_embeddings()
-        check_tied(embedding.get_parameter("weight"), head.get_parameter("weight"))
-    return model
-
-
-def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    block = block_size(config)
-    model: PreTrainedModel
-    if block is None:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
-        return model
-    # transformers reads them too, but only matrices that whole blocks fill.
-    del config.quantization_config
-    folder = QuantizedFolder(path, block, dtype)
-    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    weights = folder.read(folder.names)
-    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
-    return model
 
 
 def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' configurations have no common type
@@ -88,7 +44,7 @@ def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' con
 
 
 def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Return what a matrix stands for, float32 [out, in].
+    """Return the values of a quantized matrix, float32 [out, in].
 
     Args:
         values: float8 [out, in].
@@ -105,12 +61,12 @@ class QuantizedFolder:
     """The safetensors files of a Hugging Face folder."""
 
     def __init__(self, path: str, block: Block, dtype: torch.dtype) -> None:
-        """Look which tensors there are.
+        """List the tensors.
 
         Args:
             path: of the folder.
             block: of its float8 weights.
-            dtype: that these are returned in.
+            dtype: of dequantized weights.
 
         Raises:
             UnsupportedModelError: there are none.
@@ -133,7 +89,7 @@ class QuantizedFolder:
         return [name for name in self._files if not name.endswith(_SCALE)]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return weights by name; those of float8 as what they stand for.
+        """Return weights by name, those of float8 dequantized.
 
         Raises:
             UnsupportedModelError: a weight is not there, or has no scales.

@@ -26,7 +26,7 @@ class ActiveWeights:
 class Route:
     """Consecutive positions of a pass, and the weights they run with (None: the base as it is).
 
-    The routes of a pass have all of its positions between them, in order.
+    The routes of a pass cover all of its positions, in order.
     """
 
     rows: slice
@@ -40,7 +40,7 @@ def route_all(weights: ActiveWeights | None) -> list[Route]:
 
 
 def term_of(target: Target, weights: ActiveWeights | None) -> Term | None:
-    """Return what weights add to a linear layer; None if nothing."""
+    """Return the term that weights add to a linear layer; None if none."""
     if weights is None or weights.lora_scale is None or target.a_name not in weights.tensors:
         return None
     tensors = weights.tensors
@@ -48,7 +48,7 @@ def term_of(target: Target, weights: ActiveWeights | None) -> Term | None:
 
 
 def expert_terms(experts: FusedExperts, weights: ActiveWeights | None) -> ExpertTerms | None:
-    """Return what weights add to the experts of a layer; None if nothing."""
+    """Return the terms that weights add to the experts of a layer; None if none."""
     gate, up, down = (term_of(target, weights) for target in experts.targets)
     # One switch is about all three: all of them are adapted, or none.
     return ExpertTerms(gate, up, down) if gate and up and down else None

@@ -1,6 +1,6 @@
-"""A session head: what its process is put together of, and how it serves.
+"""A session head: assembles its process, and serves.
 
-Which trainer and which sampler there are, `build_trainer` and `build_sampler` decide.
+`build_trainer` and `build_sampler` choose the trainer and the sampler.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ def load_base(config: HeadConfig) -> BaseModel:
             where this head has no GPU.
     """
     device = "cpu" if config.trainer.ranks else config.trainer.device
-    if device != "cpu" and not accelerator.is_there():
+    if device != "cpu" and not accelerator.is_available():
         raise UnsupportedModelError(
             f"trainer.device: {device!r}, but this head has no GPU; give it one that torch can use,"
             " or set it to 'cpu'"

@@ -1,4 +1,4 @@
-"""Whether a base model computes what transformers does, asked of each that is loaded.
+"""Checks of each base model that is loaded: that it computes what transformers does.
 
 Shape legend: R positions, D hidden size, V vocabulary, N either of those.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.packing import Packed, watched_windows
+from tinkercloud_worker.packing import PackedSequences, watched_windows
 from tinkercloud_worker.routes import Route
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ a model that is not causal is as far away as any two.
 """
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What models raise where they are given something, or a cache, of which they can make nothing."""
+"""What models raise when they are given arguments, or a cache, that they can't compute with."""
 
 _LEAKS = {True: 1e-5, False: 0.02}
 """Of hidden states after one sequence of a pack beside those after another; in float32 and in less.
@@ -37,7 +37,7 @@ The same kernels compute both. Only of experts, whose tokens are others, is the 
 
 
 class Base(Protocol):
-    """What is asked of a `BaseModel`."""
+    """What is checked of a `BaseModel`."""
 
     dtype: torch.dtype
 
@@ -47,9 +47,9 @@ class Base(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens there are."""
+        """Tokens of its vocabulary."""
 
-    def hidden_of(self, sequences: Packed, routes: Sequence[Route]) -> Tensor:
+    def hidden_of(self, sequences: PackedSequences, routes: Sequence[Route]) -> Tensor:
         """Return the final hidden states [R, D]."""
 
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
@@ -106,7 +106,7 @@ def keeps_sequences_apart(base: Base) -> bool:
 
 
 def is_near(base: Base, ours_RN: Tensor, theirs_RN: Tensor) -> bool:
-    """Whether hidden states differ by no more than other kernels make of the same."""
+    """Whether hidden states differ by no more than the rounding of other kernels."""
     return _distance(ours_RN, theirs_RN) <= _TOLERANCES[base.dtype == torch.float32][1]
 
 
@@ -119,12 +119,12 @@ def scattered_ids(base: Base) -> Tensor:
 
 
 def _hidden(base: Base, ids_R: Tensor) -> Tensor:
-    return base.hidden_of(Packed(ids_R, (len(ids_R),)), ())
+    return base.hidden_of(PackedSequences(ids_R, (len(ids_R),)), ())
 
 
 def _hidden_after(base: Base, first_R: Tensor, second_R: Tensor) -> Tensor:
     """Return the hidden states [R, D] of the second sequence of a pack."""
-    sequences = Packed(torch.cat([first_R, second_R]), (len(first_R), len(second_R)))
+    sequences = PackedSequences(torch.cat([first_R, second_R]), (len(first_R), len(second_R)))
     return base.hidden_of(sequences, ())[len(first_R) :]
 
 

@@ -1,4 +1,4 @@
-"""The output layer, for a few rows at a time: float32 logits, and what follows from theirs.
+"""The output layer, for a few rows at a time: float32 logits, and its backward pass.
 
 Shape legend: R positions, D hidden size, V vocabulary or a rank's part of it, r LoRA rank.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tinkercloud_worker.engine.parameters import gradient_of
 from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.products import add_float32_product, float32_product
+from tinkercloud_worker.matmul import addmm_float32_, matmul_float32
 
 Adapters = Sequence[tuple[slice, Tensor, Tensor, float]]
 """Rows, A [r, D], B [V, r] and scale of each adapter that adapts the output layer."""
@@ -30,7 +30,7 @@ class Unembedding:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V]."""
-        logits_RV = self.linear.float32_product(hidden_RD)
+        logits_RV = self.linear.matmul_float32(hidden_RD)
         for rows, a, b, scale in self.adapters:
             logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
         return logits_RV
@@ -44,7 +44,7 @@ class Unembedding:
         """
         if self.gradients is not None:
             weight_gradient, bias_gradient = self.gradients
-            add_float32_product(weight_gradient, dlogits_RV.T, hidden_RD)
+            addmm_float32_(weight_gradient, dlogits_RV.T, hidden_RD)
             if bias_gradient is not None:
                 bias_gradient.add_(dlogits_RV.sum(0, dtype=torch.float32))
         dh_RD = self.linear.gradient(dlogits_RV)
@@ -52,8 +52,8 @@ class Unembedding:
             own_h, own_dlogits = hidden_RD[rows], dlogits_RV[rows]
             rounded_a, rounded_b = a.to(own_h.dtype), b.to(own_h.dtype)
             back_Rr = own_dlogits @ rounded_b
-            gradient_of(b).add_(float32_product(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
-            gradient_of(a).add_(float32_product(back_Rr.T, own_h), alpha=scale)
+            gradient_of(b).add_(matmul_float32(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
+            gradient_of(a).add_(matmul_float32(back_Rr.T, own_h), alpha=scale)
             dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
         return dh_RD
 

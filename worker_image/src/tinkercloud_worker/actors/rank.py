@@ -117,7 +117,7 @@ class Rank:
     def surroundings(self) -> Answer:
         """Answer where this rank is."""
         node = ray.get_runtime_context().get_node_id()
-        return Answer(Surroundings(node, accelerator.visible()))
+        return Answer(Surroundings(node, accelerator.visible_devices_env()))
 
     def last_words(self) -> Any:  # noqa: ANN401 - the object's own
         """Return what the object wants to outlive the group; a command may hang meanwhile."""

@@ -25,7 +25,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.porter import RanksPlace, waited
 from tinkercloud_worker.actors.shares import deal, join, part
-from tinkercloud_worker.engine.batch import Batch, lengthened
+from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -86,16 +86,16 @@ class RankedTrainer:
             self._place.close()
         self._group.close()
 
-    def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`.
 
         Raises:
             RanksLost: a rank was lost meanwhile; the model does not exist.
             RanksUnavailable: the last group was lost and no other could be started.
         """
-        self._command(lambda group: group.call("add_model", model_id, lora))
+        self._command(lambda group: group.call("add_model", model_id, lora_config))
         self._models.add(model_id)
-        (self._whole.add if lora is None else self._whole.discard)(model_id)
+        (self._whole.add if lora_config is None else self._whole.discard)(model_id)
         self._lost.pop(model_id, None)
 
     def remove_model(self, model_id: str) -> None:
@@ -192,7 +192,7 @@ class RankedTrainer:
     ) -> LossOutput:
         replicas = 1 + max(membership.replica for membership in self._memberships)
         lengths = [len(example.tokens) for example in batch.examples]
-        shares = deal(lengthened(lengths, self._memberships[0].multiple), replicas)
+        shares = deal(padded_lengths(lengths, self._memberships[0].pad_to_multiple_of), replicas)
         parts = [part(batch, share) for share in shares]
         arguments = [(model_id, parts[m.replica], _nothing) for m in self._memberships]
         outputs = self._about(model_id, lambda group: group.call_each(method, arguments))

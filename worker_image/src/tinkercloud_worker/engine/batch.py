@@ -67,6 +67,16 @@ class TokenLimits:
     max_context_length: int
 
 
+def capped_context_length(configured: int | None, of_model: int) -> int:
+    """Return the longest sequence that is accepted, in tokens.
+
+    Args:
+        configured: the limit that was set; None if none was.
+        of_model: the longest sequence the model takes.
+    """
+    return min(configured or of_model, of_model)
+
+
 def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
     """Check a request and fill in its loss's defaults.
 
@@ -171,12 +181,12 @@ def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
     return array if array.ndim == 2 else array[:, None]
 
 
-def lengthened(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
-    """Return lengths as they are where each has to be a multiple of a number."""
-    return tuple(length + -length % multiple for length in lengths)
+def padded_lengths(lengths: Sequence[int], pad_to_multiple_of: int) -> tuple[int, ...]:
+    """Return lengths, each rounded up to a multiple of a number."""
+    return tuple(length + -length % pad_to_multiple_of for length in lengths)
 
 
-def packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def bin_pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split examples into few groups whose tokens stay within a budget (first-fit decreasing).
 
     It depends on the lengths alone, so equal requests give equal bits.

@@ -14,7 +14,7 @@ from torch import Tensor
 from tinkercloud_protocol.errors import InvalidRequest
 
 _PART = 4096
-"""Elements of a flat vector whose squares are added up in float32."""
+"""Elements of a flat vector whose squares are summed in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class Layout:
             offset += spec.size
         self.size = offset
         """Elements of the whole buffer."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+        """Return the layout of named tensors, in their order."""
+        return cls(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -90,7 +95,7 @@ class Layout:
         self.put(flat, tensors.items())
 
     def put(self, flat: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors of this layout into a flat buffer, as they come."""
+        """Copy some of this layout's tensors into a flat buffer, one by one."""
         views = self.views(flat)
         for name, tensor in tensors:
             views[name].copy_(tensor)
@@ -104,11 +109,10 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 def norm_of(flat: Tensor) -> Tensor:
-    """Return the norm of a flat float32 vector, of any length: a float64 scalar, where that is.
+    """Return the norm of a flat float32 vector of any length, as a float64 scalar on its device.
 
-    Squares of some elements after another are added up in float32, and those sums in float64. One
-    sum in float32 of hundreds of millions would be too large for each of the last ones to count,
-    which on a CPU makes it a tenth too small.
+    Squares are summed in float32 part by part, and those sums in float64. One float32 sum of
+    hundreds of millions would lose the last ones: on a CPU the norm comes out a tenth too small.
     """
     even = flat.numel() // _PART * _PART
     parts = torch.linalg.vector_norm(flat[:even].view(-1, _PART), dim=1)

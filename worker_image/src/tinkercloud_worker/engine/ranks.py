@@ -13,15 +13,15 @@ from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSna
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a rank's trainer is to the whole."""
+    """A rank's place in the group."""
 
     limits: TokenLimits
     replica: int
     """Which replica of the model it is part of, from 0."""
     answers: bool
     """Whether it is the rank that returns the results of its replica."""
-    multiple: int = 1
-    """Of positions that each example is computed as."""
+    pad_to_multiple_of: int = 1
+    """Each example is padded to a multiple of this many tokens."""
 
 
 class RankTrainer(Trainer, Protocol):
@@ -33,11 +33,11 @@ class RankTrainer(Trainer, Protocol):
     `optim_step`, `discard_gradient`, `import_state`, `import_gradient` and `remove_model` need no
     other rank, and nothing else changes weights or moments. So whenever a rank dies, those that
     live agree on the state: of a model that is whole at each of them they all hold it, and a model
-    of which each holds a part (`Parts`) is lost.
+    of which each holds a part (`Sharding`) is lost.
     """
 
     def membership(self) -> Membership:
-        """Return what this rank is to the whole."""
+        """Return this rank's place in the group."""
 
     def sum_gradient(self, model_id: str) -> None:
         """Give every rank the sum of all ranks' gradients. Call it once, before optim_step."""
@@ -49,8 +49,8 @@ class RankTrainer(Trainer, Protocol):
         """Return the states of all models that are whole here. May be called while a pass runs."""
 
 
-class Parts(Protocol):
-    """How a model under training lies over ranks that each hold a part of it.
+class Sharding(Protocol):
+    """How a model under training is divided over ranks.
 
     Each rank has the tensors of its part, with a gradient and moments, under names of its own.
     Whole tensors have the Hugging Face model's names and shapes.
@@ -60,29 +60,35 @@ class Parts(Protocol):
     """Whether each rank's part is all of the model."""
 
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Return a copy of whole tensors, on the CPU, at rank 0; nothing at the others.
-
-        It is rounded to a dtype, before anything of it is sent.
+        """Return a copy of the whole tensors, on the CPU, at rank 0; nothing at the others.
 
         All ranks call it together, each with its part: weights, or moments or gradients of those.
         If the model is whole at each rank, each may call it alone and gets the whole.
+
+        Args:
+            tensors: this rank's part, by its names here.
+            dtype: of the copy; parts are rounded before they are sent.
         """
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
+    def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of whole tensors, each by its name here. Needs no other rank.
 
-        What is copied for it is one tensor at a time.
+        At most one tensor is copied at a time.
+
+        Args:
+            tensors: the whole ones.
+            what: names them in messages, such as "checkpoint".
 
         Raises:
-            InvalidRequest: names or shapes are not this model's; `what` says whose they are. It is
-                raised before anything is yielded.
+            InvalidRequest: names or shapes are not this model's. It is raised before anything is
+                yielded.
         """
 
-    def add_up(self, gradient: Tensor) -> None:
-        """Turn ranks' contributions to a flat gradient into parts of their sum, all together."""
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        """Sum the ranks' flat gradients in place, at all ranks together; each keeps its part."""
 
-    def contribute(self, gradient: Tensor) -> None:
-        """Turn parts of a sum into contributions that `add_up` makes the same sum of."""
+    def unreduce_gradient(self, gradient: Tensor) -> None:
+        """Turn parts of a sum into gradients that `reduce_gradient` makes the same sum of."""
 
-    def norm(self, gradient: Tensor) -> float:
-        """Return the norm of a whole summed gradient, given the parts, at all ranks together."""
+    def grad_norm(self, gradient: Tensor) -> float:
+        """Return the norm of the whole summed gradient, given the parts, at all ranks together."""

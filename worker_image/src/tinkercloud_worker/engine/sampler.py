@@ -70,14 +70,14 @@ class SamplingRequest:
 
     @property
     def num_bytes(self) -> int:
-        """What its prompt and the token ids to score take."""
+        """Bytes of its prompt and of the token ids to score."""
         targets = self.questions.targets
         return self.prompt.nbytes + (targets.nbytes if targets is not None else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingResult:
-    """What came of a request."""
+    """The result of a request."""
 
     sequences: Sequence[SampledSequence]
     prompt: PromptScores
@@ -107,4 +107,4 @@ class Sampler(Protocol):
         """
 
     async def close(self) -> None:
-        """Let go of what outlives this process, within seconds. Requests that still run fail."""
+        """Release what would outlive this process, within seconds. Running requests fail."""

@@ -33,10 +33,10 @@ class ThreadStopped(Unavailable):
 
 @runtime_checkable
 class Group(Protocol[ItemT_contra, T_co]):
-    """Computes several items as one job, if they may be together."""
+    """Computes several items as one job, where they may share one."""
 
     def joins(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
-        """Return whether an item may run with others that are together already."""
+        """Return whether an item may join others in one job."""
 
     def run_together(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
         """Return a result for each item. What it raises is raised for all of them."""
@@ -115,7 +115,7 @@ class EngineThread:
     def stop(self) -> None:
         """Finish the job that runs, drop the others, and end the thread.
 
-        Who waits for a job that was dropped waits until it is cancelled. Jobs that come later raise
+        Waiters of dropped jobs wait until they are cancelled. Jobs that come later raise
         ThreadStopped.
         """
         with self._wake:
@@ -129,9 +129,9 @@ class EngineThread:
         return self._thread.is_alive()
 
     def silent_seconds(self) -> float:
-        """Return for how long the thread has not been heard of in the midst of work; 0 at rest.
+        """Return the seconds since the thread last reported, while it works; 0 if it is idle.
 
-        It is heard of at each job, each pause that a job offers and each background step. From the
+        It reports at each job, each pause that a job offers and each background step. From the
         outside nothing else tells a thread that hangs from one that computes.
         """
         heard = self._heard
@@ -154,9 +154,9 @@ class EngineThread:
         return result
 
     async def run_beside(self, job: Callable[[], T]) -> T:
-        """Run a job that computes next to nothing, as what saves or forgets.
+        """Run a job that computes next to nothing, such as saving or deleting.
 
-        Others who share the trainer's device may go on meanwhile: it takes no memory there.
+        Others that share the trainer's device may go on meanwhile: it takes no memory there.
         """
         result: T = await self._queued(_Alone(lambda _: job()), None)
         return result

@@ -32,8 +32,8 @@ class WeightsSnapshot:
     """A model's weights at one moment; later training does not change it.
 
     Exactly one kind: an adapter (`lora` is set) or all weights of a fully fine-tuned model.
-    `tensors` are named as in the Hugging Face model, without PEFT's prefix. They are float32; only
-    all weights of a model that are there to be sampled from may be of the dtype of passes.
+    `tensors` are named as in the Hugging Face model, without PEFT's prefix. They are float32, but
+    for whole models that are only sampled from: those may have the dtype of passes.
     """
 
     lora: LoraConfig | None
@@ -46,7 +46,7 @@ class WeightsSnapshot:
 
 
 class PlacedModel(Protocol):
-    """All weights of a fully fine-tuned model, as files where a trainer's first rank is.
+    """All weights of a fully fine-tuned model, as files on the machine of a trainer's first rank.
 
     They are in the form that inference servers read. Methods block.
     """
@@ -59,7 +59,7 @@ class PlacedModel(Protocol):
     """As in the files."""
 
     def fetch(self, folder: Path) -> None:
-        """Copy the files to a folder of this machine, unless that is there.
+        """Copy the files to a folder of this machine, unless it exists.
 
         Raises:
             NotFound: they are gone.
@@ -70,12 +70,12 @@ class PlacedModel(Protocol):
 
 
 Publication: TypeAlias = WeightsSnapshot | PlacedModel
-"""A model's weights at one moment, for who samples from them."""
+"""A model's weights at one moment, for samplers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingState:
-    """Everything training goes on from."""
+    """Everything that training continues from."""
 
     weights: WeightsSnapshot
     moments: Mapping[str, Tensor] | None
@@ -105,7 +105,7 @@ class Trainer(Protocol):
 
     limits: TokenLimits
 
-    def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """Begin a model from the base's weights, with no gradient and no moments.
 
         Raises:
@@ -134,20 +134,20 @@ class Trainer(Protocol):
         """Zero the accumulated gradient."""
 
     def release_memory(self) -> None:
-        """Give up memory of a GPU that is kept for later passes, for others who share it."""
+        """Free GPU memory that is cached for later passes: other processes share the GPU."""
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights."""
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
-        """Take the current weights for who samples from them.
+        """Take the current weights for samplers.
 
-        A whole model is rounded to the dtype that it is computed in, here and there.
+        A whole model is rounded to the dtype that passes compute in.
 
         Returns:
-            What brings them to where they are to lie, and returns them. It is called once, from any
-            thread, while the trainer goes on with other calls. It raises Unavailable if the weights
-            are lost until then.
+            A callable that stores the weights where samplers read them, and returns them. Call it
+            once, on any thread; the trainer may get other calls meanwhile. It raises Unavailable if
+            the weights were lost before.
         """
 
     def export_state(self, model_id: str) -> TrainingState:

@@ -9,7 +9,7 @@ class KeptWeights:
     """Names of weights that are kept, with their sizes and users. No clock, task or file."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Begin with none.
+        """Start with none.
 
         Args:
             max_bytes: of all that is kept, unless what is needed or in use takes more.
@@ -25,7 +25,7 @@ class KeptWeights:
         self._sizes[name] = size_bytes
 
     def remove(self, name: str) -> None:
-        """Count weights no more. They may be unknown."""
+        """Stop counting weights. They may be unknown."""
         self._sizes.pop(name, None)
 
     def size_of(self, name: str) -> int:
@@ -34,7 +34,7 @@ class KeptWeights:
 
     @contextmanager
     def used(self, name: str) -> Iterator[None]:
-        """Keep weights from going for as long as the context lasts. They need not be there yet."""
+        """Keep weights from being dropped in the context. They need not exist yet."""
         self._users[name] += 1
         try:
             yield

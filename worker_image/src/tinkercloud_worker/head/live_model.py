@@ -46,8 +46,8 @@ class LiveModel:
             case LoadWeightsRequest():
                 return Operation(lambda: operations.load_weights(request), role, origin)
 
-    async def rest(self) -> None:
-        """Begin nothing more; return once nothing runs, in the background neither."""
+    async def quiesce(self) -> None:
+        """Start no more work; return once none is running, not even in the background."""
         await self.queue.pause()
         if self.queue.later:
             await asyncio.wait(self.queue.later)
@@ -62,7 +62,7 @@ class LiveModel:
 
 
 def role_of(request: OrderedRequest) -> Role:
-    """Return what a request means to the step that is being built."""
+    """Return a request's role in the step that is being built."""
     match request:
         case ForwardBackwardRequest():
             return "other" if request.forward_only else "gradient"
@@ -75,7 +75,7 @@ def role_of(request: OrderedRequest) -> Role:
 def new_model(
     model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers, results: Results
 ) -> LiveModel:
-    """Return a model that has not begun, in no order yet."""
+    """Return a model that has not begun and has no requests."""
     limits, timings = backend.config.limits, backend.config.timings
     operations = Operations(model_id, spec, backend, samplers)
     queue = ModelQueue(

@@ -356,7 +356,7 @@ class Operations:
 
 
 async def _brought(bring: Callable[[], Publication]) -> Publication:
-    """Bring weights to where they are to lie; of those that nobody waits for nothing stays."""
+    """Store published weights where samplers read them; remove them if the waiter is gone."""
     bringing = asyncio.create_task(asyncio.to_thread(bring))
     # It may hold them in memory that others need.
     del bring

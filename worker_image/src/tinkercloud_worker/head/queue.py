@@ -30,7 +30,7 @@ from tinkercloud_worker.head.sequencer import Sequencer
 log = structlog.get_logger(__name__)
 
 Role = Literal["gradient", "step", "other"]
-"""Adds to the gradient; applies it; or does neither."""
+"""Whether a request adds to the gradient, applies it, or does neither."""
 
 _TELL_OF_THE_GRADIENT = (InvalidRequest, GradientLost, StateLost)
 """Failures of an optim_step that leave the gradient as it is, or say what has become of it."""
@@ -41,7 +41,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an operation can be made from once more, in another process."""
+    """What another process needs to make an operation again."""
 
     path: str
     """Of the request (`protocol.routes`), or `REFUSED`."""
@@ -59,7 +59,7 @@ class Operation:
     run: Callable[[], Awaitable[Result | Awaitable[Result]]]
     role: Role = "other"
     origin: Origin | None = None
-    """None for what begins a model, which never waits."""
+    """None for a request that begins a model, which never waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class ModelQueue:
 
     @property
     def later(self) -> Set[asyncio.Task[None]]:
-        """What goes on in the background."""
+        """Work in the background."""
         return frozenset(self._later)
 
     def state(self) -> QueueState:
@@ -310,7 +310,7 @@ class ModelQueue:
 
 
 def error_message(result: Result) -> str:
-    """Return what a terminal failure says."""
+    """Return the message of a terminal failure."""
     return str(orjson.loads(result.body)["error"])
 
 

@@ -45,7 +45,7 @@ NOT_SERVED: Mapping[str, str] = {
         " in the server's checkpoint store under runs/<run>/sampler_weights/<name>"
     ),
 }
-"""By path, why; they have a place in the order all the same."""
+"""Paths that are refused, and why. Their requests have a place in the order all the same."""
 
 
 def read(path: str, body: bytes) -> OrderedRequest:
@@ -63,13 +63,13 @@ def read(path: str, body: bytes) -> OrderedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A request with a place in its model's order, and all that its queue has to know of it."""
+    """A request with a place in its model's order, and what its queue needs of it."""
 
     place: TrainingEnvelope
     path: str
     body: bytes
     content: OrderedRequest | WireError
-    """What it says; or, of one that can't be read, why."""
+    """Its content; or the error, of one that can't be read."""
     digest: bytes
     """Equal for equal content."""
     size: int

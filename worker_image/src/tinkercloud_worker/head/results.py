@@ -130,7 +130,7 @@ class Results:
         return entry.result
 
     def freeze(self) -> None:
-        """Give nothing out any more: what is read from now on, another process would not know."""
+        """Stop giving out results: another process would not know of those read from now on."""
         self._is_frozen = True
 
     def export(self, is_wanted: Callable[[str], bool]) -> list[Kept]:
@@ -159,7 +159,7 @@ class Results:
         return [name for name, entry in self._entries.items() if entry.result is None]
 
     def release(self) -> None:
-        """Let all waiters go, with or without a result."""
+        """Wake all waiters, with or without a result."""
         self._released.set()
         for entry in self._entries.values():
             entry.finished.set()

@@ -138,7 +138,7 @@ class HeadService:
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
-        """Let a model go. Unknown ones are fine."""
+        """Remove a model. Unknown ones are fine."""
         if (task := self._resuming.get(str(model_id))) is not None:
             task.cancel()
         model = self._models.pop(str(model_id), None)
@@ -330,8 +330,8 @@ class HeadService:
             self._is_suspended = True
 
     async def _drain(self) -> None:
-        """Give what runs some time to finish, then answer nothing any more."""
-        work = [asyncio.create_task(model.rest()) for model in self._models.values()]
+        """Give running work some time to finish, then stop answering."""
+        work = [asyncio.create_task(model.quiesce()) for model in self._models.values()]
         work += [sample.task for sample in self._samples.values()]
         if work:
             await asyncio.wait(work, timeout=self._backend.config.timings.drain_seconds)
@@ -357,7 +357,7 @@ class HeadService:
                 log.info("suspended", model_id=str(model.model_id))
 
     def release_waiters(self) -> None:
-        """Let everyone who waits for a result that is not there ask again, somewhere else."""
+        """Make clients that wait for a result ask again, elsewhere."""
         self._results.release()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a request must carry to be served by a head."""
+"""The token that a request must carry to be served by a head."""
 
 import hmac
 import time

@@ -112,7 +112,7 @@ class SglangGroup:
     @property
     def _versions(self) -> str:
         """What to add to a failure: NCCL refuses ranks of another version when they first meet."""
-        ours = accelerator.version_of(self._backend)
+        ours = accelerator.required_version(self._backend)
         if ours is None:
             return ""
         return f" (NCCL here is {ours}; the engine's must be of the same version)"

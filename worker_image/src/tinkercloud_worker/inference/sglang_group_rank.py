@@ -65,7 +65,7 @@ def _work(options: Namespace, say: Say, asked: "SimpleQueue[dict[str, Any]]") ->
 
 def _options() -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--backend", required=True, choices=accelerator.CARRIED_FROM)
+    parser.add_argument("--backend", required=True, choices=accelerator.DEVICE_OF_BACKEND)
     parser.add_argument("--address", required=True)
     parser.add_argument("--world-size", required=True, type=int)
     parser.add_argument("--group-name", required=True)
@@ -94,7 +94,7 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
     then those of torch's `_new_process_group_helper`, name and device. Gloo waits for all ranks
     here, NCCL in its first broadcast.
     """
-    device = accelerator.CARRIED_FROM[options.backend]
+    device = accelerator.DEVICE_OF_BACKEND[options.backend]
     for prefix in (options.group_name, f"{options.group_name}/", f"{device}/"):
         store = PrefixStore(prefix, store)
     if options.backend == "gloo":

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from tinkercloud_worker import architecture
 from tinkercloud_worker.architecture import UnsupportedModelError, check_folder
+from tinkercloud_worker.engine.batch import capped_context_length
 
 _WINDOWS_IN_ALL_LAYERS = frozenset(
     {"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
@@ -37,7 +38,7 @@ def check_windows(path: str, max_context_length: int | None) -> None:
     """
     config = _read(path)
     window = _window(config)
-    longest = min(max_context_length or 1 << 62, architecture.max_context_length(config))
+    longest = capped_context_length(max_context_length, architecture.max_context_length(config))
     if window is not None and window < longest:
         raise UnsupportedModelError(
             f"sliding_window: SGLang attends to whole sequences of {config.model_type}, which is"

@@ -75,7 +75,7 @@ class _Handles(ForkingPickler):
     """Writes tensors as torch does for its own processes, and as suits others."""
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as in its base
-        if isinstance(value, Tensor) and (handle := accelerator.handed_over(value)):
+        if isinstance(value, Tensor) and (handle := accelerator.ipc_handle(value)):
             return handle
         if isinstance(value, torch.UntypedStorage):
             return _of_machine(value)

@@ -1,9 +1,9 @@
 """LoRA behind megatron-core's parallel linear layers.
 
-Adapters have Hugging Face's names and shapes, whole at every rank but for what experts have each
-for itself (`grouped_experts`): a layer that holds a slice of a weight uses the same slice of the
-adapter, as views. So queries, keys and values, which megatron
-computes as one, have an adapter each, and what is exported needs no conversion.
+Adapters have Hugging Face's names and shapes, and are whole at every rank but for the tensors that
+each expert has for itself (`grouped_experts`): a layer that holds a slice of a weight uses the same
+slice of the adapter, as views. So queries, keys and values, which megatron computes as one, have an
+adapter each, and exports need no conversion.
 
 A and B are float32; over a base of lower precision they are rounded to it, as in the torch trainer
 (`low_rank`), and their gradients added up in float32.
@@ -11,7 +11,7 @@ A and B are float32; over a base of lower precision they are rounded to it, as i
 A rank's gradient of an adapter is its part of a sum over all ranks. Those of a tensor-parallel
 group divide the sequence between the weights (sequence parallelism): of what they all have whole, A
 before a layer divided by its outputs and B behind one divided by its inputs, each computes the
-gradient from its own positions. The output layer's adapter is added elsewhere (`vocabulary`).
+gradient from its own positions. The output layer's adapter is added elsewhere (`logprobs`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Active:
     """The adapter a pass runs with."""
 
     tensors: Mapping[str, Tensor]
-    """What experts have for themselves, of those that are here only (`grouped_experts.Piece`)."""
+    """Of those that experts have for themselves, slices of this rank's experts."""
     scale: float
 
 

@@ -55,7 +55,7 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return [S, H, E]: what the positions held here attend to."""
+        """Return the attention [S, H, E] of the positions held here."""
         given = (attention_mask, attention_bias)
         assert given == (None, None), given  # noqa: S101 - the trainer gives none
         sequences = packed_seq_params
@@ -89,10 +89,10 @@ class CausalAttention(nn.Module):
 
 
 def _causal(query_HLD: Tensor, seen: int) -> Tensor:
-    """Return the mask of the last so many positions of those that are seen.
+    """Return the causal mask of the last so many of the positions that are seen.
 
-    Kernels need no such tensor, which long sequences have no room for: on GPUs none, on the CPU
-    those for the first positions.
+    For long sequences it would not fit into memory. Kernels on GPUs need no such tensor; those on
+    the CPU need none for the first positions.
     """
     length = query_HLD.shape[1]
     if accelerator.aligns_causal_masks(query_HLD) or length == seen:

@@ -1,4 +1,4 @@
-"""DeepSeek's models (V2, V3, and what is built like them): latent attention, shared experts.
+"""DeepSeek's models (V2, V3, and others built like them): latent attention, shared experts.
 
 mbridge knows their weights' names, megatron-core their linear layers. Between the two they compute
 as Hugging Face does here: rotary positions of its own frequencies, its way to choose experts, its
@@ -147,7 +147,7 @@ class Rotary:
     frequencies_R: Tensor
     """Of pairs of elements, R / 2 of them, float32: radians per position."""
     factor: float
-    """That rotated elements are multiplied by."""
+    """Factor of rotated elements."""
     interleaved: bool
     """Whether a pair's elements are neighbours; else they are half a head apart."""
 
@@ -275,11 +275,11 @@ class Routing:
     chosen: int
     """Experts that a token is sent to."""
     groups: int
-    """Of equally many experts each."""
+    """Groups of equally many experts."""
     chosen_groups: int
-    """Those that a token's experts may be of."""
+    """Groups that a token's experts may come from."""
     best: int
-    """How many experts of a group speak for it: the sum of their scores is its."""
+    """A group's score is the sum of this many of its best experts' scores."""
     score: Literal["sigmoid", "softmax"]
     normed: bool
     """Whether the weights of the chosen experts sum to one, before they are scaled."""
@@ -328,7 +328,7 @@ def choose(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """What sends tokens to experts."""
+    """Sends tokens to experts."""
 
     def __init__(
         self, config: MLATransformerConfig, pg_collection: ProcessGroupCollection, routing: Routing

@@ -1,4 +1,4 @@
-"""What megatron-core computes on: all that differs between a CPU and a GPU is behind `Device`.
+"""Devices for megatron-core: all that differs between a CPU and a GPU is behind `Device`.
 
 `cpu` is what the tests run; `gpu` what `benchmarks.gpu` does.
 """
@@ -16,7 +16,7 @@ from tinkercloud_worker.architecture import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How many ranks things are divided over. The rest is data parallel."""
+    """Over how many ranks each dimension is divided. The rest is data parallel."""
 
     tensor: int = 1
     """Ranks that each weight is divided over."""
@@ -25,7 +25,7 @@ class Parallelism:
     context: int = 1
     """Ranks that each sequence is divided over."""
     expert: int = 1
-    """Ranks that experts are divided over, among those that are there anyway."""
+    """Ranks that experts are divided over; these are among the others, not in addition."""
 
 
 class Device(Protocol):
@@ -35,10 +35,10 @@ class Device(Protocol):
     """Where tensors are."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return what everything that megatron-core computes must run in."""
+        """Return a context in which all of megatron-core's computations must run."""
 
     def seed(self) -> None:
-        """Set megatron-core's random states up. Nothing is ever drawn: all weights are loaded."""
+        """Set up megatron-core's random states. Nothing is ever drawn: all weights are loaded."""
 
     def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - mbridge has no types
         """Make a bridge build a model for this device; return settings of a TransformerConfig."""
@@ -57,7 +57,7 @@ def device_of(name: str) -> Device:
         return Cpu()
     from tinkercloud_worker.megatron_trainer.gpu import Gpu  # noqa: PLC0415
 
-    if not accelerator.is_there():
+    if not accelerator.is_available():
         raise UnsupportedModelError(
             f"trainer.device: {name!r}, but this rank has no GPU; give the trainer pods GPUs, or"
             " set it to 'cpu'"

@@ -1,4 +1,4 @@
-"""What megatron-core needs on a GPU: next to nothing, as that is what it is made for.
+"""What megatron-core needs on a GPU: next to nothing.
 
 Layers are the ones that run on the CPU, so that adapters find the same linear layers. One rank has
 been compared with Hugging Face on a GPU (`benchmarks.gpu`); several have not been run.

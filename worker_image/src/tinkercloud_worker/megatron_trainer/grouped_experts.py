@@ -6,9 +6,9 @@ are views, and one product computes a projection of all of them, as the torch tr
 
 The adapters of a layer's experts are stacked in tensors with Hugging Face's names; `lora` says
 which halves are one for all. Of the others a rank has the part of those experts that it holds, and
-where experts are divided by their width, a slice of each: a `Piece`. Terms need no communication of
-their own: tokens have been gathered from the ranks that divide an expert before, and what these
-make of them is added up behind.
+where experts are divided by their width, a slice of each (`TensorSlice`). Terms need no
+communication of their own: tokens are gathered before from the ranks that divide an expert, and
+what these compute of them is summed behind.
 
 Shape legend: S tokens at this rank's experts, sorted by expert; E experts at this rank; D hidden
 size, F this rank's part of an expert's width, r rank of the adapter.
@@ -22,10 +22,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from tinkercloud_worker.experts import grouped
+from tinkercloud_worker.experts import grouped_linear
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
-from tinkercloud_worker.megatron_trainer.pieces import Piece
+from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)\.weight")
 
@@ -51,7 +51,7 @@ class GroupedExperts:
         targets: tuple[Target, Target, Target],
         first: int,
     ) -> None:
-        """Compute them from here on.
+        """Take over the computation of a layer's experts.
 
         Args:
             linears: know the adapter that a pass runs with.
@@ -69,8 +69,8 @@ class GroupedExperts:
         # Assigned to the instance, so that the module stays what it is, names and all.
         experts.forward = self._forward
 
-    def pieces(self, rank: int) -> Sequence[Piece]:
-        """Return what is used here of adapters' tensors that experts have for themselves.
+    def slices(self, rank: int) -> Sequence[TensorSlice]:
+        """Return this rank's slices of the adapter tensors that experts have for themselves.
 
         Args:
             rank: of the adapter.
@@ -78,24 +78,24 @@ class GroupedExperts:
         number: int = parallel_state.get_expert_tensor_parallel_rank()
         ranks = parallel_state.get_expert_tensor_parallel_world_size()
         width = (0, self._down.in_features)
-        into = [Piece(t.own_name, (self._here, width, (0, rank))) for t in self._before]
-        back = Piece(self._down.own_name, (self._here, (0, rank), width))
-        return [*(piece.chunk(number, ranks, 1) for piece in into), back.chunk(number, ranks, 2)]
+        into = [TensorSlice(t.own_name, (self._here, width, (0, rank))) for t in self._before]
+        back = TensorSlice(self._down.own_name, (self._here, (0, rank), width))
+        return [*(block.chunk(number, ranks, 1) for block in into), back.chunk(number, ranks, 2)]
 
     def _forward(
         self, hidden_SD: Tensor, tokens_per_expert: Tensor, shares_S: Tensor
     ) -> tuple[Tensor, None]:
         ends_E = tokens_per_expert.cumsum(0).to(hidden_SD.device, torch.int32)
-        gate_up = grouped(hidden_SD, self._gate_up_EGD.weights(), ends_E)
+        gate_up = grouped_linear(hidden_SD, self._gate_up_EGD.weights(), ends_E)
         active = self._active
         if active is not None:
             terms = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
             gate_up = gate_up + torch.cat(terms, -1)
         gate, up = gate_up.chunk(2, -1)
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
-        output_SD = grouped(inner_SF, self._down_EDF.weights(), ends_E)
+        output_SD = grouped_linear(inner_SF, self._down_EDF.weights(), ends_E)
         if active is not None:
-            low = grouped(inner_SF, active.tensors[self._down.a_name], ends_E)
+            low = grouped_linear(inner_SF, active.tensors[self._down.a_name], ends_E)
             [b] = active.tensors[self._down.b_name]
             output_SD = plus(output_SD, low, b.T, active.scale)
         return output_SD, None
@@ -110,14 +110,14 @@ class GroupedExperts:
         """Return the term of a gate or up projection, [S, F]."""
         [a] = active.tensors[target.a_name]
         low = hidden_SD @ a.to(hidden_SD.dtype).T * active.scale
-        return grouped(low, active.tensors[target.b_name], ends_E)
+        return grouped_linear(low, active.tensors[target.b_name], ends_E)
 
 
 class Stack:
     """The weights of layers of one shape, in one tensor: [number of them, out, in]."""
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
-        """Let them lie there from here on."""
+        """Move the layers' weights into one tensor, of which they become views."""
         self._linears = linears
         self._own = [linear.get_parameter("weight") for linear in linears]
         self._stacked = torch.stack([weight.data for weight in self._own])
@@ -125,6 +125,6 @@ class Stack:
             weight.data = place
 
     def weights(self) -> Tensor:
-        """Return them, or what is in their place in a pass of a model that is trained whole."""
+        """Return them, or those that replace them in a pass of a model that is trained whole."""
         used: list[Tensor] = [linear.weight for linear in self._linears]  # type: ignore[misc]
         return self._stacked if used[0] is self._own[0] else torch.stack(used)

@@ -118,12 +118,12 @@ def _gated(mlp: MLP, hidden_SBD: Tensor, **_: object) -> tuple[Tensor, None]:
     return output, None
 
 
-class RepeatableLayers:
-    """Layers that may keep their inputs only, and be computed again in the backward pass."""
+class RecomputedLayers:
+    """Layers that may keep only their inputs, and be computed again in the backward pass."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.repeat = False
-        """Whether layers of the forward passes from here on will be."""
+        self.recompute = False
+        """Whether layers of the following forward passes are."""
         for layer in layers:
             # Assigned to the instance, so that the layer stays what it is, names and all.
             layer.forward = partial(self._forward, layer, layer.forward)
@@ -135,16 +135,16 @@ class RepeatableLayers:
         *args: object,
         **kwargs: object,
     ) -> Any:  # noqa: ANN401 - as the layer's
-        if not self.repeat:
+        if not self.recompute:
             return forward(*args, **kwargs)
         # Those of a model that is trained whole are in their place in the forward pass only.
         weights: dict[str, Tensor] = dict(layer.named_parameters())
 
         def compute() -> Any:  # noqa: ANN401 - as the layer's
-            self.repeat, before = False, self.repeat
+            self.recompute, before = False, self.recompute
             try:
                 return functional_call(layer, weights, args, kwargs)
             finally:
-                self.repeat = before
+                self.recompute = before
 
         return checkpoint(compute, use_reentrant=False, preserve_rng_state=False)

@@ -23,8 +23,8 @@ from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import located
-from tinkercloud_worker.megatron_trainer.pieces import Piece, all_of
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice, full_slice
+from tinkercloud_worker.packing import PackedSequences
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -141,8 +141,10 @@ def _numbered(name: str, first: int) -> str:
     return f"{before}.{weight}{first + int(number)}"
 
 
-def made_of(whole: PreTrainedModel) -> Callable[[str], Piece]:
-    """Return what finds the weights of files in a Hugging Face model, which stacks experts'.
+def made_of(whole: PreTrainedModel) -> Callable[[str], TensorSlice]:
+    """Return a function from a weight's name in files to its slice of a Hugging Face model's.
+
+    The model stacks the weights of experts, files do not.
 
     Args:
         whole: the model. Its weights are not read.
@@ -155,33 +157,36 @@ def made_of(whole: PreTrainedModel) -> Callable[[str], Piece]:
         stacked[each.up.name] = (f"{each.name}.gate_up_proj", (width, 2 * width))
         stacked[each.down.name] = (f"{each.name}.down_proj", (0, hidden))
 
-    def find(weight: str) -> Piece:
+    def find(weight: str) -> TensorSlice:
         if ".experts." in weight:
             target, number = located(weight)
             name, rows = stacked[target]
-            return Piece(name, ((number, number + 1), rows, (0, shapes[name][-1])))
+            return TensorSlice(name, ((number, number + 1), rows, (0, shapes[name][-1])))
         # Mixtral's files and modules have two names for the same.
         name = weight.replace(".block_sparse_moe.", ".mlp.")
-        return all_of(name, shapes[name])
+        return full_slice(name, shapes[name])
 
     return find
 
 
-def keep_in_step(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:
-    """Add empty packs, so that ranks which compute each other's tokens run as many."""
+def with_dummy_packs(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:
+    """Return packs and dummies: ranks with fewer packs run dummy passes.
+
+    Ranks compute tokens of each other's passes, so all of them have to run as many.
+    """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return packs
     most = torch.tensor(len(packs), device=device)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return [*packs, *[_empty(device)] * (int(most) - len(packs))]
+    return [*packs, *[_dummy_pack(device)] * (int(most) - len(packs))]
 
 
-def _empty(device: torch.device) -> Pack:
-    """Return one position that belongs to no example."""
+def _dummy_pack(device: torch.device) -> Pack:
+    """Return a pack of one position that belongs to no example."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return Pack(
-        sequences=Packed(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
+        sequences=PackedSequences(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
         targets_RK=none.unsqueeze(1),
         inputs=LossInputs({}, datum_of_row=none, num_data=0),
         examples=(),

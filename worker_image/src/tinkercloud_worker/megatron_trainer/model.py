@@ -33,7 +33,7 @@ from tinkercloud_worker.architecture import (
     find_targets,
     is_tied,
 )
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec
+from tinkercloud_worker.engine.parameters import Layout
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
@@ -44,8 +44,8 @@ from tinkercloud_worker.megatron_trainer.adapters import (
 )
 from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
-from tinkercloud_worker.megatron_trainer.layers import RepeatableLayers, use_gates_without_copies
-from tinkercloud_worker.megatron_trainer.pieces import Piece
+from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
+from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
@@ -90,7 +90,7 @@ class MegatronModel:
     module: GPTModel
     """It ends with the last stage's final norm: `head_weight` and the output layer are for the
     caller, who has no room for the logits of all positions."""
-    sources: Mapping[str, Sequence[Piece]]
+    sources: Mapping[str, Sequence[TensorSlice]]
     """Of each weight of the module, the parts of Hugging Face weights that it is made of where
     tensor parallelism does not divide it."""
     layout: Layout
@@ -98,7 +98,7 @@ class MegatronModel:
     linears: AdaptedLinears
     experts: Sequence[GroupedExperts]
     """Those at this rank, layer by layer."""
-    layers: RepeatableLayers
+    layers: RecomputedLayers
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
@@ -152,13 +152,13 @@ def _check_tied(path: str) -> None:
 
 
 def _listed_once(module: nn.Module) -> AbstractContextManager[object]:
-    """Return what to load weights in: for each weight, mbridge asks for the whole `state_dict`."""
+    """Return a context that caches `state_dict`: mbridge asks for all of it for each weight."""
     state = module.state_dict()
     return patch.object(module, "state_dict", lambda: state)
 
 
 class _Dequantized(SafeTensorIO):  # type: ignore[misc]
-    """What a bridge reads of a folder of quantized weights."""
+    """Reads a folder of quantized weights for a bridge."""
 
     def __init__(self, folder: QuantizedFolder, path: str) -> None:
         super().__init__(path)
@@ -214,10 +214,10 @@ def blank(
     return MegatronModel(
         module,
         {name: [find(weight) for weight in weights] for name, weights in sources.items()},
-        Layout(TensorSpec(name, tuple(w.shape)) for name, w in whole.named_parameters()),
+        Layout.of(dict(whole.named_parameters())),
         linears,
         experts,
-        RepeatableLayers(module.decoder.layers),
+        RecomputedLayers(module.decoder.layers),
         targets,
         config,
         device,

@@ -2,7 +2,7 @@
 
 Each is cut into two chunks for each rank; a rank holds one from the front and its like from the
 back, so that all have as much to attend to. megatron-core's rotary positions suppose the same.
-Where that wants it a sequence is lengthened, by positions that nothing attends to.
+Sequences are padded where that needs it, by positions that nothing attends to.
 
 Shape legend: P positions of all sequences, S of them held here, sequence by sequence in ascending
 order; R positions that belong to an example, M of those held here; N sequences.
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tinkercloud_worker.collate import Pack
-from tinkercloud_worker.engine.batch import lengthened
+from tinkercloud_worker.engine.batch import padded_lengths
 
 
 @dataclass(kw_only=True, eq=False)
 class DividedSequences(PackedSeqParams):  # type: ignore[misc] # megatron-core has no types
-    """What layers are told of the sequences of a micro-batch: megatron-core's terms, and ours."""
+    """The sequences of a micro-batch as layers get them: megatron-core's fields, and ours."""
 
     lengths: tuple[int, ...]
     """Positions of each sequence, at all ranks together."""
@@ -42,7 +42,7 @@ class MicroBatch:
     pack: Pack
     sequences: DividedSequences
     ids_S: Tensor
-    """int64 token ids. What stands where a sequence was lengthened is of no use."""
+    """int64 token ids; those of padding mean nothing."""
     kept_M: Tensor
     """int64: which of the positions held here belong to an example."""
     places_M: Tensor
@@ -60,15 +60,16 @@ class SequenceDivision:
         self.chunks = self._chunks_of(group.rank())
         """Numbers of those that this rank holds."""
 
-    def micro_batch(self, pack: Pack, multiple: int) -> MicroBatch:
+    def micro_batch(self, pack: Pack, pad_to_multiple_of: int) -> MicroBatch:
         """Return what this rank holds of a pack.
 
         Args:
             pack: all of it, at every rank; or a single position that belongs to no example.
-            multiple: of the division's own, which each sequence's length is to be one of.
+            pad_to_multiple_of: tokens that each sequence is padded to a multiple of; itself a
+                multiple of the division's own.
         """
         ids_R = pack.sequences.ids_R
-        lengths = lengthened(pack.sequences.lengths, multiple)
+        lengths = padded_lengths(pack.sequences.lengths, pad_to_multiple_of)
         places = torch.arange(len(ids_R)).split(pack.sequences.lengths)
         place_P = torch.cat(
             [

@@ -1,9 +1,9 @@
 """A rank's part of the megatron trainer: adapters over a base divided over ranks, or whole models.
 
-Passes are megatron-core's own schedules over packed sequences. Every rank holds the adapters
-whole and the gradient of its part (`adapters`), so that steps, states and names are those of any
-replicated model; but what experts have for themselves only of those that it holds
-(`divided_adapter`). Of models trained as a whole it holds what it does of the base (`whole`).
+Passes are megatron-core's own schedules over packed sequences. Every rank holds whole adapters and
+the gradient of its part (`adapters`), so that steps, states and names are those of any replicated
+model; but of the tensors that experts have for themselves, only those of its experts
+(`sharded_adapter`). Models trained as a whole are divided as the base is (`sharded_model`).
 
 Where ranks divide sequences, each computes the logprobs of the positions it holds, and all of them
 the loss of the whole.
@@ -29,21 +29,21 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora, losses
 from tinkercloud_worker.adam import TrainedModel, new_adapter
 from tinkercloud_worker.collate import PassOutput, pack_all
-from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
-from tinkercloud_worker.megatron_trainer.divided_adapter import DividedAdapter
-from tinkercloud_worker.megatron_trainer.mixtures import keep_in_step
-from tinkercloud_worker.megatron_trainer.model import MegatronModel
-from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.megatron_trainer.vocabulary import (
+from tinkercloud_worker.megatron_trainer.logprobs import (
     frozen_output_layer,
     logprobs,
     trained_output_layer,
 )
-from tinkercloud_worker.megatron_trainer.whole import DividedModel
+from tinkercloud_worker.megatron_trainer.mixtures import with_dummy_packs
+from tinkercloud_worker.megatron_trainer.model import MegatronModel
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
+from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
+from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
 from tinkercloud_worker.replicas import ReplicatedTrainer
 from tinkercloud_worker.unembedding import Unembedding
 
@@ -70,13 +70,13 @@ class MegatronTrainer(ReplicatedTrainer):
                 would not compute each other's tokens again alike.
         """
         config: Any = base.hf_config
-        longest = min(max_context_length or 1 << 62, config.max_position_embeddings)
+        longest = capped_context_length(max_context_length, config.max_position_embeddings)
         super().__init__(TokenLimits(config.vocab_size, longest), base.module.config.params_dtype)
         self._base = base
         self._device = base.device.torch_device
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
         tensor = parallel_state.get_tensor_model_parallel_world_size()
-        self._multiple = tensor * self._division.multiple
+        self._pad_to_multiple_of = tensor * self._division.multiple
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
 
@@ -88,7 +88,7 @@ class MegatronTrainer(ReplicatedTrainer):
             answers=parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0,
-            multiple=self._multiple,
+            pad_to_multiple_of=self._pad_to_multiple_of,
         )
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
@@ -107,8 +107,10 @@ class MegatronTrainer(ReplicatedTrainer):
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
-            parts = DividedModel(self._base.module, self._base.sources, self._base.layout)
-            return TrainedModel(None, parts.trainable, parts)
+            sharding = MegatronShardedModel(
+                self._base.module, self._base.sources, self._base.layout
+            )
+            return TrainedModel(None, sharding.trainable, sharding)
         return self._new_adapter(lora_config)
 
     def _new_adapter(self, config: LoraConfig) -> TrainedModel:
@@ -118,17 +120,17 @@ class MegatronTrainer(ReplicatedTrainer):
         )
         if between.size() == 1 or not any(target.experts for target in targets):
             return new_adapter(targets, config, self._device)
-        pieces = [piece for layer in self._base.experts for piece in layer.pieces(config.rank)]
-        parts = DividedAdapter(targets, config, pieces, self._device)
-        return TrainedModel(config, parts.trainable, parts)
+        slices = [block for layer in self._base.experts for block in layer.slices(config.rank)]
+        sharding = ShardedAdapter(targets, config, slices, self._device)
+        return TrainedModel(config, sharding.trainable, sharding)
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
         output = PassOutput()
-        packs = pack_all(batch, self._max_batch_tokens, self._device, self._multiple)
+        packs = pack_all(batch, self._max_batch_tokens, self._device, self._pad_to_multiple_of)
         micro_batches = [
-            self._division.micro_batch(pack, self._multiple)
-            for pack in keep_in_step(packs, self._device)
+            self._division.micro_batch(pack, self._pad_to_multiple_of)
+            for pack in with_dummy_packs(packs, self._device)
         ]
         if micro_batches:
             self._base.linears.active = _active(model)
@@ -153,7 +155,7 @@ class MegatronTrainer(ReplicatedTrainer):
         def step(batches: Iterator[MicroBatch], module: GPTModel) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
             tokens = sum(micro_batch.sequences.lengths)
-            self._base.layers.repeat = most is not None and tokens > most
+            self._base.layers.recompute = most is not None and tokens > most
             # Rotary positions and the mask follow from the sequences.
             given = (micro_batch.ids_S[None], None, None)
             packed = {"packed_seq_params": micro_batch.sequences}
@@ -211,16 +213,16 @@ class MegatronTrainer(ReplicatedTrainer):
     def _output_layer(self, model: TrainedModel) -> Unembedding:
         """Return what computes logits at the last stage: a whole model's own, or the base's."""
         module, name = self._base.module, self._base.head_weight
-        if isinstance(model.parts, DividedModel):
+        if isinstance(model.sharding, MegatronShardedModel):
             return trained_output_layer(model.trainable.tensors[name], self._dtype)
         active = self._base.linears.active
         return frozen_output_layer(module.get_parameter(name), self._base.head, active)
 
     def _replaced_weights(self, model: TrainedModel) -> dict[str, Tensor]:
         """Return what takes the place of the base's weights: under an adapter, nothing."""
-        if not isinstance(model.parts, DividedModel):
+        if not isinstance(model.sharding, MegatronShardedModel):
             return {}
-        return model.parts.weights(self._dtype)
+        return model.sharding.weights(self._dtype)
 
 
 def _active(model: TrainedModel) -> Active | None:

@@ -1,4 +1,4 @@
-"""Where recorded steps find adapters: side by side in matrices that stay where they are.
+"""Banks of adapters for recorded steps: side by side in matrices whose memory never moves.
 
 The A's of a bank are blocks of rows of one matrix, the B's blocks of columns of another (of one for
 each expert, where those are adapted), so that one product has the terms of all adapters for all
@@ -42,11 +42,11 @@ class AdapterBank:
         self._held: list[Callable[[], ActiveWeights | None]] = [_nothing] * places.slots
 
     def holds(self, adapters: Sequence[ActiveWeights]) -> bool:
-        """Whether adapters are where a step for as many finds them."""
+        """Whether adapters are in the slots that a step for as many reads."""
         return set(adapters) <= {held() for held in self._held[: padded(len(adapters))]}
 
-    def seat(self, adapters: Sequence[ActiveWeights]) -> dict[ActiveWeights, int]:
-        """Return the slot of each adapter; those are loaded that are not there."""
+    def assign(self, adapters: Sequence[ActiveWeights]) -> dict[ActiveWeights, int]:
+        """Return the slot of each adapter; load those that have none."""
         used = padded(len(adapters))
         slots = {
             adapter: slot
@@ -71,7 +71,7 @@ class AdapterBank:
         self._held[slot] = ref(adapter)
 
     def weights(self, slots_B: Tensor, used: int, scale: float | None) -> ActiveWeights:
-        """Return what a pass runs with.
+        """Return the weights that a pass runs with.
 
         Args:
             slots_B: int64, each row's slot; -1: it has no adapter.
@@ -88,20 +88,20 @@ class AdapterBank:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """What a bank has room for."""
+    """The size of a bank."""
 
     names: tuple[str, ...]
     slots: int
     rank: int
 
     def including(self, others: "_Places") -> "_Places":
-        """Return places of the same layers that are good for either."""
+        """Return the size that is large enough for either, of the same layers."""
         return _Places(self.names, max(self.slots, others.slots), max(self.rank, others.rank))
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
-    """Where the adapters of a step are."""
+class SlotAssignment:
+    """Which slots of which bank hold the adapters of a step."""
 
     bank: AdapterBank | None
     """None: no row has one."""
@@ -117,7 +117,7 @@ class AdapterBanks:
     """A bank for each set of layers that adapters have."""
 
     def __init__(self, targets: Iterable[Target], dtype: torch.dtype) -> None:
-        """Make none.
+        """Make no bank yet.
 
         Args:
             targets: what of the model can be adapted; the output embedding is left out.
@@ -132,23 +132,23 @@ class AdapterBanks:
         }
         self._banks: list[AdapterBank] = []
         self.generation = 0
-        """Another number whenever adapters are in another place than before."""
+        """Changes whenever adapters move in memory."""
 
-    def seats(self, weights: Sequence[ActiveWeights | None]) -> Seats | None:
-        """Find a place for the adapters of a step; None: they can't be computed together.
+    def assign(self, weights: Sequence[ActiveWeights | None]) -> SlotAssignment | None:
+        """Assign the adapters of a step to bank slots; None if they can't share one product.
 
         Args:
             weights: of each row; None: the base's.
         """
         adapters = list(dict.fromkeys(each for each in weights if each is not None))
         if not adapters:
-            return Seats(None, [-1] * len(weights))
+            return SlotAssignment(None, [-1] * len(weights))
         bank = next((b for b in self._banks if b.holds(adapters)), None) or self._bank(adapters)
         if bank is None:
             return None
-        slots = bank.seat(adapters)
+        slots = bank.assign(adapters)
         is_alone = len(adapters) == 1 and None not in weights
-        return Seats(
+        return SlotAssignment(
             bank,
             [slots[each] if each is not None else -1 for each in weights],
             used=padded(len(adapters)),
@@ -156,7 +156,7 @@ class AdapterBanks:
         )
 
     def _bank(self, adapters: Sequence[ActiveWeights]) -> AdapterBank | None:
-        """Return a bank with room for adapters, larger than the one before if need be."""
+        """Return a bank that has enough slots for adapters, enlarged if need be."""
         names = tuple(name for name in adapters[0].tensors if name in self._names)
         if not (
             names

@@ -32,8 +32,8 @@ KeyValues = tuple[LayerKeyValues, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """For how much there is memory."""
+class KvBudget:
+    """How many sequences and tokens have memory."""
 
     sequences: int
     tokens: int
@@ -41,8 +41,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRoom:
-    """The shape of what keeps running sequences: every slot has as many positions."""
+class KvShape:
+    """The shape of the slots of running sequences, which all have as many positions."""
 
     slots: int
     positions: int
@@ -52,18 +52,18 @@ class SlotRoom:
         """Positions of all slots."""
         return self.slots * self.positions
 
-    def grown(self, slots: int, positions: int, max_tokens: int) -> "SlotRoom":
-        """Return room for so much at least.
+    def grown(self, slots: int, positions: int, max_tokens: int) -> "KvShape":
+        """Return a shape of at least so many slots and positions.
 
-        It is the same room if that is enough. If not, it grows by doubling, and what is larger than
-        needed becomes smaller, so that there are no more than `max_tokens` unless they are needed.
+        It is this one if that is enough. If not, what is too small doubles, and what is larger than
+        needed shrinks, so that it has no more than `max_tokens` unless they are needed.
         """
         if slots <= self.slots and positions <= self.positions:
             return self
         length = self.positions if positions <= self.positions else 2 * self.positions
         length = max(positions, min(length, max_tokens // slots))
         count = self.slots if slots <= self.slots else 2 * self.slots
-        return SlotRoom(max(slots, min(count, max_tokens // length)), length)
+        return KvShape(max(slots, min(count, max_tokens // length)), length)
 
 
 def length_of(key_values: KeyValues) -> int:
@@ -72,10 +72,10 @@ def length_of(key_values: KeyValues) -> int:
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of a cache layer, answered for buffers this module makes itself."""
+    """The interface of transformers' cache layers, for buffers that this module allocates."""
 
     end = 0
-    """Positions held, as far as masks are derived from it."""
+    """Positions held, from which transformers derives masks."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is made by `update` or by the owning cache."""
@@ -203,20 +203,20 @@ class SlotCache(Cache):
         self.read_length = 0
         """Positions the next step reads of each slot."""
         self.generation = 0
-        """Another number whenever keys and values are in another place than before."""
+        """Changes whenever keys and values move in memory."""
         self.max_tokens = 0
-        """Positions of all slots that room may be made for ahead of need."""
+        """Positions of all slots that may be allocated ahead of need."""
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return what nobody reads: masks are made for each row's position (`masks.rows_at`)."""
+        """Return an unused value: masks are made for each row's position (`masks.rows_at`)."""
         del layer_idx
         return 0
 
     @property
-    def room(self) -> "SlotRoom":
-        """What there is room for."""
+    def shape(self) -> "KvShape":
+        """Of the slots that are allocated."""
         keys = self._own[0].keys if self._own else None
-        return SlotRoom(keys.shape[0], keys.shape[2]) if keys is not None else SlotRoom(0, 0)
+        return KvShape(keys.shape[0], keys.shape[2]) if keys is not None else KvShape(0, 0)
 
     def insert(self, slot: int, key_values: KeyValues, length: int) -> None:
         """Copy a sequence's positions into a slot.
@@ -224,7 +224,7 @@ class SlotCache(Cache):
         Args:
             slot: the first that is free.
             key_values: the sequence's.
-            length: positions that slots must have room for, this one and those before it.
+            length: positions that this slot and those before it must be large enough for.
         """
         held = length_of(key_values)
         for layer, part in zip(self._own, key_values, strict=True):
@@ -235,9 +235,9 @@ class SlotCache(Cache):
             layer.values[slot, :, :held] = part.values
 
     def make_room(self, slots: int, length: int) -> None:
-        """Let the first slots hold so many positions; nothing happens while there is none in any.
+        """Make the first slots large enough for so many positions, unless all are empty.
 
-        What other slots hold, and positions beyond, may be lost.
+        The contents of other slots, and of positions beyond, may be lost.
         """
         for layer in self._own:
             if layer.keys is not None and layer.values is not None:
@@ -245,11 +245,11 @@ class SlotCache(Cache):
                 self._make_room(layer, like, slots, length)
 
     def _make_room(self, layer: _SlotLayer, like: LayerKeyValues, slots: int, length: int) -> None:
-        has = SlotRoom(layer.keys.shape[0], layer.keys.shape[2]) if layer.keys is not None else None
-        room = (has or SlotRoom(0, 0)).grown(slots, length, self.max_tokens)
-        if room != has:
-            layer.keys = _with_room(layer.keys, like.keys, room)
-            layer.values = _with_room(layer.values, like.values, room)
+        has = KvShape(layer.keys.shape[0], layer.keys.shape[2]) if layer.keys is not None else None
+        shape = (has or KvShape(0, 0)).grown(slots, length, self.max_tokens)
+        if shape != has:
+            layer.keys = _with_room(layer.keys, like.keys, shape)
+            layer.values = _with_room(layer.values, like.values, shape)
             self.generation += 1
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -260,23 +260,23 @@ class SlotCache(Cache):
                     tensor[target, :, :length] = tensor[source, :, :length]
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
-        """Say where the coming pass writes and how much it reads; there is room for it."""
+        """Set where the next pass writes and how much it reads, which must be allocated."""
         self.positions_B = positions_B
         self.rows_B = torch.arange(len(positions_B), device=positions_B.device)
         self.read_length = read_length
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.generation += 1
         for layer in self._own:
             layer.keys = layer.values = None
 
 
-def _with_room(tensor: Tensor | None, like: Tensor, room: SlotRoom) -> Tensor:
-    """Return a buffer [slots, H, positions, E] that begins with what another has room for."""
+def _with_room(tensor: Tensor | None, like: Tensor, shape: KvShape) -> Tensor:
+    """Return a buffer [slots, H, positions, E] that begins with what fits of another's contents."""
     heads, _, size = like.shape
-    made = like.new_zeros(room.slots, heads, room.positions, size)
+    made = like.new_zeros(shape.slots, heads, shape.positions, size)
     if tensor is not None:
-        kept = tensor[: room.slots, :, : room.positions]
+        kept = tensor[: shape.slots, :, : shape.positions]
         made[: kept.shape[0], :, : kept.shape[2]] = kept
     return made

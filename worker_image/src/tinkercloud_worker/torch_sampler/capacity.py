@@ -1,4 +1,4 @@
-"""What a torch sampler may take at a time."""
+"""Limits of a torch sampler."""
 
 from typing import Protocol
 

@@ -19,21 +19,21 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_sampler.cache import (
     KeyValues,
+    KvBudget,
+    KvShape,
     PackCache,
     PrefillCache,
-    Room,
     SlotCache,
-    SlotRoom,
 )
 from tinkercloud_worker.torch_sampler.drawing import Policy, draw, uniform
 from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
 from tinkercloud_worker.torch_sampler.masks import rows_at
 
-_NONE = Room(sequences=0, tokens=0)
+_NONE = KvBudget(sequences=0, tokens=0)
 _STOP_WINDOW_TOKENS = 8
 """Tokens decoded beyond the length of the longest stop string: some tokens are part of a letter."""
 
@@ -83,8 +83,8 @@ class Running:
         return SampledSequence(self.tokens, self.logprobs, self.stopped, top)
 
 
-class Drawer:
-    """Takes logits to the next token of sequences, and notices when one ends."""
+class TokenSampler:
+    """Samples the next token of sequences from their logits, and notices when one ends."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -123,21 +123,21 @@ class DecodingBatch:
     def __init__(
         self,
         base: BaseModel,
-        drawer: Drawer,
+        token_sampler: TokenSampler,
         *,
         recorder: Recorder | None = None,
-        kept: Room = _NONE,
+        kept: KvBudget = _NONE,
     ) -> None:
         """Make a batch without sequences.
 
         Args:
             base: the model.
-            drawer: draws the tokens.
-            recorder: of steps; None: each is computed anew.
-            kept: what memory is kept for while there are no sequences.
+            token_sampler: draws the tokens.
+            recorder: of steps; None: steps are not recorded.
+            kept: memory that is not freed while there are no sequences.
         """
         self._base = base
-        self._drawer = drawer
+        self._token_sampler = token_sampler
         self._num_layers = int(base.config.num_hidden_layers)
         self._cache = SlotCache(self._num_layers)
         self._graphs = StepGraphs(base, self._cache, recorder, kept) if recorder else None
@@ -170,7 +170,7 @@ class DecodingBatch:
         cache = PackCache(self._num_layers)
         with torch.no_grad():
             hidden_RD = self._base.hidden_of(
-                Packed(ids_R, lengths), routes_of(weights, lengths), cache=cache
+                PackedSequences(ids_R, lengths), routes_of(weights, lengths), cache=cache
             )
         bounds = pairwise(accumulate(lengths, initial=0))
         rows = [slice(start, stop) for start, stop in bounds]
@@ -192,30 +192,30 @@ class DecodingBatch:
 
     def tokens_with(self, joining: Sequence[Running]) -> int:
         """Return the positions that slots come to take together, if sequences join those here."""
-        needed = self._room_for([*self.sequences, *joining])
+        needed = self._shape_for([*self.sequences, *joining])
         kept = max(needed.tokens, self._kept.tokens)
-        has = self._cache.room
+        has = self._cache.shape
         # Room for more slots is made as it is needed; what is enough stays as it is.
         return kept if needed.slots > has.slots else max(kept, has.tokens)
 
-    def _room_for(self, sequences: Sequence[Running]) -> SlotRoom:
-        """Return the room that sequences come to need."""
+    def _shape_for(self, sequences: Sequence[Running]) -> KvShape:
+        """Return the shape that keeps sequences until their end."""
         if not sequences:
-            return SlotRoom(0, 0)
+            return KvShape(0, 0)
         longest = max(each.longest for each in sequences)
         if self._graphs is not None:
-            return self._graphs.room(len(sequences), longest)
-        return SlotRoom(len(sequences), longest)
+            return self._graphs.shape_for(len(sequences), longest)
+        return KvShape(len(sequences), longest)
 
     def _bound_cache(self, members: Sequence[Running]) -> None:
-        needed = self._room_for(members)
+        needed = self._shape_for(members)
         self._cache.max_tokens = max(needed.tokens, self._kept.tokens)
 
     def step(self) -> list[Running]:
         """Draw one token for every sequence; return those that ended, which have left."""
         routes = routes_of([sequence.weights for sequence in self.sequences])
         logits_BV = self._base.logits(self.hidden(), routes)
-        self._drawer.extend(self.sequences, logits_BV)
+        self._token_sampler.extend(self.sequences, logits_BV)
         return self._remove([sequence for sequence in self.sequences if sequence.is_done])
 
     def hidden(self) -> Tensor:
@@ -253,7 +253,7 @@ class DecodingBatch:
                 self.sequences[slot] = self.sequences[last]
             self.sequences.pop()
         self._bound_cache(self.sequences)
-        if not self.sequences and self._cache.room.tokens > self._kept.tokens:
+        if not self.sequences and self._cache.shape.tokens > self._kept.tokens:
             self._cache.clear()
         return leaving
 

@@ -21,11 +21,11 @@ from transformers.cache_utils import DynamicCache
 
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.self_check import REFUSALS, is_near, scattered_ids
-from tinkercloud_worker.torch_sampler.alone import AloneBatch, NewCache
 from tinkercloud_worker.torch_sampler.cache import KeyValues, LayerKeyValues
-from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running
+from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running, TokenSampler
+from tinkercloud_worker.torch_sampler.unbatched import NewCache, UnbatchedDecoding
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ class Decoding:
     """Makes the caches of those."""
 
 
-def check_decoding(base: BaseModel, drawer: Drawer) -> Decoding:
+def check_decoding(base: BaseModel, token_sampler: TokenSampler) -> Decoding:
     """Return the fastest way of drawing that computes what the model does without a cache."""
     slotted = base.rotary_switch or base.max_context_length
-    if not _is_right(base, lambda: _in_slots(base, drawer, slotted)):
+    if not _is_right(base, lambda: _in_slots(base, token_sampler, slotted)):
         slotted = 0
     if slotted == base.max_context_length:
         return Decoding(slotted, _no_cache)
     own_cache = partial(DynamicCache, config=base.config)
-    if _is_right(base, lambda: _alone(base, drawer, own_cache)):
+    if _is_right(base, lambda: _unbatched(base, token_sampler, own_cache)):
         log.info("sequences of this model are drawn one by one", extra={"longer_than": slotted})
         return Decoding(slotted, own_cache)
     log.warning(
@@ -70,7 +70,7 @@ def _no_cache() -> None:
     return None
 
 
-def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | AloneBatch]) -> bool:
+def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | UnbatchedDecoding]) -> bool:
     """Whether the first sequences of a batch come out as without a cache.
 
     Args:
@@ -92,9 +92,9 @@ def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | AloneBatch]) 
         return False
 
 
-def _in_slots(base: BaseModel, drawer: Drawer, longest: int) -> DecodingBatch:
+def _in_slots(base: BaseModel, token_sampler: TokenSampler, longest: int) -> DecodingBatch:
     """Return a batch with slots for the sequences, read in two parts, and for a longer one."""
-    batch = DecodingBatch(base, drawer)
+    batch = DecodingBatch(base, token_sampler)
     key_values: KeyValues = ()
     for sequence in _sequences(base):
         prompt = sequence.request.prompt.tolist()
@@ -115,8 +115,10 @@ def _in_slots(base: BaseModel, drawer: Drawer, longest: int) -> DecodingBatch:
     return batch
 
 
-def _alone(base: BaseModel, drawer: Drawer, new_cache: NewCache) -> AloneBatch:
-    batch = AloneBatch(base, drawer, new_cache)
+def _unbatched(
+    base: BaseModel, token_sampler: TokenSampler, new_cache: NewCache
+) -> UnbatchedDecoding:
+    batch = UnbatchedDecoding(base, token_sampler, new_cache)
     for sequence in _sequences(base):
         batch.join(sequence, ())
     return batch
@@ -141,7 +143,7 @@ def _running(prompt: list[int], token: int) -> Running:
     return Running(request, 0, None, tokens=[token])
 
 
-def _step(batch: DecodingBatch | AloneBatch) -> Tensor:
+def _step(batch: DecodingBatch | UnbatchedDecoding) -> Tensor:
     """Return the hidden states [S, D] of the sequences' newest tokens, and let others follow."""
     hidden_SD = batch.hidden()
     for sequence in batch.sequences:
@@ -154,4 +156,4 @@ def _expected(base: BaseModel, sequence: Running) -> Tensor:
     tokens = [*sequence.request.prompt.tolist(), *sequence.tokens[:_STEPS]]
     ids_R = torch.tensor(tokens, device=base.device)
     with torch.no_grad():
-        return base.hidden_of(Packed(ids_R, (len(tokens),)), ())[-_STEPS:]
+        return base.hidden_of(PackedSequences(ids_R, (len(tokens),)), ())[-_STEPS:]

@@ -1,12 +1,12 @@
 """A decoding step as one launch: recorded once for each shape, then replayed.
 
-What a step of few rows costs on a GPU is the launching of its thousand kernels. A recorded step
-finds its tokens, its positions, the keys and values and the adapter where they were when it was
-recorded, and leaves its hidden states where the last replay left them; Python is not asked again.
-So shapes are rounded up to powers of two, adapters are copied to places of their own (`banks`)
-before the steps that use them, and whatever moves in memory makes recordings void.
+A step of few rows costs a GPU the launching of its thousand kernels. A recorded step reads tokens,
+positions, keys and values and adapters at the addresses at which they were when it was recorded,
+and writes hidden states where the last replay wrote them, without Python. So shapes are rounded up
+to powers of two, adapters are copied to fixed memory (`banks`) before the steps that use them, and
+recordings are dropped when anything moves in memory.
 
-The module knows nothing of CUDA: what records is given to it (`accelerator.GraphRecorder`).
+The module knows nothing of CUDA: it is given a recorder (`accelerator.GraphRecorder`).
 
 Shape legend: B rows, padded, T = 1 new positions, D hidden size.
 """
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.routes import ActiveWeights, route_all
-from tinkercloud_worker.torch_sampler.banks import AdapterBanks, Seats, padded
-from tinkercloud_worker.torch_sampler.cache import Room, SlotCache, SlotRoom
+from tinkercloud_worker.torch_sampler.banks import AdapterBanks, SlotAssignment, padded
+from tinkercloud_worker.torch_sampler.cache import KvBudget, KvShape, SlotCache
 from tinkercloud_worker.torch_sampler.masks import rows_at
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 Compute = Callable[[], Tensor]
 """Computes something anew from tensors that stay where they are."""
 Recorder = Callable[[Compute], Compute]
-"""Returns what does the same work again without Python, and returns the same tensor every time."""
+"""Returns a function that repeats work without Python, and always returns the same tensor."""
 
 _MOST_STEPS = 32
 _SHORTEST = 256
-"""Positions that a recorded step reads at least."""
+"""The fewest positions that a recorded step reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class _Step:
 class StepGraphs:
     """Recorded steps over one cache, for rows that run with the base or with adapters."""
 
-    def __init__(self, base: BaseModel, cache: SlotCache, record: Recorder, kept: Room) -> None:
+    def __init__(self, base: BaseModel, cache: SlotCache, record: Recorder, kept: KvBudget) -> None:
         self._base = base
         self._kept = kept
         self._cache = cache
@@ -57,18 +57,18 @@ class StepGraphs:
         self._steps: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
 
     @staticmethod
-    def room(rows: int, longest: int) -> SlotRoom:
-        """Return what steps want to have room for, for so many sequences of so many positions."""
-        return SlotRoom(padded(rows), max(padded(longest), _SHORTEST))
+    def shape_for(rows: int, longest: int) -> KvShape:
+        """Return the shape that recorded steps read, for so many sequences of so many positions."""
+        return KvShape(padded(rows), max(padded(longest), _SHORTEST))
 
     def make_room(self, rows: int, longest: int) -> None:
-        """Make room at once for what is to come: recorded steps are void when it is made later.
+        """Allocate ahead of need: recorded steps are dropped whenever memory grows.
 
         Args:
             rows: sequences.
             longest: positions that the longest of them may come to hold.
         """
-        length = self.room(rows, longest).positions
+        length = self.shape_for(rows, longest).positions
         affordable = padded(self._kept.tokens // length + 1) // 2
         slots = min(padded(self._kept.sequences), affordable)
         if rows <= slots:
@@ -89,11 +89,11 @@ class StepGraphs:
             positions: where it stands.
             weights: its adapter, or None for the base.
         """
-        seats = self._banks.seats(weights)
-        if seats is None:
+        assignment = self._banks.assign(weights)
+        if assignment is None:
             return None
-        room = self.room(len(tokens), max(positions) + 1)
-        rows, length = room.slots, room.positions
+        shape = self.shape_for(len(tokens), max(positions) + 1)
+        rows, length = shape.slots, shape.positions
         self._cache.make_room(rows, length)
         generations = self._cache.generation, self._banks.generation
         if self._generations != generations:
@@ -102,14 +102,14 @@ class StepGraphs:
         # Rows of padding write to the first position of slots that nobody has yet.
         rest = rows - len(tokens)
         padding = [0] * rest, [0] * rest, [-1] * rest
-        inputs = zip((tokens, positions, seats.slots), padding, strict=True)
+        inputs = zip((tokens, positions, assignment.slots), padding, strict=True)
         inputs_3B = torch.tensor([[*values, *more] for values, more in inputs])
-        step = self._step(inputs_3B, length, seats)
+        step = self._step(inputs_3B, length, assignment)
         step.inputs_3B.copy_(inputs_3B, non_blocking=True)
         return step.compute()[: len(tokens)]
 
-    def _step(self, inputs_3B: Tensor, length: int, seats: Seats) -> _Step:
-        key = inputs_3B.shape[1], length, seats.bank, seats.used, seats.scale
+    def _step(self, inputs_3B: Tensor, length: int, assignment: SlotAssignment) -> _Step:
+        key = inputs_3B.shape[1], length, assignment.bank, assignment.used, assignment.scale
         if key in self._steps:
             self._steps.move_to_end(key)
             return self._steps[key]
@@ -117,7 +117,7 @@ class StepGraphs:
             self._steps.popitem(last=False)
         # Work is done while it is recorded: it must be this step's.
         there_3B = inputs_3B.to(self._base.device)
-        step = _Step(there_3B, self._recorded(lambda: self._compute(there_3B, length, seats)))
+        step = _Step(there_3B, self._recorded(lambda: self._compute(there_3B, length, assignment)))
         self._steps[key] = step
         return step
 
@@ -133,10 +133,12 @@ class StepGraphs:
             self._record = lambda compute: compute
             return compute
 
-    def _compute(self, inputs_3B: Tensor, length: int, seats: Seats) -> Tensor:
+    def _compute(self, inputs_3B: Tensor, length: int, assignment: SlotAssignment) -> Tensor:
         ids_B, positions_B, slots_B = inputs_3B
-        bank = seats.bank
-        weights = bank.weights(slots_B, seats.used, seats.scale) if bank is not None else None
+        bank = assignment.bank
+        weights = (
+            bank.weights(slots_B, assignment.used, assignment.scale) if bank is not None else None
+        )
         self._cache.begin_step(positions_B, length)
         with torch.no_grad(), rows_at(positions_B, added_in=self._base.dtype):
             hidden_BTD = self._base.hidden(

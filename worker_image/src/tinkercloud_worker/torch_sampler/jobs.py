@@ -8,10 +8,10 @@ from torch import Tensor
 from tinkercloud_protocol.tensors import SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.routes import ActiveWeights
-from tinkercloud_worker.torch_sampler.alone import AloneBatch
-from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache, Room
+from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
+from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version
 
 
@@ -25,7 +25,7 @@ class Job:
     resolve: Callable[[SamplingResult | Exception], None]
     is_cancelled: Callable[[], bool]
     weights: ActiveWeights | None = None
-    batch: DecodingBatch | AloneBatch | None = None
+    batch: DecodingBatch | UnbatchedDecoding | None = None
     cache: PrefillCache | None = None
     scorer: PromptScorer | None = None
     read: int = 0
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def is_whole_model(self) -> bool:
-        """Whether its weights, once they are known, are no adapter's and not the base's."""
+        """Whether its weights, once they are known, are a whole model's."""
         return self.weights is not None and self.weights.lora_scale is None
 
     @property
@@ -57,7 +57,7 @@ class Job:
         return self.last_logits is not None
 
 
-def waiting(jobs: Iterable[Job]) -> Room:
+def waiting(jobs: Iterable[Job]) -> KvBudget:
     """Return how many prompts are held for samples that have not joined, and their tokens."""
     lengths = [len(job.request.prompt) for job in jobs if job.is_waiting]
-    return Room(len(lengths), sum(lengths))
+    return KvBudget(len(lengths), sum(lengths))

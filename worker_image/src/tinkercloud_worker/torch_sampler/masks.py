@@ -1,8 +1,8 @@
 """Attention masks of a decoding step: the model's own, for rows that are at different positions.
 
-transformers makes masks for rows that are all as long. Which positions one may see, be it by a
-window or by chunks, is a function of two positions there, which the model chooses for each kind of
-its layers. Here that function is asked for each row's own position: no kind need be known.
+transformers makes masks for rows of one length. Which positions a position may see, by a window or
+by chunks, is a function of two positions, which the model chooses for each kind of its layers. Here
+that function is called with each row's own position, whatever the kind.
 
 Shape legend: B running sequences, L positions read.
 """
@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from tinkercloud_worker.packing import ATTENTION
 
 _BOOLEAN = (ATTENTION, "sdpa")
-"""Ways to attend that take which positions are seen; the others add to scores."""
+"""Attention that takes boolean masks; others add masks to scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +30,9 @@ class _Rows:
     """A pass over one new position of every row."""
 
     positions_B: Tensor
-    """Where each stands."""
+    """Of each row's new token."""
     added_in: torch.dtype | None
-    """Of masks that are added to scores anyway; None: as the model's attention wants them."""
+    """Dtype of masks that are added to scores; None: as the model's attention takes them."""
 
 
 _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
@@ -40,12 +40,12 @@ _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def rows_at(positions_B: Tensor, added_in: torch.dtype | None = None) -> Iterator[None]:
-    """Have masks that a model makes meanwhile be those of rows at these positions.
+    """Make a model's masks in this context those of rows at these positions.
 
     Args:
         positions_B: of the new position of each row.
-        added_in: dtype of masks that are added to scores, which is what torch makes of a boolean
-            one in every layer; None: boolean ones, where the model's attention takes them.
+        added_in: dtype of masks that are added to scores, to which torch would convert boolean ones
+            in every layer; None: boolean ones, where the model's attention takes them.
     """
     token = _rows.set(_Rows(positions_B, added_in))
     try:

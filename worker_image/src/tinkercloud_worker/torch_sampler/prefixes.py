@@ -37,7 +37,7 @@ class PrefixStore:
             return best, tuple(layer.first(best) for layer in self._entries[best_key][1])
 
     def add(self, version: Version, prompt: Int32Array, key_values: KeyValues) -> None:
-        """Remember a prompt that has been read whole."""
+        """Keep a prompt that has been read to its end."""
         key = (version, prompt.tobytes())
         with self._lock:
             if key in self._entries or len(prompt) > self._max_tokens:

@@ -21,15 +21,20 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.routes import route_all
-from tinkercloud_worker.torch_sampler.alone import AloneBatch
-from tinkercloud_worker.torch_sampler.cache import KeyValues, Room
+from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget
 from tinkercloud_worker.torch_sampler.capacity import Capacity
-from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Drawer, Running, routes_of
+from tinkercloud_worker.torch_sampler.decoding import (
+    DecodingBatch,
+    Running,
+    TokenSampler,
+    routes_of,
+)
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.jobs import Job, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
+from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -39,8 +44,8 @@ _SCORED_ROWS = 256
 _WORTH_WAITING_FOR = 256
 """Tokens that a prompt has in common with another that is being read: fewer are read twice."""
 _KEPT_SHARE = 4
-"""One part in so many of the key-value room is kept for prompts read lately, and as much, where
-steps are recorded, for sequences to come: what was recorded is good as long."""
+"""One part in so many of the key-value budget is for prompts read lately. Where steps are recorded,
+as much stays allocated without sequences, so that recordings stay valid."""
 
 
 class TorchSampler:
@@ -64,20 +69,20 @@ class TorchSampler:
             config: what it may take at a time.
             versions: where published weights are kept.
             wake: called when there is work; may be called from any thread.
-            recorder: of decoding steps; None: each is computed anew.
+            recorder: of decoding steps; None: steps are not recorded.
         """
         self._base = base
         self._config = config
         self._versions = versions
         self._wake = wake
         self._recorder = recorder
-        self._drawer = Drawer(tokenizer)
-        decoding = check_decoding(base, self._drawer)
+        self._token_sampler = TokenSampler(tokenizer)
+        decoding = check_decoding(base, self._token_sampler)
         self._slotted = decoding.slotted
-        self._alone = AloneBatch(base, self._drawer, decoding.new_cache)
+        self._unbatched = UnbatchedDecoding(base, self._token_sampler, decoding.new_cache)
         kept_tokens = config.max_cached_tokens // _KEPT_SHARE
         self._prefixes = PrefixStore(kept_tokens)
-        self._kept = Room(config.max_running_sequences, kept_tokens)
+        self._kept = KvBudget(config.max_running_sequences, kept_tokens)
         self._inbox: deque[Job] = deque()
         self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
@@ -163,7 +168,7 @@ class TorchSampler:
             self._collect(job)
 
     def _guarded(self, jobs: list[Job], work: Callable[[], object]) -> None:
-        """Do some work; if it fails, so do the requests it was for, and no others."""
+        """Do some work; if it fails, only the requests that it was for fail."""
         try:
             work()
         except Exception as error:
@@ -190,7 +195,7 @@ class TorchSampler:
             if job not in self._jobs:
                 continue
             count = len(job.request.prompt) - job.read
-            if job.batch is not self._alone:
+            if job.batch is not self._unbatched:
                 count = min(left, count)
             if self._can_be_packed(job) and count == len(job.request.prompt):
                 together.append(job)
@@ -207,7 +212,7 @@ class TorchSampler:
         """
         return (
             self._recorder is not None
-            and job.batch is not self._alone
+            and job.batch is not self._unbatched
             and self._base.takes_packs
             and not job.is_whole_model
             and job.read == 0
@@ -254,7 +259,7 @@ class TorchSampler:
             self._prefixes.add(job.version, job.request.prompt, key_values)
 
     def _admit(self, job: Job) -> None:
-        """Begin a prompt with what is known of it; nothing happens the second time."""
+        """Begin a prompt with what is cached of it, unless that was done before."""
         if job.batch is not None:
             return
         job.weights = self._versions.weights(job.version)
@@ -265,23 +270,23 @@ class TorchSampler:
             reusable = min(reusable, first_needed)
         job.batch = self._batch_for(job)
         prefix: KeyValues = ()
-        if job.batch is not self._alone:
+        if job.batch is not self._unbatched:
             job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
         job.read = job.reused
         job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
 
-    def _batch_for(self, job: Job) -> DecodingBatch | AloneBatch:
-        """Return whose sequences a job's are to be."""
+    def _batch_for(self, job: Job) -> DecodingBatch | UnbatchedDecoding:
+        """Return the batch that a job's sequences are to join."""
         if len(job.request.prompt) + job.request.max_tokens > self._slotted:
-            return self._alone
+            return self._unbatched
         key = id(job.weights) if job.is_whole_model else None
         if key not in self._batches:
             # Recorded steps are the base's and adapters'; whole models come and go.
             self._batches[key] = (
-                DecodingBatch(self._base, self._drawer)
+                DecodingBatch(self._base, self._token_sampler)
                 if job.is_whole_model or self._recorder is None
                 else DecodingBatch(
-                    self._base, self._drawer, recorder=self._recorder, kept=self._kept
+                    self._base, self._token_sampler, recorder=self._recorder, kept=self._kept
                 )
             )
         return self._batches[key]
@@ -297,7 +302,7 @@ class TorchSampler:
     def _start_samples(self) -> None:
         """Let samples of prompts that are read join, first come first served, while there is room.
 
-        Nobody overtakes who finds none: a long one would wait for as long as short ones come.
+        Samples do not overtake one that finds none, or short ones could keep a long one waiting.
         """
         starting: list[tuple[Job, Running]] = []
         # A prompt that is longer than what is kept for those that wait has some of the other room.
@@ -320,7 +325,7 @@ class TorchSampler:
     def _start(self, starting: Sequence[tuple[Job, Running]]) -> None:
         """Draw the first tokens of samples, and let those join that go on."""
         logits = [job.last_logits for job, _ in starting if job.last_logits is not None]
-        self._drawer.extend([sequence for _, sequence in starting], torch.stack(logits))
+        self._token_sampler.extend([sequence for _, sequence in starting], torch.stack(logits))
         for job, sequence in starting:
             if not sequence.is_done and job.batch is not None:
                 job.batch.join(sequence, job.key_values)
@@ -330,7 +335,7 @@ class TorchSampler:
                 job.cache, job.key_values = None, ()
 
     def _fit(self, starting: Sequence[tuple[Job, Running]], room: int) -> bool:
-        """Whether sequences may join: one alone always may, or it would wait for ever."""
+        """Whether sequences may join. A single one always may, or it would wait for ever."""
         count = self._num_running + len(starting)
         # What draws no second token takes no slot.
         joining = [pair for pair in starting if pair[1].request.max_tokens > 1]
@@ -354,8 +359,8 @@ class TorchSampler:
         return sum(len(batch.sequences) for batch in self._all_batches)
 
     @property
-    def _all_batches(self) -> list[DecodingBatch | AloneBatch]:
-        return [*self._batches.values(), self._alone]
+    def _all_batches(self) -> list[DecodingBatch | UnbatchedDecoding]:
+        return [*self._batches.values(), self._unbatched]
 
     def _tokens_with(self, starting: Sequence[tuple[Job, Running]]) -> int:
         """Return the positions that running sequences come to take, with those that join."""

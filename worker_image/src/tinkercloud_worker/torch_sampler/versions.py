@@ -73,7 +73,7 @@ class Versions:
         return name in self._names
 
     def prepare(self, weights: WeightsSnapshot | None) -> Version:
-        """Return what weights are sampled from, for `add`; None means the base model's own.
+        """Return weights as they are sampled from, for `add`; None means the base model's own.
 
         It takes as long as copying them.
         """
@@ -85,14 +85,14 @@ class Versions:
         return Version(weights.lora, active, size_bytes, file)
 
     def add(self, name: str, version: Version) -> None:
-        """Give a version its name. A known name keeps its weights. `spill` should follow."""
+        """Name a version; a known name keeps its weights. `spill` should follow."""
         with self._lock:
             if name not in self._names:
                 self._names[name] = version
                 self._by_use[version] = None
 
     def pop(self, name: str) -> Version | None:
-        """Forget a name. Who calls has the version's use then, and must release it."""
+        """Forget a name. The caller then holds the version in its place, and must release it."""
         with self._lock:
             return self._names.pop(name, None)
 
@@ -113,7 +113,7 @@ class Versions:
             return version
 
     def release(self, version: Version) -> bool:
-        """Give up a use. Return whether it was the last: the weights and their file are gone."""
+        """Release a version once; return whether nobody holds it now: then its weights are gone."""
         with self._lock:
             version.users -= 1
             if version.users:

@@ -1,10 +1,9 @@
-"""The torch trainer at one of several ranks that hold the base's layers between them (FSDP2).
+"""The torch trainer at one of several ranks over which the base's layers are sharded (FSDP2).
 
 Each rank has its part of every layer and, while a layer computes, the whole of that one
 (`sharded_base`). Adapters are whole at every rank, and so are the base's embeddings. Models that
 are trained as a whole are divided as the base is, embeddings too (`sharded_model`). As gathering a
-layer takes all ranks, all make the same number of passes, whatever their shares of the batch are:
-some are about nothing.
+layer takes all ranks, all run the same number of passes: ranks with fewer packs run dummy passes.
 """
 
 import gc
@@ -20,7 +19,7 @@ from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
 from tinkercloud_worker.torch_trainer.trainer import Routed
@@ -46,7 +45,7 @@ class ShardedTrainer(DataParallelTrainer):
             mesh: one dimension, all ranks.
             max_batch_tokens: as the torch trainer's.
             max_context_length: as the torch trainer's.
-            max_kept_tokens: as the torch trainer's; none or any, or ranks would not gather alike.
+            max_kept_tokens: as the torch trainer's, but 0 or None: all ranks must gather alike.
         """
         super().__init__(
             base,
@@ -58,24 +57,24 @@ class ShardedTrainer(DataParallelTrainer):
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
-        missing = self._passes_of_others(batch)
+        missing = self._missing_passes(batch)
         output = super().forward(model_id, batch, between)
         with torch.no_grad():
             for _ in range(missing):
-                self._pass_about_nothing(model_id)
-        parts = self._models[model_id].parts
-        if isinstance(parts, ShardedModel):
-            parts.release()
+                self._dummy_pass(model_id)
+        sharding = self._models[model_id].sharding
+        if isinstance(sharding, ShardedModel):
+            sharding.release()
         return output
 
     def forward_backward(
         self, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
-        missing = self._passes_of_others(batch)
+        missing = self._missing_passes(batch)
         output = super().forward_backward(model_id, batch, between)
         for _ in range(missing):
-            routed, hidden_RD = self._pass_about_nothing(model_id)
+            routed, hidden_RD = self._dummy_pass(model_id)
             self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))
         return output
 
@@ -86,36 +85,36 @@ class ShardedTrainer(DataParallelTrainer):
         gc.collect()
 
     def _full_model(self) -> TrainedModel:
-        parts = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
-        return TrainedModel(None, parts.trainable, parts)
+        sharding = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
+        return TrainedModel(None, sharding.trainable, sharding)
 
-    def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
+    def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
         (_, model), *_ = routed
-        if isinstance(model.parts, ShardedModel):
-            return model.parts.hidden(sequences)
+        if isinstance(model.sharding, ShardedModel):
+            return model.sharding.hidden(sequences)
         return super()._hidden(routed, sequences)
 
     def _unembedding(self, routed: Routed) -> Unembedding:
         (_, model), *_ = routed
-        if isinstance(model.parts, ShardedModel):
-            return model.parts.unembedding()
+        if isinstance(model.sharding, ShardedModel):
+            return model.sharding.unembedding()
         return super()._unembedding(routed)
 
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
         (_, model), *_ = routed
-        if isinstance(model.parts, ShardedModel):
-            model.parts.backward(hidden_RD, gradient_RD)
+        if isinstance(model.sharding, ShardedModel):
+            model.sharding.backward(hidden_RD, gradient_RD)
         elif hidden_RD.requires_grad:
             hidden_RD.backward(gradient_RD)
 
-    def _passes_of_others(self, batch: Batch) -> int:
-        """Return how many more passes than this rank the rank with the most makes."""
+    def _missing_passes(self, batch: Batch) -> int:
+        """Return how many passes this rank makes fewer than the rank with the most."""
         own = len(self._packs(batch))
         most = torch.tensor(own, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - own
 
-    def _pass_about_nothing(self, model_id: str) -> tuple[Routed, Tensor]:
+    def _dummy_pass(self, model_id: str) -> tuple[Routed, Tensor]:
         ids_R = torch.zeros(1, dtype=torch.int64, device=self._base.device)
         routed = [(slice(0, 1), self._models[model_id])]
-        return routed, self._hidden(routed, Packed(ids_R, (1,)))
+        return routed, self._hidden(routed, PackedSequences(ids_R, (1,)))

@@ -1,8 +1,8 @@
-"""A base whose layers ranks hold between them (FSDP2), read by one of them.
+"""A base whose layers are sharded over ranks (FSDP2), loaded by one of them.
 
-Rank 0 reads the model, on the host, and hands it out weight by weight; a layer is divided before
-the next one comes. So a device never holds more of the layers than its part and one that is whole,
-and host memory has the model once, whatever the number of ranks.
+Rank 0 loads the model, on the host, and broadcasts it weight by weight; a layer is sharded before
+the next one is sent. So a device never holds more of the layers than its shards and one whole
+layer, and the host holds the model once, whatever the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.architecture import blank_model, check_folder, trunk_and_head
 from tinkercloud_worker.base_model import BaseModel, layers_of
-from tinkercloud_worker.quantized import load_pretrained
+from tinkercloud_worker.load import load_pretrained
 
 _READER = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """What ranks are told of a model before its weights come."""
+    """What rank 0 sends of a model before its weights."""
 
     config: PretrainedConfig
     dtypes: dict[str, torch.dtype]
-    """Of weights and buffers. Some may be kept in another than the rest."""
+    """Of weights and buffers, which may differ."""
 
 
 def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
@@ -54,8 +54,9 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
 def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedModel:
     """Divide the weights of a model's layers over ranks; a layer's are gathered while it computes.
 
-    A pass of what is returned is collective: all ranks of the mesh make as many, in one order, each
-    with a backward pass or each without. Embeddings are whole at every rank, on its device.
+    Passes of the returned model are collective: all ranks of the mesh run as many, in the same
+    order, and each of them with a backward pass at all ranks or at none. Embeddings are whole at
+    every rank, on its device.
 
     Args:
         whole: the model, on the CPU, at the mesh's first rank; None at the others.
@@ -99,7 +100,7 @@ def _described(model: PreTrainedModel) -> _Description:
 
 
 def _names(module: nn.Module) -> dict[Tensor, list[str]]:
-    """Return weights and buffers with their names, of which tied ones have several."""
+    """Return weights and buffers with their names; tied ones have several."""
     weights = module.named_parameters(remove_duplicate=False)
     names: dict[Tensor, list[str]] = {}
     for name, tensor in chain(weights, module.named_buffers(remove_duplicate=False)):

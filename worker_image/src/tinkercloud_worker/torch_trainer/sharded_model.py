@@ -1,11 +1,11 @@
-"""A whole model under training whose weights ranks hold between them, layer by layer (FSDP2).
+"""A whole model under training, sharded over ranks layer by layer (FSDP2).
 
 Each rank has its part of every weight, with its gradient and moments, in float32: a slice along the
 first dimension that the number of ranks divides. torch rounds a layer's weights to the base's dtype
-and gathers them while the layer computes, forward and backward, and gives each rank its part of the
-sum of their gradients, which are added up in float32. What is
-not of a layer (embeddings, the last norm) is whole at every rank from the forward pass to the end
-of the backward pass: the output layer, which is computed between the two, is taken from there.
+and gathers them while the layer computes, forward and backward. It sums gradients in float32, and
+leaves each rank its part. Weights outside the layers (embeddings, the last norm) are whole at every
+rank from the forward pass to the end of the backward pass, so that the output layer can be computed
+between the two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,12 @@ from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.packing import Packed, mask_kinds
+from tinkercloud_worker.packing import PackedSequences, mask_kinds
 from tinkercloud_worker.unembedding import Unembedding
 
 
 class ShardedModel:
-    """See `engine.ranks.Parts`. All ranks of the mesh make the same passes in one order."""
+    """See `engine.ranks.Sharding`. All ranks of the mesh make the same passes in one order."""
 
     is_whole = False
 
@@ -42,11 +42,11 @@ class ShardedModel:
             recompute: whether layers keep only their inputs for the backward pass.
 
         Raises:
-            InvalidRequest: there is a weight that so many ranks can't hold between them.
+            InvalidRequest: no dimension of a weight can be divided by so many ranks.
         """
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
         weights = base.named_weights()
-        self._layout = Layout(TensorSpec(name, tuple(w.shape)) for name, w in weights.items())
+        self._layout = Layout.of(weights)
         self._dims = {name: _divided_dim(name, w, self._ranks) for name, w in weights.items()}
         self.trainable = Trainable(
             Layout(TensorSpec(name, self._part_shape(name, w)) for name, w in weights.items()),
@@ -61,7 +61,7 @@ class ShardedModel:
         """Of the pass whose backward pass is to follow."""
         self._shard(mesh, base.dtype, recompute=recompute)
 
-    def hidden(self, sequences: Packed) -> Tensor:
+    def hidden(self, sequences: PackedSequences) -> Tensor:
         """Return the final hidden states [R, D].
 
         If gradients are recorded, a backward pass from them is to follow at every rank.
@@ -83,18 +83,18 @@ class ShardedModel:
         return Unembedding(FrozenLinear(weight, bias, packed=False), (), gradients)
 
     def backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
-        """Make the backward pass of the trunk, and have ranks add up the output layer's too."""
+        """Run the trunk's backward pass, which also sums the output layer's gradient over ranks."""
         for name, weight in self._head.named_parameters():
             weight.grad = self._head_gradients[name].to(weight.dtype)
         self._head_gradients = {}
         hidden_RD.backward(gradient_RD)
 
     def release(self) -> None:
-        """Forget what the last pass gathered, if no backward pass did."""
+        """Free what the last pass gathered, if no backward pass did."""
         cast("FSDPModule", self._model).reshard()
 
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Parts.gather`."""
+        """See `Sharding.gather`."""
         whole = {}
         for name, tensor in tensors.items():
             # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
@@ -106,20 +106,20 @@ class ShardedModel:
                 whole[name] = torch.cat(parts, self._dims[name])
         return whole
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Parts.cut`."""
+    def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
+        """See `Sharding.shard`."""
         self._layout.check(tensors, what)
         for name in self._dims:
             yield name, self._part(name, tensors[name])
 
-    def add_up(self, gradient: Tensor) -> None:
-        """See `Parts.add_up`: the backward pass has done so."""
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        """See `Sharding.reduce_gradient`: the backward pass has done so."""
 
-    def contribute(self, gradient: Tensor) -> None:
-        """See `Parts.contribute`: as above."""
+    def unreduce_gradient(self, gradient: Tensor) -> None:
+        """See `Sharding.unreduce_gradient`: as above."""
 
-    def norm(self, gradient: Tensor) -> float:
-        """See `Parts.norm`."""
+    def grad_norm(self, gradient: Tensor) -> float:
+        """See `Sharding.grad_norm`."""
         square = norm_of(gradient).square()
         dist.all_reduce(square)
         return float(square.sqrt())
@@ -137,7 +137,7 @@ class ShardedModel:
         return (*whole.shape[:dim], whole.shape[dim] // self._ranks, *whole.shape[dim + 1 :])
 
     def _shard(self, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
-        """Have torch divide the model without weights, then give it ours, gradients and all."""
+        """Shard the model without weights, then assign ours, with their gradients."""
         model, trunk = self._model, self._model.base_model
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
         model.forward = trunk.forward
@@ -146,7 +146,7 @@ class ShardedModel:
             guard_gradients(model.get_submodule(experts.name))
         if recompute:
             for layer in layers:
-                _compute_again(layer)
+                _recompute_in_backward(layer)
         names = {weight: name for name, weight in model.named_parameters()}
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for module in (*layers, model):
@@ -166,7 +166,7 @@ class ShardedModel:
         model.load_state_dict(self._divided(mesh), assign=True)
 
     def _divided(self, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-        """Return our weights as torch divides them, by all of their names."""
+        """Return our weights as torch shards them, by all of their names."""
         divided = {}
         for name, tensor in self.trainable.tensors.items():
             placed = [Shard(self._dims[name])]
@@ -188,12 +188,12 @@ def _divided_dim(name: str, weight: Tensor, ranks: int) -> int:
     )
 
 
-def _compute_again(layer: nn.Module) -> None:
-    """Let a layer keep its inputs only, and compute the rest again in the backward pass."""
+def _recompute_in_backward(layer: nn.Module) -> None:
+    """Have a layer keep only its inputs, and recompute the rest in the backward pass."""
     forward = layer.forward
 
-    def repeatable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
+    def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     # Assigned to the instance, so that the layer stays what it is, names and all.
-    layer.forward = repeatable
+    layer.forward = recomputable

@@ -1,9 +1,9 @@
 """The torch trainer: LoRA adapters or whole models over one Hugging Face base, in this process.
 
 A request is cut into packs of whole sequences; small ones of several models share one. The trunk
-runs under autograd; the output layer, the loss and their gradient are computed by `unembed` without
-a graph, and the trunk's backward pass starts from the gradient of its hidden states. Gradients land
-in each model's flat gradient (`engine.parameters`), where they add up until optim_step.
+runs under autograd; the output layer, the loss and their gradient are computed without a graph
+(`logprobs`), and the trunk's backward pass starts from the gradient of its hidden states. Gradients
+land in each model's flat gradient (`engine.parameters`), where they add up until optim_step.
 
 Shape legend: R positions of a pack, D hidden size, K targets per position.
 """
@@ -20,13 +20,13 @@ from tinkercloud_worker import accelerator, lora, losses
 from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
-from tinkercloud_worker.engine.batch import Batch, TokenLimits
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of
+from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
+from tinkercloud_worker.engine.parameters import Layout, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.low_rank import may_be_beside_others
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
-from tinkercloud_worker.torch_trainer.unembed import (
+from tinkercloud_worker.torch_trainer.logprobs import (
     Derivative,
     logprobs,
     logprobs_and_gradient,
@@ -34,7 +34,7 @@ from tinkercloud_worker.torch_trainer.unembed import (
 from tinkercloud_worker.unembedding import Unembedding
 
 Routed = Sequence[tuple[slice, TrainedModel]]
-"""Consecutive positions of a pass, and the model whose they are."""
+"""Consecutive positions of a pass, and the model that each belongs to."""
 
 
 class TorchTrainer(AdamTrainer):
@@ -55,9 +55,9 @@ class TorchTrainer(AdamTrainer):
             max_batch_tokens: tokens of a micro-batch; a longer example is one of its own.
             max_context_length: of examples; None means the base model's.
             max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
-                backward pass; larger ones are computed again there, layer by layer. None: any.
+                backward pass; larger ones are recomputed there, layer by layer. None: any.
         """
-        longest = min(max_context_length or 1 << 62, base.max_context_length)
+        longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
         self._base = base
         self._max_batch_tokens = max_batch_tokens
@@ -67,9 +67,10 @@ class TorchTrainer(AdamTrainer):
         if lora_config is None:
             self._check_whole()
             return self._full_model()
-        if lora_config.train_mlp and self._base.other_experts:
+        experts = self._base.unadaptable_experts
+        if lora_config.train_mlp and experts:
             raise InvalidRequest(
-                f"train_mlp: true, but this model keeps its experts as {self._base.other_experts},"
+                f"train_mlp: true, but this model keeps its experts as {experts},"
                 " which the torch trainer can't adapt; set train_mlp to false"
             )
         return new_adapter(self._base.targets, lora_config, self._base.device)
@@ -80,12 +81,13 @@ class TorchTrainer(AdamTrainer):
         Raises:
             InvalidRequest: it would not.
         """
-        if self._base.other_experts:
+        experts = self._base.unadaptable_experts
+        if experts:
             # They are computed by transformers, with the product that `guard_gradients` is about.
             raise InvalidRequest(
-                "lora_config: full fine-tuning, but this model keeps its experts as"
-                f" {self._base.other_experts}, which the torch trainer can't train; give a rank of"
-                " LoRA, and set train_mlp to false"
+                f"lora_config: full fine-tuning, but this model keeps its experts as {experts},"
+                " which the torch trainer can't train; give a rank of LoRA, and set train_mlp to"
+                " false"
             )
         for name, weight in self._base.named_weights().items():
             if weight.dtype != self._base.dtype:
@@ -96,7 +98,7 @@ class TorchTrainer(AdamTrainer):
 
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
-        layout = Layout(TensorSpec(name, tuple(w.shape)) for name, w in weights.items())
+        layout = Layout.of(weights)
         trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
@@ -178,24 +180,24 @@ class TorchTrainer(AdamTrainer):
         self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
     ) -> list[tuple[Tensor, Tensor]]:
         """Add the gradients of packs to their models'; return each's logprobs and summed loss."""
-        sequences = Packed.joined([pack.sequences for _, pack in shares])
+        sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
         routed = _in_order([(model, pack.sequences) for model, pack in shares])
         hidden_RD = self._hidden(routed, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(routed, shares, strict=True)]
-        lp_RK, sums, gradient_RD = _unembed(
+        lp_RK, sums, gradient_RD = _losses_and_gradient(
             self._unembedding(routed), parts, hidden_RD.detach(), losses.find(loss_fn)
         )
         self._backward(routed, hidden_RD, gradient_RD)
         return [(lp_RK[rows], loss_sum) for (rows, _), loss_sum in zip(parts, sums, strict=True)]
 
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
-        """Make the trunk's backward pass, if it has anything to add to a gradient."""
+        """Run the trunk's backward pass, if it adds anything to a gradient."""
         if hidden_RD.requires_grad and (
-            accelerator.is_awaited(gradient_RD) or bool(gradient_RD.any())
+            accelerator.syncs_on_read(gradient_RD) or bool(gradient_RD.any())
         ):
             hidden_RD.backward(gradient_RD)
 
-    def _hidden(self, routed: Routed, sequences: Packed) -> Tensor:
+    def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
         most = self._max_kept_tokens
         recompute = most is not None and len(sequences.ids_R) > most
         return self._base.hidden_of(sequences, _routes(routed), recompute=recompute)
@@ -211,9 +213,9 @@ class TorchTrainer(AdamTrainer):
 
 
 class TrainerBesideSampler(TorchTrainer):
-    """A trainer from which a sampler in this process takes weights, on the device of both.
+    """A trainer that publishes to a sampler in this process, on the device of both.
 
-    They stay there: an adapter is sampled from without a way through the CPU's memory.
+    Weights stay there: an adapter does not pass through the CPU's memory.
     """
 
     def published(self, model_id: str) -> WeightsSnapshot:
@@ -223,8 +225,8 @@ class TrainerBesideSampler(TorchTrainer):
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 
-def _in_order(packs: Sequence[tuple[TrainedModel, Packed]]) -> Routed:
-    """Return where the positions of packs lie, one after another, and whose they are."""
+def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> Routed:
+    """Return the consecutive positions of packs, and the model that each belongs to."""
     ends = list(accumulate((len(pack.ids_R) for _, pack in packs), initial=0))
     return [
         (slice(start, stop), model)
@@ -244,7 +246,7 @@ def _routes(routed: Routed) -> list[Route]:
     ]
 
 
-def _unembed(
+def _losses_and_gradient(
     layer: Unembedding,
     parts: Sequence[tuple[slice, Pack]],
     hidden_RD: Tensor,

@@ -30,7 +30,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
-from tinkercloud_worker.megatron_trainer.pieces import Holdings, Piece, put
+from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, put
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
@@ -39,42 +39,42 @@ _OF_EXPERTS = ".local_experts."
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a rank's part of the module, and what it is made of of the Hugging Face model."""
+    """A weight of a rank's part of the module, and the Hugging Face weights it is made of."""
 
     name: str
-    pieces: Sequence[Piece]
-    """Of Hugging Face weights, this rank's."""
+    slices: Sequence[TensorSlice]
+    """Of Hugging Face weights, those at this rank."""
     is_divided: bool
     """Whether a tensor-parallel group divides it."""
     group_rows: Sequence[int]
-    """Rows here of each piece that follow each other: a group of heads, or all there are."""
+    """Consecutive rows here of each slice: a group of heads, or all there are."""
 
     @property
     def is_of_an_expert(self) -> bool:
-        """Whether it is at the ranks that have its expert only."""
+        """Whether only the ranks that have its expert hold it."""
         return _OF_EXPERTS in self.name
 
-    def cut(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """Return it, made of whole Hugging Face weights."""
-        parts = [_as_matrix(piece.of(whole[piece.name])) for piece in self.pieces]
+    def merge(self, whole: Mapping[str, Tensor]) -> Tensor:
+        """Return this rank's part, merged from whole Hugging Face weights."""
+        parts = [_as_matrix(block.view_of(whole[block.name])) for block in self.slices]
         if len(parts) == 1:
             return parts[0]
         rows = zip(parts, self.group_rows, strict=True)
         return torch.cat([part.unflatten(0, (-1, n)) for part, n in rows], 1).flatten(0, 1)
 
     def split(self, merged: Tensor) -> Sequence[Tensor]:
-        """Return what its pieces are."""
-        if len(self.pieces) == 1:
+        """Return the slices that it was merged from."""
+        if len(self.slices) == 1:
             return [merged]
         groups = merged.unflatten(0, (-1, sum(self.group_rows)))
         return [part.flatten(0, 1) for part in groups.split(list(self.group_rows), 1)]
 
 
-class DividedModel:
-    """See `engine.ranks.Parts`. Made by all ranks together."""
+class MegatronShardedModel:
+    """See `engine.ranks.Sharding`. Made by all ranks together."""
 
     def __init__(
-        self, module: GPTModel, sources: Mapping[str, Sequence[Piece]], whole: Layout
+        self, module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]], whole: Layout
     ) -> None:
         """Begin from the base's weights.
 
@@ -102,13 +102,13 @@ class DividedModel:
         if self._stages.size() > 1 and module.share_embeddings_and_output_weights:
             self._tied = {_EMBEDDING, _OUTPUT_LAYER} & base.keys()
         self._counted = [weight for weight in self._weights if self._counts(weight)]
-        pieces = [piece for weight in self._counted for piece in weight.pieces]
-        self._holdings = Holdings(whole.shapes(), pieces, self.trainable.gradient.device)
+        slices = [block for weight in self._counted for block in weight.slices]
+        self._gatherer = SliceGatherer(whole.shapes(), slices, self.trainable.gradient.device)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what takes the place of the module's weights in a pass, under autograd.
+        """Return the weights that replace the module's in a pass, under autograd.
 
-        The output layer has its own (`trained_output_layer`). An embedding is in float32.
+        Not the output layer's (see `trained_output_layer`). An embedding is in float32.
         """
         return {
             name: tensor if name == _EMBEDDING else _rounded(tensor, dtype)
@@ -117,23 +117,23 @@ class DividedModel:
         }
 
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Parts.gather`."""
+        """See `Sharding.gather`."""
         if not self.is_whole:
-            return self._holdings.join(_parts(self._counted, tensors), dtype)
+            return self._gatherer.join(_parts(self._counted, tensors), dtype)
         shapes = self._whole.shapes()
         whole = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        pieces = [piece for weight in self._weights for piece in weight.pieces]
-        put(whole, pieces, _parts(self._weights, tensors))
+        slices = [block for weight in self._weights for block in weight.slices]
+        put(whole, slices, _parts(self._weights, tensors))
         return whole
 
-    def cut(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Parts.cut`."""
+    def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
+        """See `Sharding.shard`."""
         self._whole.check(tensors, what)
         for weight in self._weights:
-            yield weight.name, weight.cut(tensors)
+            yield weight.name, weight.merge(tensors)
 
-    def add_up(self, gradient: Tensor) -> None:
-        """See `Parts.add_up`."""
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        """See `Sharding.reduce_gradient`."""
         views = self.trainable.layout.views(gradient)
         if self._tensor.size() > 1:
             _sum_over([views[name] for name in sorted(self._undivided)], self._tensor)
@@ -144,21 +144,21 @@ class DividedModel:
         if self._copies_of_experts.size() > 1:
             dist.all_reduce(gradient[self._dense_elements :], group=self._copies_of_experts)
 
-    def contribute(self, gradient: Tensor) -> None:
-        """See `Parts.contribute`."""
+    def unreduce_gradient(self, gradient: Tensor) -> None:
+        """See `Sharding.unreduce_gradient`."""
         counted = {weight.name for weight in self._counted}
         self._drop(self.trainable.tensors.keys() - counted, gradient)
 
-    def norm(self, gradient: Tensor) -> float:
-        """See `Parts.norm`."""
+    def grad_norm(self, gradient: Tensor) -> float:
+        """See `Sharding.grad_norm`."""
         counted = gradient.clone()
-        self.contribute(counted)
+        self.unreduce_gradient(counted)
         square = norm_of(counted).square()
         dist.all_reduce(square)
         return float(square.sqrt())
 
     def _counts(self, weight: Weight) -> bool:
-        """Whether this is the first of the ranks that have the same of a weight."""
+        """Whether this is the first of the ranks that hold the same part of a weight."""
         if weight.is_of_an_expert:
             return bool(self._copies_of_experts.rank() == 0)
         is_first = self._copies.rank() == 0 and (weight.is_divided or self._tensor.rank() == 0)
@@ -170,24 +170,24 @@ class DividedModel:
             views[name].zero_()
 
 
-def _describe(module: GPTModel, sources: Mapping[str, Sequence[Piece]]) -> list[Weight]:
+def _describe(module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]]) -> list[Weight]:
     tensor = parallel_state.get_tensor_model_parallel_group()
     of_experts = parallel_state.get_expert_tensor_parallel_group()
     weights = []
     for name, here in module.named_parameters():
         group = of_experts if _OF_EXPERTS in name else tensor
-        pieces = sources[name]
-        rows = [piece.shape[-here.ndim] for piece in pieces]
-        columns = pieces[0].shape[1 - here.ndim :] if here.ndim > 1 else ()
+        slices = sources[name]
+        rows = [block.shape[-here.ndim] for block in slices]
+        columns = slices[0].shape[1 - here.ndim :] if here.ndim > 1 else ()
         whole = (sum(rows), *columns)
         divided = [dim - here.ndim for dim, size in enumerate(here.shape) if size != whole[dim]]
         for dim in divided:
-            pieces = [piece.chunk(group.rank(), group.size(), dim) for piece in pieces]
+            slices = [block.chunk(group.rank(), group.size(), dim) for block in slices]
         # Queries, keys and values are arranged group by group; gates come before all of what they
         # gate.
         groups = module.config.num_query_groups if "linear_qkv" in name else group.size()
         group_rows = [count // groups for count in rows]
-        weights.append(Weight(name, pieces, bool(divided), group_rows))
+        weights.append(Weight(name, slices, bool(divided), group_rows))
     return sorted(weights, key=lambda weight: weight.is_of_an_expert)
 
 
@@ -200,8 +200,8 @@ def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight for the passes of all micro-batches, each of which adds to its gradient.
 
-    It is a leaf, whose gradient autograd adds up at once. To conversions, which come first in a
-    pass, it would come last, and hold what is to go through them until then.
+    It is a leaf, whose gradient is moved as soon as it is complete. The backward pass of a
+    conversion would come last, as it is first in a pass, and gradients would be held until then.
     """
     leaf = tensor.detach().to(dtype).requires_grad_()
     leaf.register_post_accumulate_grad_hook(partial(_move_gradient, gradient_of(tensor)))
@@ -215,7 +215,7 @@ def _move_gradient(total: Tensor, leaf: Tensor) -> None:
 
 
 def _as_matrix(part: Tensor) -> Tensor:
-    """Return what is of one expert without the dimension that counts them."""
+    """Return a part of one expert's weight without the dimension of experts."""
     return part.squeeze(0) if part.ndim == 3 else part
 
 

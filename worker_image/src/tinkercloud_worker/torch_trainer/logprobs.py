@@ -47,8 +47,8 @@ def logprobs_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs [R, K] and the loss's gradient [R, D] with respect to the hidden states.
 
-    Gradients of what is trained of the layer are added where it says. Rows whose derivative
-    is zero (a prompt's weights, say) cost no backward pass.
+    Gradients of the layer's trained tensors are added as `Unembedding` says. Rows whose derivative
+    is zero (those of a prompt, say) cost no backward pass.
     """
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     gradient_RD = torch.zeros_like(hidden_RD)
@@ -60,7 +60,7 @@ def logprobs_and_gradient(
         out_RK[rows] = chosen_RK - log_normalizer_R1
         c_RK = derivative(rows, out_RK[rows])
         h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
-        if accelerator.is_awaited(c_RK):
+        if accelerator.syncs_on_read(c_RK):
             # It would have to wait for the answer which rows can be left out.
             gradient_RD[rows] = own.backward(h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
             continue

@@ -1,8 +1,8 @@
-"""Sequences that are computed one by one, for models whose steps slots would compute wrongly.
+"""Sequences that are computed one by one, for models whose steps can't be computed in slots.
 
-Each keeps a cache of transformers' own, of whatever kind its model has: recurrent states, an
-indexer's keys. Where that computes wrongly too, each token takes a pass over all of its sequence,
-which is what the trainer computes.
+Each keeps one of transformers' own caches, of whatever kind its model has: recurrent states, an
+indexer's keys. If that computes wrongly too, each token takes a pass over its whole sequence, as
+the trainer computes it.
 
 Shape legend: B running sequences, T new positions, D hidden size, V vocabulary.
 """
@@ -14,29 +14,29 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.packing import Packed
+from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, route_all
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
-from tinkercloud_worker.torch_sampler.decoding import Drawer, Running
+from tinkercloud_worker.torch_sampler.decoding import Running, TokenSampler
 
 NewCache = Callable[[], Cache | None]
 """Returns a cache for one sequence that holds nothing yet, or None, for models that have none."""
 
 
-class AloneBatch:
-    """Running sequences, with whatever weights; see `DecodingBatch`, whose methods it has."""
+class UnbatchedDecoding:
+    """Running sequences with any weights, computed one by one. Has `DecodingBatch`'s methods."""
 
-    def __init__(self, base: BaseModel, drawer: Drawer, new_cache: NewCache) -> None:
+    def __init__(self, base: BaseModel, token_sampler: TokenSampler, new_cache: NewCache) -> None:
         """Make a batch without sequences."""
         self._base = base
-        self._drawer = drawer
+        self._token_sampler = token_sampler
         self._new_cache = new_cache
         self._caches: dict[Running, Cache] = {}
         self.sequences: list[Running] = []
         """In the order they came in."""
 
     def new_prefill_cache(self, capacity: int, prefix: KeyValues) -> PrefillCache:
-        """Return one that stays empty: what a prompt leaves behind can't be shared by samples."""
+        """Return a cache that stays empty: samples can't share what a prompt leaves behind."""
         del prefix
         return PrefillCache(0, capacity)
 
@@ -53,7 +53,7 @@ class AloneBatch:
         self.sequences.append(sequence)
 
     def tokens_with(self, joining: Sequence[Running]) -> int:
-        """Return the positions that sequences come to take, if some join those here."""
+        """Return the positions that sequences will take in the end, if some join those here."""
         return sum(each.longest for each in (*self.sequences, *joining))
 
     def step(self) -> list[Running]:
@@ -62,7 +62,7 @@ class AloneBatch:
             self._base.logits(hidden_D[None], route_all(sequence.weights))
             for sequence, hidden_D in zip(self.sequences, self.hidden(), strict=True)
         ]
-        self._drawer.extend(self.sequences, torch.cat(logits))
+        self._token_sampler.extend(self.sequences, torch.cat(logits))
         ended = [sequence for sequence in self.sequences if sequence.is_done]
         self.leave(ended)
         return ended
@@ -97,11 +97,11 @@ class AloneBatch:
         ids_R = torch.tensor(list(tokens), dtype=torch.int64, device=self._base.device)
         with torch.no_grad():
             return self._base.hidden_of(
-                Packed(ids_R, (len(ids_R),)), route_all(weights), cache=cache
+                PackedSequences(ids_R, (len(ids_R),)), route_all(weights), cache=cache
             )
 
     def leave(self, sequences: Sequence[Running]) -> None:
-        """Give up sequences that ended, or that nobody waits for."""
+        """Remove sequences that ended, or that nobody waits for."""
         for sequence in sequences:
             if sequence in self.sequences:
                 self.sequences.remove(sequence)
