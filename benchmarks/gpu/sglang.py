@@ -44,11 +44,11 @@ from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_testing.sessions import COLOCATED
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
-from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import NotThere
 from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang_group import NAME, SglangGroup
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
+from tinkercloud_worker.inference.sglang.process_group import NAME, SglangGroup
 from tinkercloud_worker.metrics import Way
 
 LETTERS = frozenset(ascii_lowercase)

@@ -36,7 +36,7 @@ from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang_tensors import flattened
+from tinkercloud_worker.inference.sglang.tensors import flattened
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,11 @@ from tinkercloud_testing.sglang_sampling import (
 )
 from tinkercloud_worker.inference import engine as client_of_engine
 from tinkercloud_worker.inference import sampler as sampling
-from tinkercloud_worker.inference import sglang
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.routing import order
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import dialect as sglang_dialect
+from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "_CALL_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_dialect, "_CALL_SECONDS", 1.0)
 
 
 @asynccontextmanager
@@ -112,14 +113,14 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
 ) -> None:
     slow, _ = in_order(fakes)
     before, answers = drawn(slow), 0
-    check = sglang.SglangDialect.check_health
+    check = SglangDialect.check_health
 
-    async def counting(dialect: sglang.SglangDialect) -> None:
+    async def counting(dialect: SglangDialect) -> None:
         nonlocal answers
         await check(dialect)
         answers += 1
 
-    monkeypatch.setattr(sglang.SglangDialect, "check_health", counting)
+    monkeypatch.setattr(SglangDialect, "check_health", counting)
     async with slow.holding("/generate") as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
@@ -185,9 +186,9 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     unwell: int,
 ) -> None:
     monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 600.0)
-    looks, check = 0, sglang.SglangDialect.check_health
+    looks, check = 0, SglangDialect.check_health
 
-    async def busy(dialect: sglang.SglangDialect) -> None:
+    async def busy(dialect: SglangDialect) -> None:
         nonlocal looks
         looks += 1
         if looks <= unwell:
@@ -199,7 +200,7 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     async with fake.holding("/generate") as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
-        monkeypatch.setattr(sglang.SglangDialect, "check_health", busy)
+        monkeypatch.setattr(SglangDialect, "check_health", busy)
         warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
         await warm._engines[fake.url].recovered()
         assert not asked.done()
@@ -213,7 +214,7 @@ async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes, tmp_path)
-    monkeypatch.setattr(sglang, "_CALL_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_dialect, "_CALL_SECONDS", 1.0)
     hung, other = in_order(fakes)
     async with AsyncExitStack() as stack:
         was_asked = await stack.enter_async_context(hung.holding("/generate"))

@@ -11,7 +11,7 @@ from tinkercloud_worker.accelerator import Backend
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.place import HeadPlace
-from tinkercloud_worker.inference.sglang_group import SglangGroup
+from tinkercloud_worker.inference.sglang.process_group import SglangGroup
 
 
 class OurRank:

@@ -18,7 +18,6 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
-from tinkercloud_worker.inference import sglang_models
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
@@ -26,11 +25,12 @@ from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.engine import Engine
 from tinkercloud_worker.inference.place import Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import SglangDialect
-from tinkercloud_worker.inference.sglang_control import SglangControl
-from tinkercloud_worker.inference.sglang_group import SglangGroup
-from tinkercloud_worker.inference.sglang_shared import SglangSharedMemory
-from tinkercloud_worker.inference.sglang_weights import Carrier
+from tinkercloud_worker.inference.sglang import model_support
+from tinkercloud_worker.inference.sglang.control import SglangControl
+from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.sglang.process_group import SglangGroup
+from tinkercloud_worker.inference.sglang.shared_memory import SglangSharedMemory
+from tinkercloud_worker.inference.sglang.weights import Carrier
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
@@ -46,7 +46,7 @@ def check_model(config: HeadConfig) -> None:
         UnsupportedModelError: they don't; the message says what to change.
     """
     if config.sampler.backend != "torch" and config.sampler.inference.kind == "sglang":
-        sglang_models.check_windows(config.model.path, config.limits.max_context_length)
+        model_support.check_windows(config.model.path, config.limits.max_context_length)
 
 
 def build_sampler(
@@ -136,7 +136,7 @@ def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
     neutral = None
     if inference.kind == "vllm":
         neutral = neutral_adapter(read_architecture(config.model.path).targets)
-    unadapted = sglang_models.unadapted(config.model.path) if inference.kind == "sglang" else {}
+    unadapted = model_support.unadapted(config.model.path) if inference.kind == "sglang" else {}
     return InferenceSampler(
         engines,
         controls,

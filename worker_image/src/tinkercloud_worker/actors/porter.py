@@ -2,7 +2,7 @@
 
 A porter is an actor on the node of rank 0. It takes what that rank has put into the node's store,
 writes it as engines read it, and starts the processes beside it that bring it to them
-(`inference.sglang_courier`): over a process group, from the rank's GPU where it has one, or in
+(`inference.sender_process`): over a process group, from the rank's GPU where it has one, or in
 memory that engines on the same machine share. Nothing of it passes through the head, which fetches
 the files when it must: for an engine that takes them no other way, or for another head.
 
@@ -31,11 +31,11 @@ from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, W
 from tinkercloud_worker import logs
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.inference import sglang_courier
+from tinkercloud_worker.inference import sender_process
 from tinkercloud_worker.inference.adapters import AdapterFolder, Written, tensor_names
 from tinkercloud_worker.inference.client import Json, ServerError
 from tinkercloud_worker.inference.place import PlaceLost
-from tinkercloud_worker.inference.sglang_courier import CourierProcess
+from tinkercloud_worker.inference.sender_process import CourierProcess
 
 _PART_BYTES = 64 << 20
 """Of a file, at a time on its way."""
@@ -185,7 +185,7 @@ class Porter:
 
     async def address_towards(self, url: str) -> str:
         """See `Place.address_towards`."""
-        return await sglang_courier.address_towards(url)
+        return await sender_process.address_towards(url)
 
     async def close(self) -> None:
         """Remove all that was written, and end all couriers."""

@@ -1,6 +1,6 @@
 """The machine from which whole models go to engines: the head's own, or that of a trainer's rank.
 
-What takes them there is a process of its own (`sglang_courier`), which the place starts beside the
+What takes them there is a process of its own (`sender_process`), which the place starts beside the
 files that it reads.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_worker.inference import sglang_courier
+from tinkercloud_worker.inference import sender_process
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import Json, ServerError
 
@@ -88,8 +88,8 @@ class HeadPlace:
 
     async def start(self, module: str, options: Mapping[str, str], errand: str) -> Courier:
         """See `Place.start`."""
-        return await sglang_courier.CourierProcess.start(module, options, errand)
+        return await sender_process.CourierProcess.start(module, options, errand)
 
     async def address_towards(self, url: str) -> str:
         """See `Place.address_towards`."""
-        return await sglang_courier.address_towards(url)
+        return await sender_process.address_towards(url)

@@ -30,7 +30,7 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.engine import Engine
-from tinkercloud_worker.inference.sglang_control import BASE, TRAINING, SglangControl
+from tinkercloud_worker.inference.sglang.control import BASE, TRAINING, SglangControl
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Memory that an SGLang engine shares with us, on our machine, in which it gets whole models.
 
-A process of its own (`sglang_shared_parts`) lays a model out in it, part by part, and the engine
+A process of its own (`shared_memory_sender`) lays a model out in it, part by part, and the engine
 is told where. It is ended with the model, and its memory with it, so that nothing of a GPU is held
 between two of them, and nothing is lost to an engine that dies while it reads.
 """
@@ -12,7 +12,7 @@ from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.place import Courier, Place
 
-_PARTS = "tinkercloud_worker.inference.sglang_shared_parts"
+_PARTS = "tinkercloud_worker.inference.sglang.shared_memory_sender"
 _START_SECONDS = 120.0
 """For the process to import torch, and lay the first part out."""
 _STEP_SECONDS = 60.0

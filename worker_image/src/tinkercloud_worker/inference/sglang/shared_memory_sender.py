@@ -27,8 +27,8 @@ from torch.multiprocessing import set_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.inference.sglang_courier import Say, run
-from tinkercloud_worker.inference.sglang_tensors import bucket, buckets, run_of_bytes
+from tinkercloud_worker.inference.sender_process import Say, run
+from tinkercloud_worker.inference.sglang.tensors import bucket, buckets, run_of_bytes
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
 )
 
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.inference.sglang_courier import Say, run
-from tinkercloud_worker.inference.sglang_tensors import buckets, run_of_bytes
+from tinkercloud_worker.inference.sender_process import Say, run
+from tinkercloud_worker.inference.sglang.tensors import buckets, run_of_bytes
 
 Broadcast = Callable[[Tensor], None]
 """Brings bytes to all other ranks; returns once it has let go of them."""

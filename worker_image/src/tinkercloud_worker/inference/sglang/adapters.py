@@ -12,8 +12,8 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
-from tinkercloud_worker.inference.sglang_delivery import Delivery
-from tinkercloud_worker.inference.sglang_tensors import request_body
+from tinkercloud_worker.inference.sglang.delivery import Delivery
+from tinkercloud_worker.inference.sglang.tensors import request_body
 
 _SECONDS = 600.0
 _MOST_SENT_BYTES = 512 << 20

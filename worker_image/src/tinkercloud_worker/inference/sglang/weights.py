@@ -23,8 +23,8 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.place import PlaceLost
-from tinkercloud_worker.inference.sglang_delivery import Delivery, Way
-from tinkercloud_worker.inference.sglang_tensors import buckets, request_body
+from tinkercloud_worker.inference.sglang.delivery import Delivery, Way
+from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
 
 log = structlog.get_logger(__name__)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
-from tinkercloud_worker.inference.sglang import RELEASED, SglangDialect
-from tinkercloud_worker.inference.sglang_weights import Carrier, SglangWeights
+from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
+from tinkercloud_worker.inference.sglang.weights import Carrier, SglangWeights
 from tinkercloud_worker.inference.turns import Turns
 
 BASE = "base"

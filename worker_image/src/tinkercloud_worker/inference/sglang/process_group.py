@@ -1,6 +1,6 @@
 """A process group with one SGLang engine, over which it gets whole models.
 
-Our end is a process of its own (`sglang_group_rank`), and is ended whenever anything takes
+Our end is a process of its own (`process_group_rank`), and is ended whenever anything takes
 too long: then its connections are closed, and an engine that waits for it goes on. An engine that
 is gone breaks off its answer, or gives none in time. So neither waits for the other longer than is
 said here.
@@ -16,7 +16,7 @@ from tinkercloud_worker.inference.place import Courier, Place
 
 NAME = "tinkercloud"
 """Of the group, in every engine."""
-_RANK = "tinkercloud_worker.inference.sglang_group_rank"
+_RANK = "tinkercloud_worker.inference.sglang.process_group_rank"
 _START_SECONDS = 120.0
 """For our rank to import torch, and listen."""
 _STEP_SECONDS = 60.0

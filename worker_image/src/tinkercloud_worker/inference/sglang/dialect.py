@@ -25,7 +25,7 @@ from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
-from tinkercloud_worker.inference.sglang_adapters import SglangAdapters
+from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
 
 RELEASED = "+released"
 """Ends the weight version of an engine that was told to give its memory away."""
