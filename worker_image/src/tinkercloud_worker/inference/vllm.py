@@ -5,19 +5,13 @@ an adapter rank and a number of logprobs (`--max-lora-rank`, `--max-logprobs`) t
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
-    EMPTY_TOP_LOGPROB,
-    EMPTY_TOP_TOKEN,
-    PromptScores,
-    SampledSequence,
-    TopLogprobs,
-)
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.adapters import Written
@@ -28,7 +22,12 @@ from tinkercloud_worker.inference.client import (
     NotThere,
     ServerError,
 )
-from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
+from tinkercloud_worker.inference.dialect import (
+    SEED_MASK,
+    Ranked,
+    refuse_alternatives,
+    top_logprobs,
+)
 
 _COMPLETIONS = "/v1/completions"
 _LOAD_SECONDS = 600.0
@@ -39,8 +38,6 @@ _MOST_POSITIONS = 4096
 """Positions of one prompt that are scored at all: each is a request."""
 Scores = Mapping[int, float]
 """Token id to logprob."""
-Ranked = Sequence[tuple[int, float]]
-"""Token ids and logprobs, the most likely first."""
 
 # A server may have other defaults, from the model's generation configuration.
 _NEUTRAL = {
@@ -201,7 +198,7 @@ class VllmDialect:
             tokens=choice["token_ids"],
             logprobs=logprobs["token_logprobs"],
             stopped=choice["finish_reason"] == "stop",
-            top=_table([_ranked(p, top_k) for p in logprobs["top_logprobs"]], top_k)
+            top=top_logprobs([_ranked(p, top_k) for p in logprobs["top_logprobs"]], top_k)
             if top_k
             else None,
         )
@@ -231,15 +228,6 @@ def _ranked(position: Mapping[str, float], k: int) -> Ranked:
     return sorted(entries, key=lambda entry: -entry[1])[:k]
 
 
-def _table(positions: Sequence[Ranked], k: int) -> TopLogprobs:
-    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
-    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
-    for row, ranked in enumerate(positions):
-        for column, (token, value) in enumerate(ranked):
-            ids[row, column], values[row, column] = token, value
-    return TopLogprobs(ids, values)
-
-
 def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]) -> PromptScores:
     """Gather what was found at each position."""
     asked, length = request.questions, len(request.prompt)
@@ -256,6 +244,6 @@ def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]
             best[position] = ranked
     return PromptScores(
         logprobs=logprobs if asked.logprobs_from is not None else None,
-        top=_table(best, asked.top_k) if asked.top_k else None,
+        top=top_logprobs(best, asked.top_k) if asked.top_k else None,
         targets=targets if asked.targets is not None else None,
     )

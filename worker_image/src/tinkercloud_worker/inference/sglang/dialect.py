@@ -13,18 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
-    EMPTY_TOP_LOGPROB,
-    EMPTY_TOP_TOKEN,
-    FloatArray,
-    PromptScores,
-    SampledSequence,
-    TopLogprobs,
-)
+from tinkercloud_protocol.tensors import FloatArray, PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
-from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
+from tinkercloud_worker.inference.dialect import (
+    SEED_MASK,
+    Ranked,
+    refuse_alternatives,
+    top_logprobs,
+)
 from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
 
 RELEASED = "+released"
@@ -149,7 +147,7 @@ class SglangDialect:
             tokens=[int(token) for _, token, *_ in drawn],
             logprobs=[float(logprob) for logprob, *_ in drawn],
             stopped=meta["finish_reason"]["type"] == "stop",
-            top=_top(meta["output_top_logprobs"], top_k) if top_k else None,
+            top=top_logprobs(_ranked(meta["output_top_logprobs"]), top_k) if top_k else None,
         )
 
 
@@ -175,14 +173,9 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
     }
 
 
-def _top(positions: Sequence[Sequence[Entry] | None], k: int) -> TopLogprobs:
-    """Read the k best entries of each position; one that has none stays empty."""
-    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
-    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
-    for row, entries in enumerate(positions):
-        for column, (logprob, token, *_) in enumerate(entries or ()):
-            ids[row, column], values[row, column] = token, logprob
-    return TopLogprobs(ids, values)
+def _ranked(positions: Sequence[Sequence[Entry] | None]) -> list[Ranked]:
+    """Read the best entries of each position; one that has none has an empty list."""
+    return [[(token, logprob) for logprob, token, *_ in entries or ()] for entries in positions]
 
 
 def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
@@ -197,8 +190,8 @@ def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
         logprobs[: asked.logprobs_from] = np.nan
     if asked.top_k:
         start = asked.logprobs_from or 1
-        skipped = [None] * start
-        top = _top([*skipped, *meta["input_top_logprobs"][start - first :]], asked.top_k)
+        found = _ranked(meta["input_top_logprobs"][start - first :])
+        top = top_logprobs([()] * start + found, asked.top_k)
     if asked.targets is not None:
         targets = _targets(asked.targets, meta.get("input_token_ids_logprobs", ()), first)
     return PromptScores(
