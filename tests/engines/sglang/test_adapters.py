@@ -36,7 +36,7 @@ from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang.tensors import flattened
+from tinkercloud_worker.inference.sglang.tensors import pickled_bucket
 
 pytestmark = pytest.mark.slow
 
@@ -337,7 +337,7 @@ def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
         "bytes": torch.arange(5, dtype=torch.uint8),
     }
 
-    read = read_tensors(flattened(sent))
+    read = read_tensors(pickled_bucket(sent))
 
     assert read.keys() == sent.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in sent.items())

@@ -120,7 +120,7 @@ async def address_towards(url: str) -> str:
     return address
 
 
-def run(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
+def run_sender(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
     """Do such a process's work, and say what goes wrong.
 
     The process ends with who started it, whatever it does then. What else it prints, such as NCCL's

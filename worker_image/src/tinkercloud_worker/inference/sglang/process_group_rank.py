@@ -34,8 +34,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
 )
 
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.inference.sender_process import Say, run
-from tinkercloud_worker.inference.sglang.tensors import buckets, run_of_bytes
+from tinkercloud_worker.inference.sender_process import Say, run_sender
+from tinkercloud_worker.inference.sglang.tensors import buckets, flatten
 
 Broadcast = Callable[[Tensor], None]
 """Brings bytes to all other ranks; returns once it has let go of them."""
@@ -48,7 +48,7 @@ _SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
 def main() -> None:
     """Send what is asked for until nobody asks any more."""
     options = _options()
-    run(lambda say, asked: _work(options, say, asked))
+    run_sender(lambda say, asked: _work(options, say, asked))
 
 
 def _work(options: Namespace, say: Say, asked: "SimpleQueue[dict[str, Any]]") -> None:
@@ -101,7 +101,7 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
         whence = dist.BroadcastOptions()
         whence.rootRank, whence.rootTensor = 0, 0
         gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
-        return lambda run: gloo.broadcast([run], whence).wait()  # type: ignore[attr-defined] # as above
+        return lambda flat: gloo.broadcast([flat], whence).wait()  # type: ignore[attr-defined] # as above
     os.environ.update(_SET_BY_ENGINES)
     ranks_of_the_engine = options.world_size - 1
     if ranks_of_the_engine > 1:
@@ -110,8 +110,8 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
 
 
 def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:
-    """Send a part as one run of bytes, of which the engine is told what lies where."""
-    ordered, run = run_of_bytes(part)
+    """Send a part as one flat tensor of bytes; the engine is told what lies where in it."""
+    ordered, flat = flatten(part)
     say(
         {
             "names": list(ordered),
@@ -119,7 +119,7 @@ def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:
             "shapes": [list(tensor.shape) for tensor in ordered.values()],
         }
     )
-    broadcast(run)
+    broadcast(flat)
     return 1
 
 

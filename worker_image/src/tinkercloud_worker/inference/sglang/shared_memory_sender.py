@@ -27,8 +27,8 @@ from torch.multiprocessing import set_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.inference.sender_process import Say, run
-from tinkercloud_worker.inference.sglang.tensors import bucket, buckets, run_of_bytes
+from tinkercloud_worker.inference.sender_process import Say, run_sender
+from tinkercloud_worker.inference.sglang.tensors import bucket, buckets, flatten
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     options = _options()
     # The other strategy hands open files over, which only relatives of a process can take.
     set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    run(lambda say, loaded: _work(options, say, loaded))
+    run_sender(lambda say, loaded: _work(options, say, loaded))
 
 
 def _options() -> Namespace:
@@ -51,9 +51,9 @@ def _options() -> Namespace:
 def _work(options: Namespace, say: Say, loaded: "SimpleQueue[dict[str, Any]]") -> None:
     being_read: Tensor | None = None
     for part in buckets(options.file, options.most_bytes):
-        ordered, values = run_of_bytes(part)
+        ordered, flat = flatten(part)
         # The engine still reads the part before.
-        shared = values.to(options.memory)
+        shared = flat.to(options.memory)
         handles = [_handle(ordered, shared) for _ in range(options.ranks)]
         if being_read is not None:
             loaded.get()
