@@ -99,6 +99,17 @@ class InferenceClient:
             content = body if isinstance(body, bytes) else orjson.dumps(body)
             return await self._answer("POST", path, content)
 
+    async def command(self, path: str, body: Json | bytes, *, seconds: float) -> None:
+        """Like `post`, for what no user asked for: no refusal of it is a user's error.
+
+        Raises:
+            ServerError: the server refuses, failed, or is not there.
+        """
+        try:
+            await self.post(path, body, seconds=seconds)
+        except InvalidRequest as error:
+            raise ServerError(f"{self.url}{path}: {error.message}") from None
+
     async def get(self, path: str, *, seconds: float) -> Json:
         """Ask for something; an empty answer is an empty object.
 

@@ -106,11 +106,11 @@ class SglangControl:
             await self._weights.forget()
             self._base_path = str(info["model_path"])
             self._held = BASE
-            self._version = self._mark(BASE)
-            await self._say(self._version)
+            self._version = self._version_tag(BASE)
+            await self._weights.set_version(self._version)
         else:
             self._held = held if owner == self._owner else None
-        self._dialect.weight_version = self._mark(self._held) if self._held else None
+        self._dialect.weight_version = self._version_tag(self._held) if self._held else None
         self._has_met = True
 
     async def _release(self) -> None:
@@ -120,7 +120,7 @@ class SglangControl:
         await self._resume()
         # First of all: a head that finds the mark on an engine which has its memory makes it begin
         # again, and so does one that finds none on an engine without.
-        await self._say(self._version + RELEASED)
+        await self._weights.set_version(self._version + RELEASED)
         self._is_released = None
         # Requests that somebody gave up may still run, and an engine that releases its memory while
         # anything runs dies of it. Pausing ends them.
@@ -139,11 +139,11 @@ class SglangControl:
         )
         # The mark goes last: without it, an engine that is paused is taken for one that is ill.
         await self._call("/continue_generation", {})
-        await self._say(self._version)
+        await self._weights.set_version(self._version)
         self._is_released = False
 
     async def _load(self, kind: str) -> None:
-        version = self._mark(kind)
+        version = self._version_tag(kind)
         if kind == BASE:
             self._held = None
             await self._weights.load_folder(Path(self._base_path), version=version)
@@ -151,16 +151,14 @@ class SglangControl:
             model = self._folder.find(kind)
             await self._weights.check_experts(model)
             self._held = None
-            await self._weights.load(model, version=version, unfinished=self._mark(_UNFINISHED))
+            await self._weights.load(
+                model, version=version, unfinished=self._version_tag(_UNFINISHED)
+            )
         self._held = kind
         self._dialect.weight_version = self._version = version
 
-    async def _say(self, mark: str) -> None:
-        body = {"new_version": mark, "abort_all_requests": False}
-        await self._call("/update_weight_version", body)
-
-    def _mark(self, kind: str) -> str:
+    def _version_tag(self, kind: str) -> str:
         return f"{self._owner}/{kind}"
 
     async def _call(self, path: str, body: Json, seconds: float = _CALL_SECONDS) -> None:
-        await self._dialect.client.post(path, body, seconds=seconds)
+        await self._dialect.client.command(path, body, seconds=seconds)

@@ -140,6 +140,15 @@ class SglangWeights:
             read=partial(self.load_folder, model.there, version=version) if model.there else None,
         )
 
+    async def set_version(self, version: str) -> None:
+        """Set what the engine says its weights are.
+
+        Raises:
+            ServerError: the engine failed, or is not there.
+        """
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._call("/update_weight_version", body)
+
     async def forget(self) -> None:
         """Take note that the engine has begun again: it is in no group, and may refuse less."""
         if self._carrier is not None:
@@ -175,7 +184,7 @@ class SglangWeights:
         self, send: Callable[[], Awaitable[None]], *, version: str, unfinished: str
     ) -> None:
         """Have the engine's weights replaced part by part; it is marked until the last is there."""
-        await self._mark(unfinished)
+        await self.set_version(unfinished)
         await self._begin()
         try:
             await send()
@@ -186,7 +195,7 @@ class SglangWeights:
             await self._call("/end_weight_update", {})
             raise
         await self._call("/end_weight_update", {})
-        await self._mark(version)
+        await self.set_version(version)
 
     async def _begin(self) -> None:
         try:
@@ -204,16 +213,8 @@ class SglangWeights:
             body = await asyncio.to_thread(request_body, {"flush_cache": True}, part, ranks)
             await self._call("/update_weights_from_tensor", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _mark(self, version: str) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
-        await self._call("/update_weight_version", body)
-
     async def _call(self, path: str, body: Json | bytes, *, seconds: float = _CALL_SECONDS) -> None:
-        try:
-            await self._client.post(path, body, seconds=seconds)
-        except InvalidRequest as error:
-            # Nothing of this is in a user's hands.
-            raise ServerError(f"{self._client.url}{path}: {error.message}") from None
+        await self._client.command(path, body, seconds=seconds)
 
 
 def _adapts_experts(info: Json) -> bool:
