@@ -48,6 +48,6 @@ async def test_a_command_that_an_engine_refuses_is_the_servers_error_not_the_use
     )
 
     with pytest.raises(ServerError, match=rf"{refused}: .* unknown field"):
-        async with control.turns.of(TRAINING):
+        async with control.modes.use(TRAINING):
             pass
     await client.close()

@@ -55,8 +55,8 @@ class _Version:
         return self.name if self.lora is not None else None
 
     @property
-    def kind(self) -> str:
-        """Which weights a server must have under it."""
+    def mode(self) -> str:
+        """Mode that a server must be in: BASE, or the name of a whole model."""
         return BASE if self.name is None or self.lora is not None else self.name
 
 
@@ -193,7 +193,7 @@ class InferenceSampler:
         """Return a turn that has been entered, to be left by who gets it."""
         for attempt in range(1, _ATTEMPTS + 1):
             control.look_again()
-            turn = control.turns.of(TRAINING)
+            turn = control.modes.use(TRAINING)
             try:
                 await turn.__aenter__()
             except ServerUnreachable as error:
@@ -300,7 +300,7 @@ class InferenceSampler:
         control = self._controls.get(engine.url)
         if control is None:
             return await engine.run(published.adapter, lambda: work(engine))
-        async with control.turns.of(published.kind):
+        async with control.modes.use(published.mode):
             return await engine.run(published.adapter, lambda: work(engine))
 
     def _lost(self, engine: Engine) -> None:
@@ -361,7 +361,7 @@ class InferenceSampler:
             return
         try:
             # An adapter lies in the memory that the engine gives away while the trainer computes.
-            async with control.turns.of(BASE):
+            async with control.modes.use(BASE):
                 await engine.unload(name)
         except ServerError as error:
             log.warning("an adapter stays loaded", url=engine.url, reason=error.message)

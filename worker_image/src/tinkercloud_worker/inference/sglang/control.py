@@ -15,19 +15,19 @@ from pathlib import Path
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
+from tinkercloud_worker.inference.server_modes import ModeSwitch
 from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
 from tinkercloud_worker.inference.sglang.weights import Carrier, SglangWeights
-from tinkercloud_worker.inference.turns import Turns
 
 BASE = "base"
-"""Kind of work with the base model's own weights, and adapters on top of them."""
+"""Mode with the base model's own weights, and adapters on top of them."""
 TRAINING = "training"
-"""Kind of work of a trainer that shares the engine's GPUs."""
+"""Mode in which a trainer that shares the engine's GPUs has their memory."""
 
 _UNMARKED = "default"
 """What SGLang calls the weights it was started with."""
 _UNFINISHED = "unfinished"
-"""Kind of the weights of an engine that is being sent others."""
+"""Stands for the weights of an engine while it is being sent others."""
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 _CALL_SECONDS = 120.0
 _MEMORY_SECONDS = 900.0
@@ -35,7 +35,7 @@ _MEMORY_SECONDS = 900.0
 
 
 class SglangControl:
-    """One engine. Kinds of work other than BASE and TRAINING are names of whole models."""
+    """One engine. Its modes are BASE, TRAINING and the names of whole models."""
 
     def __init__(
         self,
@@ -61,37 +61,37 @@ class SglangControl:
         self._owner = owner
         self._base_path = base_path
         self._held: str | None = None
-        """Kind of the weights it has; None for somebody else's."""
+        """Mode whose weights it has; None for somebody else's."""
         self._is_released: bool | None = False
         """None if it was told to give its memory away or to take it back, and has not answered."""
         self._version = _UNMARKED
         """Its mark while it has its memory."""
         self._has_met = False
         metrics.ENGINE_RESTARTS.labels(dialect.client.url)
-        self.turns = Turns(self._change, None)
+        self.modes = ModeSwitch(self._switch, None)
 
     def lost(self) -> None:
         """Take note that the engine may have begun again, or has other weights than it should."""
-        self.turns.reset(None)
+        self.modes.reset(None)
 
     def look_again(self) -> None:
         """See, before work that waits begins, whether the engine has begun again meanwhile."""
-        if self.turns.is_idle:
-            self.turns.reset(None)
+        if self.modes.is_idle:
+            self.modes.reset(None)
 
     async def close(self) -> None:
         """Let go of the engine."""
         await self._weights.close()
 
-    async def _change(self, kind: str) -> None:
+    async def _switch(self, mode: str) -> None:
         # It may have begun again since it was last asked.
         await self._find_out()
-        if kind == TRAINING:
+        if mode == TRAINING:
             await self._release()
             return
         await self._resume()
-        if kind != self._held:
-            await self._load(kind)
+        if mode != self._held:
+            await self._load(mode)
 
     async def _find_out(self) -> None:
         info = await self._dialect.model_info()
@@ -142,23 +142,24 @@ class SglangControl:
         await self._weights.set_version(self._version)
         self._is_released = False
 
-    async def _load(self, kind: str) -> None:
-        version = self._version_tag(kind)
-        if kind == BASE:
+    async def _load(self, mode: str) -> None:
+        version = self._version_tag(mode)
+        if mode == BASE:
             self._held = None
             await self._weights.load_folder(Path(self._base_path), version=version)
         else:
-            model = self._folder.find(kind)
+            model = self._folder.find(mode)
             await self._weights.check_experts(model)
             self._held = None
             await self._weights.load(
                 model, version=version, unfinished=self._version_tag(_UNFINISHED)
             )
-        self._held = kind
+        self._held = mode
         self._dialect.weight_version = self._version = version
 
-    def _version_tag(self, kind: str) -> str:
-        return f"{self._owner}/{kind}"
+    def _version_tag(self, weights: str) -> str:
+        """Return the weight version that says whose weights they are, and which."""
+        return f"{self._owner}/{weights}"
 
     async def _call(self, path: str, body: Json, seconds: float = _CALL_SECONDS) -> None:
         await self._dialect.client.command(path, body, seconds=seconds)
