@@ -295,7 +295,7 @@ async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
     request = a_sampling_request(PROMPTS[0], max_tokens=4, stop=NEVER)
     before = await sampler.sample("one", request)
     [adapter] = await adapters_of(vllm)
-    [its_engine] = sampler._engines.values()
+    [its_engine] = sampler._servers.values()
     await its_engine.dialect.unload_adapter(adapter)
     assert await adapters_of(vllm) == set()
 

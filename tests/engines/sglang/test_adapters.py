@@ -275,7 +275,7 @@ async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_
 async def test_an_engine_that_ends_over_tensors_again_is_given_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.inference.engine._RECOVERY_SECONDS", 0.01)
+    monkeypatch.setattr("tinkercloud_worker.inference.server._RECOVERY_SECONDS", 0.01)
     fakes[0].ends_over = frozenset({TENSORS})
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))

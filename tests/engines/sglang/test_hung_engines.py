@@ -20,8 +20,8 @@ from tinkercloud_testing.sglang_sampling import (
     counted,
     publish,
 )
-from tinkercloud_worker.inference import engine as client_of_engine
 from tinkercloud_worker.inference import sampler as sampling
+from tinkercloud_worker.inference import server as inference_server
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.routing import order
 from tinkercloud_worker.inference.sampler import InferenceSampler
@@ -37,10 +37,10 @@ REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
 @pytest.fixture(autouse=True)
 def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask engines with requests all the time, and lose them when they give no answer once."""
-    monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(client_of_engine, "_HUNG_SECONDS", 0.0)
-    monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 0.0)
-    monkeypatch.setattr(client_of_engine, "_RECOVERY_SECONDS", 0.01)
+    monkeypatch.setattr(inference_server, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(inference_server, "_HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(inference_server, "_UNWELL_SECONDS", 0.0)
+    monkeypatch.setattr(inference_server, "_RECOVERY_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
     assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
     assert drawn(slow) == before + 1
     assert counted(slow, "losses_total") == 0
-    assert [each._watching for each in warm._engines.values()] == [None, None]
+    assert [each._watching for each in warm._servers.values()] == [None, None]
     await warm.close()
 
 
@@ -163,13 +163,13 @@ async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
     warm: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 600.0)
+    monkeypatch.setattr(inference_server, "_SILENT_SECONDS", 600.0)
     gone, other = in_order(fakes)
     before = drawn(other)
     async with hanging(gone) as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
-        warm._engines[gone.url].look_after(ServerUnreachable("a connection was refused"))
+        warm._servers[gone.url].begin_recovery(ServerUnreachable("a connection was refused"))
 
         assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
 
@@ -185,7 +185,7 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     monkeypatch: pytest.MonkeyPatch,
     unwell: int,
 ) -> None:
-    monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 600.0)
+    monkeypatch.setattr(inference_server, "_UNWELL_SECONDS", 600.0)
     looks, check = 0, SglangDialect.check_health
 
     async def busy(dialect: SglangDialect) -> None:
@@ -201,8 +201,8 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
         monkeypatch.setattr(SglangDialect, "check_health", busy)
-        warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
-        await warm._engines[fake.url].recovered()
+        warm._servers[fake.url].begin_recovery(ServerUnreachable("a connection was closed"))
+        await warm._servers[fake.url].recovered()
         assert not asked.done()
 
     assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
@@ -238,12 +238,12 @@ async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others
     monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now))
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
-    [client] = sampler._engines.values()
+    [client] = sampler._servers.values()
     async with fakes[0].holding("/generate") as was_asked:
         asked = asyncio.create_task(sampler.sample("one", REQUEST))
         await was_asked.wait()
         now += 1000.0
-        client.look_after(ServerUnreachable("a connection was closed"))
+        client.begin_recovery(ServerUnreachable("a connection was closed"))
         client.dialect.client.give_up("the engine is lost")
         await client.recovered()
         assert not asked.done()

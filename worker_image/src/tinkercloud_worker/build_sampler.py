@@ -22,9 +22,9 @@ from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
-from tinkercloud_worker.inference.engine import Engine
 from tinkercloud_worker.inference.place import Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.sglang import model_support
 from tinkercloud_worker.inference.sglang.control import SglangControl
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
@@ -131,14 +131,14 @@ def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
         }
-    engines = [Engine(dialect, folder) for dialect in dialects]
+    servers = [InferenceServer(dialect, folder) for dialect in dialects]
     # vLLM's CPU kernels give rows that name no adapter the last one's.
     neutral = None
     if inference.kind == "vllm":
         neutral = neutral_adapter(read_architecture(config.model.path).targets)
     unadapted = model_support.unadapted(config.model.path) if inference.kind == "sglang" else {}
     return InferenceSampler(
-        engines,
+        servers,
         controls,
         folder,
         config.sampler,

@@ -1,7 +1,7 @@
 """What is asked of an inference server, whatever program it is.
 
 A dialect turns our requests into one program's own and its answers back. It keeps nothing: what a
-server holds, and which server is asked, is decided above (`engine`, `sampler`).
+server holds, and which server is asked, is decided above (`server`, `sampler`).
 """
 
 from collections.abc import Sequence

@@ -41,26 +41,26 @@ _TOLERANCE = 0.25
 """Mean difference of logprobs that rounding can explain, and another temperature can't."""
 
 
-class Engine:
+class InferenceServer:
     """One server. Belongs to one event loop."""
 
     def __init__(self, dialect: Dialect, folder: AdapterFolder) -> None:
         self.dialect = dialect
         self.url = dialect.client.url
         self.running = 0
-        """Requests it has, or that wait for their turn with it; counted by who sends them."""
+        """Requests that it has, or that wait for its mode; counted by who sends them."""
         self._folder = folder
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._introduction: asyncio.Task[None] | None = None
+        self._verification: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._at_work = 0
         self._heard = 0.0
         """When it last did what it was asked, in the event loop's time."""
-        self._show()
+        self._register_metrics()
 
-    def _show(self) -> None:
-        """Let what is known of it be read as metrics, also what has never happened."""
+    def _register_metrics(self) -> None:
+        """Let its state be read as metrics; counters begin at 0 before anything has happened."""
         requests = metrics.ENGINE_REQUESTS
         requests.labels(self.url, "running").set_function(lambda: self._at_work)
         requests.labels(self.url, "waiting").set_function(lambda: self.running - self._at_work)
@@ -87,7 +87,7 @@ class Engine:
             ServerUnreachable: the server does not answer.
             ServerError: it does not do it.
         """
-        await self._introduced()
+        await self._verified()
         if adapter is None:
             return await self._do(work)
         await self._loaded(adapter)
@@ -125,7 +125,7 @@ class Engine:
                 well = _now()
             elif (silent := _now() - well) > _HUNG_SECONDS:
                 reason = f"{self.url} has answered nothing for {silent:.0f} s"
-                self.look_after(ServerUnreachable(reason))
+                self.begin_recovery(ServerUnreachable(reason))
 
     async def _is_well(self) -> bool:
         if _now() - self._heard < _SILENT_SECONDS:
@@ -139,7 +139,7 @@ class Engine:
             return True
         return True
 
-    def look_after(self, error: ServerUnreachable) -> None:
+    def begin_recovery(self, error: ServerUnreachable) -> None:
         """Wait for the server to come back; until then it is not up.
 
         Its other requests are given up if it does not say within a minute that it is well.
@@ -147,7 +147,7 @@ class Engine:
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
             metrics.ENGINE_LOSSES.labels(self.url).inc()
-            self._introduction = None
+            self._verification = None
             self._recovery = asyncio.create_task(self._recover())
 
     def has(self, adapter: str) -> bool:
@@ -193,18 +193,18 @@ class Engine:
         if self._loads.get(adapter) is load:
             del self._loads[adapter]
 
-    async def _introduced(self) -> None:
-        introduction = self._introduction
-        if introduction is None:
-            introduction = self._introduction = asyncio.create_task(self._do(self._introduce))
+    async def _verified(self) -> None:
+        verification = self._verification
+        if verification is None:
+            verification = self._verification = asyncio.create_task(self._do(self._verify))
         try:
-            await asyncio.shield(introduction)
+            await asyncio.shield(verification)
         except Exception:
-            if self._introduction is introduction:
-                self._introduction = None
+            if self._verification is verification:
+                self._verification = None
             raise
 
-    async def _introduce(self) -> None:
+    async def _verify(self) -> None:
         """Check, before anything is believed, that the server is what it should be.
 
         A server that returns logprobs of the temperature it drew at would bias training in silence.
