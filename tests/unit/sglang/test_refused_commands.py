@@ -44,7 +44,7 @@ async def test_a_command_that_an_engine_refuses_is_the_servers_error_not_the_use
     client = InferenceClient(url, key=None, max_concurrent=1)
     folder = AdapterFolder(tmp_path, there=None, owner="head", base_path=tmp_path)
     control = SglangControl(
-        SglangDialect(client), folder, owner="head", base_path="/model", carrier=None
+        SglangDialect(client), folder, owner="head", base_path="/model", direct=None
     )
 
     with pytest.raises(ServerError, match=rf"{refused}: .* unknown field"):

@@ -30,7 +30,7 @@ from tinkercloud_worker.inference.sglang.control import SglangControl
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup
 from tinkercloud_worker.inference.sglang.shared_memory import SglangSharedMemory
-from tinkercloud_worker.inference.sglang.weights import Carrier
+from tinkercloud_worker.inference.sglang.weights import DirectTransfer
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
@@ -126,7 +126,7 @@ def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
                 folder,
                 owner=owner,
                 base_path=config.model.path,
-                carrier=_carrier(inference, dialect.client, place),
+                direct=_direct_transfer(inference, dialect.client, place),
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
@@ -162,7 +162,9 @@ def _clients(inference: InferenceConfig) -> list[InferenceClient]:
     ]
 
 
-def _carrier(inference: InferenceConfig, client: InferenceClient, place: Place) -> Carrier | None:
+def _direct_transfer(
+    inference: InferenceConfig, client: InferenceClient, place: Place
+) -> DirectTransfer | None:
     if inference.process_group is not None:
         return SglangGroup(client, inference.process_group, place)
     if inference.shared_memory is not None:

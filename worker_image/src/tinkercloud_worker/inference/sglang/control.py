@@ -17,7 +17,7 @@ from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.server_modes import ModeSwitch
 from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
-from tinkercloud_worker.inference.sglang.weights import Carrier, SglangWeights
+from tinkercloud_worker.inference.sglang.weights import DirectTransfer, SglangWeights
 
 BASE = "base"
 """Mode with the base model's own weights, and adapters on top of them."""
@@ -44,7 +44,7 @@ class SglangControl:
         *,
         owner: str,
         base_path: str,
-        carrier: Carrier | None,
+        direct: DirectTransfer | None,
     ) -> None:
         """Make a control; the engine is not asked yet.
 
@@ -53,10 +53,10 @@ class SglangControl:
             folder: where whole models are.
             owner: differs between any two processes that ever control the engine.
             base_path: the base model's folder, should the engine no more know its own.
-            carrier: of whole models to the engine; None for requests and files alone.
+            direct: transfers whole models to the engine; None for requests and files alone.
         """
         self._dialect = dialect
-        self._weights = SglangWeights(dialect.client, carrier)
+        self._weights = SglangWeights(dialect.client, direct)
         self._folder = folder
         self._owner = owner
         self._base_path = base_path

@@ -1,8 +1,9 @@
-"""Which way weights take to an SGLang engine: in requests, or by files that it sees.
+"""How weights are transferred to an SGLang engine: in requests, or by files that it sees.
 
-Small ones are sent and large ones read, since base64 in JSON is slower than any file; what is
-refused one way goes the other. An engine that has no request for tensors, refuses those it then
-reads, or ends over them, gets only files from then on. Whole models may have a way before both.
+Small ones are sent and large ones read, since base64 in JSON is slower than any file; if one method
+is refused, the other is the fallback. An engine that has no request for tensors, that refuses
+tensors and then reads the files, or that ends while it loads tensors, gets only files from then on.
+Whole models may have a direct transfer that is tried before both.
 """
 
 from collections.abc import Awaitable, Callable
@@ -21,75 +22,76 @@ log = structlog.get_logger(__name__)
 
 _CALL_SECONDS = 60.0
 _MOST_LOST = 2
-"""Times in a row that an engine may end over tensors before it is spared them."""
+"""Times in a row that an engine may be lost over a method before that is disabled."""
 
 Send = Callable[[int], Awaitable[None]]
 """Sends tensors to an engine of so many ranks, a copy to each."""
-Read = Callable[[], Awaitable[None]]
+Transfer = Callable[[], Awaitable[None]]
+"""Transfers weights by one method."""
 
 
-class Way:
-    """Whether an engine is still given weights in one way."""
+class TransferMethod:
+    """One method of transfer to one engine, and whether it is used: a circuit breaker."""
 
-    def __init__(self, client: InferenceClient, what: str, how: str) -> None:
-        """Make a way, which is open.
+    def __init__(self, client: InferenceClient, what: str, method: str) -> None:
+        """Make a method, which is enabled.
 
         Args:
             client: of the engine.
-            what: is delivered, for the log.
-            how: it is, for the log.
+            what: is transferred, for the log.
+            method: its name, for the log.
         """
-        self._said = {"url": client.url, "what": what, "way": how}
-        self._lost = 0
-        self.is_open = True
+        self._log_fields = {"url": client.url, "what": what, "way": method}
+        self._losses = 0
+        self.is_enabled = True
 
-    async def go(self, bring: Read) -> None:
-        """Bring weights; an engine that is lost over it twice in a row is spared it from then on.
+    async def attempt(self, transfer: Transfer) -> None:
+        """Transfer weights; the method is disabled if the engine is lost over it twice in a row.
 
         Raises:
-            InvalidRequest, ServerError: as `bring`.
+            InvalidRequest, ServerError: as `transfer`.
         """
         try:
-            await bring()
+            await transfer()
         except ServerUnreachable:
-            self._lost += 1
-            if self._lost >= _MOST_LOST:
-                self.close(f"it was lost {self._lost} times in a row over it")
+            self._losses += 1
+            if self._losses >= _MOST_LOST:
+                self.disable(f"it was lost {self._losses} times in a row over it")
             raise
-        self._lost = 0
+        self._losses = 0
 
-    def reopen(self) -> None:
-        """Use the way again with an engine that has begun again, unless it was lost over it."""
-        self.is_open = self._lost < _MOST_LOST
+    def re_enable(self) -> None:
+        """Use the method with an engine that has restarted, unless engines were lost over it."""
+        self.is_enabled = self._losses < _MOST_LOST
 
-    def close(self, reason: str) -> None:
-        """Use the way no more."""
-        self.is_open = False
-        log.warning("an engine is spared a way of weights", **self._said, reason=reason)
+    def disable(self, reason: str) -> None:
+        """Use the method no more."""
+        self.is_enabled = False
+        log.warning("an engine is spared a way of weights", **self._log_fields, reason=reason)
 
 
 class Delivery:
-    """Of one kind of weights to one engine. Belongs to one event loop."""
+    """Transfers one kind of weights to one engine. Belongs to one event loop."""
 
     def __init__(self, client: InferenceClient, what: str, *, most_sent_bytes: int) -> None:
         """Make a delivery; the engine is not asked yet.
 
         Args:
             client: of the engine.
-            what: is delivered, for the log.
+            what: is transferred, for the log.
             most_sent_bytes: that is tried in requests first, counted once for each rank.
         """
         self._client = client
         self._most_sent_bytes = most_sent_bytes
-        self._requests = Way(client, what, "request")
+        self._requests = TransferMethod(client, what, "request")
 
-    async def deliver(self, size: int, send: Send, read: Read | None) -> None:
-        """Bring weights to the engine.
+    async def deliver(self, size: int, send: Send, read: Transfer | None) -> None:
+        """Transfer weights to the engine.
 
         Args:
             size: in bytes.
-            send: brings them in requests.
-            read: lets the engine read them; None where it sees no files.
+            send: sends them in requests.
+            read: has the engine read them; None where it sees no files.
 
         Raises:
             InvalidRequest: the engine does not take such weights.
@@ -98,13 +100,13 @@ class Delivery:
         if read is None:
             await self._sent(send, await self.ranks())
             return
-        if not self._requests.is_open:
+        if not self._requests.is_enabled:
             await read()
             return
         try:
             ranks = await self.ranks()
         except NotThere as error:
-            self._requests.close(error.message)
+            self._requests.disable(error.message)
             await read()
             return
         if ranks * size > self._most_sent_bytes:
@@ -112,25 +114,25 @@ class Delivery:
         else:
             await self._send_else_read(lambda: self._sent(send, ranks), read)
 
-    async def _send_else_read(self, send: Read, read: Read) -> None:
+    async def _send_else_read(self, send: Transfer, read: Transfer) -> None:
         try:
             await send()
         except ServerUnreachable:
             raise
         except (InvalidRequest, ServerError) as refusal:
-            await _second(read, refusal)
-            self._requests.close(refusal.message)
+            await _fall_back(read, refusal)
+            self._requests.disable(refusal.message)
 
-    async def _read_else_send(self, send: Read, read: Read) -> None:
+    async def _read_else_send(self, send: Transfer, read: Transfer) -> None:
         try:
             await read()
         except ServerUnreachable:
             raise
         except (InvalidRequest, ServerError) as refusal:
-            await _second(send, refusal)
+            await _fall_back(send, refusal)
 
     async def ranks(self) -> int:
-        """Return how many ranks the engine has, each of which wants tensors of its own.
+        """Return how many ranks the engine has; each is sent a copy of its own.
 
         Raises:
             ServerError: it does not say.
@@ -142,13 +144,13 @@ class Delivery:
         return ranks
 
     async def _sent(self, send: Send, ranks: int) -> None:
-        await self._requests.go(lambda: send(ranks))
+        await self._requests.attempt(lambda: send(ranks))
 
 
-async def _second(way: Read, refusal: InvalidRequest | ServerError) -> None:
-    """Try the other way; what is refused both ways is refused as it was at first."""
+async def _fall_back(transfer: Transfer, refusal: InvalidRequest | ServerError) -> None:
+    """Try the other method; if both are refused, raise the first refusal."""
     try:
-        await way()
+        await transfer()
     except ServerUnreachable:
         raise
     except (InvalidRequest, ServerError) as other:

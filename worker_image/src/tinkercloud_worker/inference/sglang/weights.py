@@ -23,7 +23,7 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.place import PlaceLost
-from tinkercloud_worker.inference.sglang.delivery import Delivery, Way
+from tinkercloud_worker.inference.sglang.delivery import Delivery, TransferMethod
 from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
 
 log = structlog.get_logger(__name__)
@@ -39,50 +39,52 @@ _GATE_OR_UP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
 """SGLang makes experts adaptable where one of these and `down_proj` are to be."""
 
 _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
-"""Lets something be sent between the beginning and the end of an update."""
+"""Sends something between the beginning and the end of an update."""
 
 
-class Carrier(Protocol):
-    """Brings whole models to one engine, neither in requests nor by a folder that it sees."""
+class DirectTransfer(Protocol):
+    """Transfers whole models to one engine, neither in requests nor by a folder that it sees."""
 
     way: metrics.Way
     """What it is called in metrics, and in the log."""
 
     async def join(self, ranks: int) -> None:
-        """Make ready for an engine of so many ranks. Raises as `send`."""
+        """Prepare for an engine of so many ranks. Raises as `send`."""
 
     async def send(self, model: Written, most_bytes: int) -> None:
-        """Bring all tensors of a whole model, in parts, while the engine is in an update.
+        """Transfer all tensors of a whole model, in parts, while the engine is in an update.
 
         Raises:
             NotFound: its weights are gone.
-            PlaceLost: the machine is from which they should go.
-            InvalidRequest: the engine does not want them so.
+            PlaceLost: the machine that holds them is.
+            InvalidRequest: the engine refuses this method.
             ServerError: it failed, or our side did.
             ServerUnreachable: it is not there.
         """
 
     async def leave(self) -> None:
-        """Take note that the engine knows nothing of us any more."""
+        """Drop local state: the engine restarted and left the group."""
 
     async def close(self) -> None:
-        """Let go of the engine."""
+        """Disconnect from the engine."""
 
 
 class SglangWeights:
     """Of one engine, which draws nothing meanwhile. Belongs to one event loop."""
 
-    def __init__(self, client: InferenceClient, carrier: Carrier | None) -> None:
-        """Make what loads weights; the engine is not asked yet.
+    def __init__(self, client: InferenceClient, direct: DirectTransfer | None) -> None:
+        """Make a loader of weights; the engine is not asked yet.
 
         Args:
             client: of the engine.
-            carrier: brings whole models, if it can; None for requests and files alone.
+            direct: transfers whole models, if it can; None for requests and files alone.
         """
         self._client = client
         self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MOST_SENT_BYTES)
-        self._carrier = carrier
-        self._carried = Way(client, _WHAT, "none" if carrier is None else carrier.way)
+        self._direct = direct
+        self._direct_method = TransferMethod(
+            client, _WHAT, "none" if direct is None else direct.way
+        )
 
     async def check_experts(self, model: Written) -> None:
         """Check that the engine takes a model's experts, if it has any.
@@ -120,17 +122,19 @@ class SglangWeights:
             NotFound: somebody has removed the folder.
         """
         update = partial(self._update, version=version, unfinished=unfinished)
-        if self._carrier is not None and self._carried.is_open:
-            carrier = self._carrier
+        if self._direct is not None and self._direct_method.is_enabled:
+            direct = self._direct
             try:
                 ranks = await self._delivery.ranks()
-                await self._carried.go(lambda: self._carry(carrier, model, update, ranks))
+                await self._direct_method.attempt(
+                    lambda: self._send_directly(direct, model, update, ranks)
+                )
             except ServerUnreachable:
                 raise
             except PlaceLost as loss:
                 log.warning("a whole model goes another way", reason=loss.message)
             except (InvalidRequest, ServerError) as refusal:
-                self._carried.close(refusal.message)
+                self._direct_method.disable(refusal.message)
             else:
                 return
         await asyncio.to_thread(model.bring)
@@ -150,15 +154,15 @@ class SglangWeights:
         await self._call("/update_weight_version", body)
 
     async def forget(self) -> None:
-        """Take note that the engine has begun again: it is in no group, and may refuse less."""
-        if self._carrier is not None:
-            await self._carrier.leave()
-            self._carried.reopen()
+        """Drop local state: the engine restarted, is in no group, and may refuse less."""
+        if self._direct is not None:
+            await self._direct.leave()
+            self._direct_method.re_enable()
 
     async def close(self) -> None:
-        """Let go of the engine."""
-        if self._carrier is not None:
-            await self._carrier.close()
+        """Disconnect from the engine."""
+        if self._direct is not None:
+            await self._direct.close()
 
     async def load_folder(self, folder: Path, *, version: str) -> None:
         """Replace the engine's weights by those of a folder, as the engine sees it.
@@ -171,10 +175,12 @@ class SglangWeights:
         with metrics.loading(self._client.url, "model", "file"):
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _carry(self, carrier: Carrier, model: Written, update: _Update, ranks: int) -> None:
-        with metrics.loading(self._client.url, "model", carrier.way):
-            await carrier.join(ranks)
-            await update(lambda: carrier.send(model, _BUCKET_BYTES))
+    async def _send_directly(
+        self, direct: DirectTransfer, model: Written, update: _Update, ranks: int
+    ) -> None:
+        with metrics.loading(self._client.url, "model", direct.way):
+            await direct.join(ranks)
+            await update(lambda: direct.send(model, _BUCKET_BYTES))
 
     async def _send(self, model: Written, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):
@@ -183,13 +189,13 @@ class SglangWeights:
     async def _update(
         self, send: Callable[[], Awaitable[None]], *, version: str, unfinished: str
     ) -> None:
-        """Have the engine's weights replaced part by part; it is marked until the last is there."""
+        """Replace the engine's weights part by part; it is marked until the last has arrived."""
         await self.set_version(unfinished)
         await self._begin()
         try:
             await send()
         except ServerUnreachable:
-            # Whom it asks next ends what has been begun.
+            # The next update ends the one that is open.
             raise
         except BaseException:
             await self._call("/end_weight_update", {})
@@ -203,7 +209,7 @@ class SglangWeights:
         except ServerError as error:
             if "already open" not in error.message:
                 raise
-            # Whoever began it has gone.
+            # Another process began it and has ended.
             await self._call("/end_weight_update", {})
             await self._call("/begin_weight_update", {})
 
