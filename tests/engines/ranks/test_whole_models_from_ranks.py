@@ -41,9 +41,9 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.porter import Berth, RanksPlace
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import GradientLost, Publication, WeightsSnapshot
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -223,7 +223,7 @@ async def test_engines_that_are_sent_the_heads_model_at_once_have_a_copy_each(
 ) -> None:
     content = os.urandom(1000)
     (tmp_path / FULL_WEIGHTS).write_bytes(content)
-    model = Written("model", tmp_path, None)
+    model = SavedWeights("model", tmp_path, None)
 
     async with ranks.place.weights_of(model) as one:
         async with ranks.place.weights_of(model) as other:
@@ -288,7 +288,7 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
     # Nor is it brought back there, to be sent.
     (tmp_path / FULL_WEIGHTS).write_bytes(bytes(weights.size_bytes))
     with pytest.raises(PlaceLost, match=r"max_placed_bytes, 1000"):
-        async with tight.weights_of(Written("model", tmp_path, None)):
+        async with tight.weights_of(SavedWeights("model", tmp_path, None)):
             pass
     tight.close()
 

@@ -33,10 +33,10 @@ from tinkercloud_testing.sglang_sampling import (
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang.tensors import pickled_bucket
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 pytestmark = pytest.mark.slow
 
@@ -197,14 +197,14 @@ async def test_of_weights_that_are_given_up_while_they_are_written_nothing_stays
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path)
-    write, begun, may_end = AdapterFolder.write, threading.Event(), threading.Event()
+    write, begun, may_end = WeightsFolder.write, threading.Event(), threading.Event()
 
     def held_up(*args: Any) -> str:
         begun.set()
         assert may_end.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(AdapterFolder, "write", held_up)
+    monkeypatch.setattr(WeightsFolder, "write", held_up)
     publishing = asyncio.create_task(sampler.publish("one", an_adapter(engine, 1)))
     await asyncio.to_thread(begun.wait, 60)
     publishing.cancel()

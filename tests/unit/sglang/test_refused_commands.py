@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient, ServerError
 from tinkercloud_worker.inference.sglang.control import TRAINING, SglangControl
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 
 @pytest.fixture(
@@ -42,7 +42,7 @@ async def test_a_command_that_an_engine_refuses_is_the_servers_error_not_the_use
     url: str, refused: str, tmp_path: Path
 ) -> None:
     client = InferenceClient(url, key=None, max_concurrent=1)
-    folder = AdapterFolder(tmp_path, there=None, owner="head", base_path=tmp_path)
+    folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
     control = SglangControl(
         SglangDialect(client), folder, owner="head", base_path="/model", direct=None
     )

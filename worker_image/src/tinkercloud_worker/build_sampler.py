@@ -18,7 +18,6 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
@@ -32,6 +31,7 @@ from tinkercloud_worker.inference.sglang.process_group import SglangGroup
 from tinkercloud_worker.inference.sglang.shared_memory import SglangSharedMemory
 from tinkercloud_worker.inference.sglang.weights import DirectTransfer
 from tinkercloud_worker.inference.vllm import VllmDialect
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
@@ -110,10 +110,12 @@ def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
     """
     inference = config.sampler.inference
     owner = f"{config.head}-{config.generation}"
-    here = Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters")
-    folder = AdapterFolder(
-        here,
-        there=Path(inference.adapters_dir_there or here) if inference.adapters_seen else None,
+    local_dir = Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters")
+    folder = WeightsFolder(
+        local_dir,
+        server_dir=(
+            Path(inference.adapters_dir_there or local_dir) if inference.adapters_seen else None
+        ),
         owner=owner,
         base_path=Path(config.model.path),
     )

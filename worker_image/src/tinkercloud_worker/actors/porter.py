@@ -32,10 +32,10 @@ from tinkercloud_worker import logs
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference import sender_process
-from tinkercloud_worker.inference.adapters import AdapterFolder, Written, tensor_names
 from tinkercloud_worker.inference.client import Json, ServerError
 from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sender_process import CourierProcess
+from tinkercloud_worker.inference.weights_folder import SavedWeights, WeightsFolder, tensor_names
 
 _PART_BYTES = 64 << 20
 """Of a file, at a time on its way."""
@@ -85,8 +85,8 @@ class Porter:
         self._gpus = gpus
         self._kept_bytes: dict[str, int] = {}
         # No other has ever had the name of what lies here: a head asks for it by that alone.
-        self._files = AdapterFolder(
-            self._folder, there=None, owner=f"ranks-{uuid4().hex}", base_path=berth.base_path
+        self._files = WeightsFolder(
+            self._folder, server_dir=None, owner=f"ranks-{uuid4().hex}", base_path=berth.base_path
         )
         self._couriers: dict[str, CourierProcess] = {}
 
@@ -107,7 +107,7 @@ class Porter:
 
     def _write(self, weights: WeightsSnapshot) -> Contents:
         name = self._files.write(weights, self._berth.base_model)
-        folder = self._files.find(name).here
+        folder = self._files.find(name).local_dir
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         return Contents(name, sizes, tensor_names(folder / FULL_WEIGHTS))
 
@@ -260,7 +260,7 @@ class RanksPlace:
             ray.kill(porter)
 
     @asynccontextmanager
-    async def weights_of(self, model: Written) -> AsyncIterator[Path]:
+    async def weights_of(self, model: SavedWeights) -> AsyncIterator[Path]:
         """See `Place.weights_of`. What lies at the head only is brought for that long.
 
         Who takes them from there fails when the porter is replaced meanwhile; that is PlaceLost,
@@ -276,12 +276,12 @@ class RanksPlace:
             raise PlaceLost(error.message) from error
 
     @asynccontextmanager
-    async def _lying_with(self, porter: PorterHandle, model: Written) -> AsyncIterator[Path]:
-        placed = model.placed
+    async def _lying_with(self, porter: PorterHandle, model: SavedWeights) -> AsyncIterator[Path]:
+        placed = model.remote
         if isinstance(placed, ModelAtRanks) and placed.porter is porter:
             yield await _awaited(porter.weights_of.remote(model.name))
             return
-        await asyncio.to_thread(model.bring)
+        await asyncio.to_thread(model.fetch)
         # Several engines may be sent it at once, each from a copy of its own.
         name = f"{model.name}-{uuid4().hex}"
         try:
@@ -295,8 +295,8 @@ class RanksPlace:
         finally:
             porter.remove.remote(name)
 
-    async def _upload(self, porter: PorterHandle, model: Written, name: str) -> None:
-        path = model.here / FULL_WEIGHTS
+    async def _upload(self, porter: PorterHandle, model: SavedWeights, name: str) -> None:
+        path = model.local_dir / FULL_WEIGHTS
         await _awaited(porter.reserve.remote(name, model.size_of(FULL_WEIGHTS)))
         for start in range(0, model.size_of(FULL_WEIGHTS), _PART_BYTES):
             part = await asyncio.to_thread(np.fromfile, path, np.uint8, _PART_BYTES, "", start)
@@ -324,7 +324,7 @@ class RanksPlace:
 
 
 class ModelAtRanks:
-    """See `engine.trainer.PlacedModel`."""
+    """See `engine.trainer.RemoteModel`."""
 
     def __init__(self, porter: PorterHandle, contents: Contents) -> None:
         """Make what stands for a model.
@@ -341,7 +341,7 @@ class ModelAtRanks:
         self._one_at_a_time = threading.Lock()
 
     def fetch(self, folder: Path) -> None:
-        """See `PlacedModel.fetch`."""
+        """See `RemoteModel.fetch`."""
         with self._one_at_a_time:
             if folder.exists():
                 return
@@ -369,7 +369,7 @@ class ModelAtRanks:
                 target.write(part.data)
 
     def remove(self) -> None:
-        """See `PlacedModel.remove`."""
+        """See `RemoteModel.remove`."""
         self.porter.remove.remote(self.name)
 
 

@@ -17,8 +17,8 @@ from tinkercloud_protocol.tensors import (
     TopLogprobs,
 )
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 SEED_MASK = (1 << 62) - 1
 """Seeds that leave room for adding a sample's index within 63 bits."""
@@ -42,7 +42,7 @@ class Dialect(Protocol):
             ServerError: it holds another; the message names both.
         """
 
-    async def load_adapter(self, adapter: Written) -> None:
+    async def load_adapter(self, adapter: SavedWeights) -> None:
         """Load a PEFT adapter under its name. It may be loaded already.
 
         Raises:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_worker.inference import sender_process
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import Json, ServerError
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 
 class PlaceLost(ServerError):
@@ -49,7 +49,7 @@ class Courier(Protocol):
 class Place(Protocol):
     """A machine. Belongs to one event loop."""
 
-    def weights_of(self, model: Written) -> AbstractAsyncContextManager[Path]:
+    def weights_of(self, model: SavedWeights) -> AbstractAsyncContextManager[Path]:
         """Have a model's weights lie there, as a file, for as long as the context lasts.
 
         Raises:
@@ -82,9 +82,9 @@ class Place(Protocol):
 class HeadPlace:
     """The head's own machine; see `Place`."""
 
-    def weights_of(self, model: Written) -> AbstractAsyncContextManager[Path]:
+    def weights_of(self, model: SavedWeights) -> AbstractAsyncContextManager[Path]:
         """See `Place.weights_of`."""
-        return nullcontext(model.here / FULL_WEIGHTS)
+        return nullcontext(model.local_dir / FULL_WEIGHTS)
 
     async def start(self, module: str, options: Mapping[str, str], errand: str) -> Courier:
         """See `Place.start`."""

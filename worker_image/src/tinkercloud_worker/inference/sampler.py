@@ -22,7 +22,6 @@ from tinkercloud_protocol.tensors import PromptScores
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference import routing
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     NotThere,
@@ -31,6 +30,7 @@ from tinkercloud_worker.inference.client import (
 )
 from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.sglang.control import BASE, TRAINING, SglangControl
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class InferenceSampler:
         self,
         servers: Sequence[InferenceServer],
         controls: Mapping[str, SglangControl],
-        folder: AdapterFolder,
+        folder: WeightsFolder,
         config: SamplerConfig,
         base_model: str,
         *,
@@ -132,7 +132,7 @@ class InferenceSampler:
         if isinstance(weights, WeightsSnapshot):
             name = await self._write(weights)
         else:
-            name = self._folder.adopt(weights)
+            name = self._folder.register_remote(weights)
         published = _Version(lora, name)
         self._users[name] += 1
         try:

@@ -19,9 +19,9 @@ import structlog
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ _TOLERANCE = 0.25
 class InferenceServer:
     """One server. Belongs to one event loop."""
 
-    def __init__(self, dialect: Dialect, folder: AdapterFolder) -> None:
+    def __init__(self, dialect: Dialect, folder: WeightsFolder) -> None:
         self.dialect = dialect
         self.url = dialect.client.url
         self.running = 0

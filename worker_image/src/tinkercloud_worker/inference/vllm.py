@@ -14,7 +14,6 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import PromptScores, SampledSequence
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     InferenceClient,
@@ -28,6 +27,7 @@ from tinkercloud_worker.inference.dialect import (
     refuse_alternatives,
     top_logprobs,
 )
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _COMPLETIONS = "/v1/completions"
 _LOAD_SECONDS = 600.0
@@ -80,9 +80,9 @@ class VllmDialect:
                 f" {self._model!r}; set sampler.inference.model to its name for this model"
             )
 
-    async def load_adapter(self, adapter: Written) -> None:
+    async def load_adapter(self, adapter: SavedWeights) -> None:
         """See `Dialect.load_adapter`."""
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.server_dir)}
         try:
             with metrics.loading(self.client.url, "adapter", "file"):
                 await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)

@@ -13,11 +13,11 @@ comes after another asks for it back, and never twice for the same.
 from pathlib import Path
 
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.server_modes import ModeSwitch
 from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
 from tinkercloud_worker.inference.sglang.weights import DirectTransfer, SglangWeights
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 BASE = "base"
 """Mode with the base model's own weights, and adapters on top of them."""
@@ -40,7 +40,7 @@ class SglangControl:
     def __init__(
         self,
         dialect: SglangDialect,
-        folder: AdapterFolder,
+        folder: WeightsFolder,
         *,
         owner: str,
         base_path: str,

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import FloatArray, PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
@@ -24,6 +23,7 @@ from tinkercloud_worker.inference.dialect import (
     top_logprobs,
 )
 from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 RELEASED = "+released"
 """Ends the weight version of an engine that was told to give its memory away."""
@@ -64,7 +64,7 @@ class SglangDialect:
         if not info.get("is_generation", True):
             raise ServerError(f"{self.client.url} serves {info['model_path']}, which draws no text")
 
-    async def load_adapter(self, adapter: Written) -> None:
+    async def load_adapter(self, adapter: SavedWeights) -> None:
         """See `Dialect.load_adapter`."""
         await self._adapters.load(adapter)
 

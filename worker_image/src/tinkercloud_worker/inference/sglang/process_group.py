@@ -10,9 +10,9 @@ import asyncio
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import accelerator, metrics
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.place import Courier, Place
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 NAME = "tinkercloud"
 """Of the group, in every engine."""
@@ -66,7 +66,7 @@ class SglangGroup:
             await self.leave()
             raise
 
-    async def send(self, model: Written, most_bytes: int) -> None:
+    async def send(self, model: SavedWeights, most_bytes: int) -> None:
         """Send all tensors of a whole model, between the beginning and the end of an update.
 
         Args:

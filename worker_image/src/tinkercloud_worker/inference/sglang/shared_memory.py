@@ -8,9 +8,9 @@ between two of them, and nothing is lost to an engine that dies while it reads.
 from pathlib import Path
 
 from tinkercloud_worker import accelerator, metrics
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.place import Courier, Place
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _PARTS = "tinkercloud_worker.inference.sglang.shared_memory_sender"
 _START_SECONDS = 120.0
@@ -43,7 +43,7 @@ class SglangSharedMemory:
         """Take note of how many ranks the engine has; each is given handles of its own."""
         self._ranks = ranks
 
-    async def send(self, model: Written, most_bytes: int) -> None:
+    async def send(self, model: SavedWeights, most_bytes: int) -> None:
         """Let the engine load all tensors of a whole model, while it is in an update.
 
         Args:

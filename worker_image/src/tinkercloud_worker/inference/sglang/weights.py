@@ -15,7 +15,6 @@ import structlog
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     InferenceClient,
     Json,
@@ -25,6 +24,7 @@ from tinkercloud_worker.inference.client import (
 from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sglang.delivery import Delivery, TransferMethod
 from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class DirectTransfer(Protocol):
     async def join(self, ranks: int) -> None:
         """Prepare for an engine of so many ranks. Raises as `send`."""
 
-    async def send(self, model: Written, most_bytes: int) -> None:
+    async def send(self, model: SavedWeights, most_bytes: int) -> None:
         """Transfer all tensors of a whole model, in parts, while the engine is in an update.
 
         Raises:
@@ -86,7 +86,7 @@ class SglangWeights:
             client, _WHAT, "none" if direct is None else direct.way
         )
 
-    async def check_experts(self, model: Written) -> None:
+    async def check_experts(self, model: SavedWeights) -> None:
         """Check that the engine takes a model's experts, if it has any.
 
         SGLang 0.5.23 looks for experts' weights where they were before it made them adaptable,
@@ -109,7 +109,7 @@ class SglangWeights:
                 " o_proj and lm_head, or save the model's weights under a name and sample elsewhere"
             )
 
-    async def load(self, model: Written, *, version: str, unfinished: str) -> None:
+    async def load(self, model: SavedWeights, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights.
 
         Args:
@@ -137,11 +137,13 @@ class SglangWeights:
                 self._direct_method.disable(refusal.message)
             else:
                 return
-        await asyncio.to_thread(model.bring)
+        await asyncio.to_thread(model.fetch)
         await self._delivery.deliver(
             model.size_of(FULL_WEIGHTS),
             send=lambda ranks: self._send(model, update, ranks),
-            read=partial(self.load_folder, model.there, version=version) if model.there else None,
+            read=partial(self.load_folder, model.server_dir, version=version)
+            if model.server_dir
+            else None,
         )
 
     async def set_version(self, version: str) -> None:
@@ -176,13 +178,13 @@ class SglangWeights:
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
     async def _send_directly(
-        self, direct: DirectTransfer, model: Written, update: _Update, ranks: int
+        self, direct: DirectTransfer, model: SavedWeights, update: _Update, ranks: int
     ) -> None:
         with metrics.loading(self._client.url, "model", direct.way):
             await direct.join(ranks)
             await update(lambda: direct.send(model, _BUCKET_BYTES))
 
-    async def _send(self, model: Written, update: _Update, ranks: int) -> None:
+    async def _send(self, model: SavedWeights, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):
             await update(lambda: self._send_parts(model, ranks))
 
@@ -213,8 +215,8 @@ class SglangWeights:
             await self._call("/end_weight_update", {})
             await self._call("/begin_weight_update", {})
 
-    async def _send_parts(self, model: Written, ranks: int) -> None:
-        parts = buckets(model.here / FULL_WEIGHTS, _BUCKET_BYTES // ranks)
+    async def _send_parts(self, model: SavedWeights, ranks: int) -> None:
+        parts = buckets(model.local_dir / FULL_WEIGHTS, _BUCKET_BYTES // ranks)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             body = await asyncio.to_thread(request_body, {"flush_cache": True}, part, ranks)
             await self._call("/update_weights_from_tensor", body, seconds=_WEIGHTS_SECONDS)
