@@ -21,7 +21,6 @@ from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
-from tinkercloud_worker.inference.place import Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.sglang import model_support
@@ -31,6 +30,7 @@ from tinkercloud_worker.inference.sglang.process_group import SglangGroup
 from tinkercloud_worker.inference.sglang.shared_memory import SglangSharedMemory
 from tinkercloud_worker.inference.sglang.weights import DirectTransfer
 from tinkercloud_worker.inference.vllm import VllmDialect
+from tinkercloud_worker.inference.weight_host import WeightHost
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
@@ -55,7 +55,7 @@ def build_sampler(
     tokenizer: PreTrainedTokenizerBase,
     trainer: Trainer,
     *,
-    place: Place,
+    weight_host: WeightHost,
     on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
     """Return the sampler, and the started thread for training jobs.
@@ -65,7 +65,7 @@ def build_sampler(
         base: returns the head's copy of the base model; it is loaded for who asks for it.
         tokenizer: of that model.
         trainer: who shares its GPUs with the engines, if they are colocated.
-        place: from where whole models go to engines, unless in requests or by files.
+        weight_host: that sends whole models to engines, unless in requests or by files.
         on_crash: see `EngineThread`.
 
     Raises:
@@ -88,7 +88,7 @@ def build_sampler(
         )
         thread.start(sampler)
         return sampler, thread
-    servers = inference_sampler(config, place)
+    servers = inference_sampler(config, weight_host)
     thread = EngineThread(on_crash)
     if config.sampler.inference.colocated:
         # Nobody needs what loading has left behind.
@@ -98,12 +98,12 @@ def build_sampler(
     return servers, thread
 
 
-def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
+def inference_sampler(config: HeadConfig, weight_host: WeightHost) -> InferenceSampler:
     """Return the sampler that asks the configured servers.
 
     Args:
         config: of the head.
-        place: from where whole models go to engines, unless in requests or by files.
+        weight_host: that sends whole models to engines, unless in requests or by files.
 
     Raises:
         OSError: the file with their key can't be read.
@@ -128,7 +128,7 @@ def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
                 folder,
                 owner=owner,
                 base_path=config.model.path,
-                direct=_direct_transfer(inference, dialect.client, place),
+                direct=_direct_transfer(inference, dialect.client, weight_host),
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
@@ -165,12 +165,12 @@ def _clients(inference: InferenceConfig) -> list[InferenceClient]:
 
 
 def _direct_transfer(
-    inference: InferenceConfig, client: InferenceClient, place: Place
+    inference: InferenceConfig, client: InferenceClient, weight_host: WeightHost
 ) -> DirectTransfer | None:
     if inference.process_group is not None:
-        return SglangGroup(client, inference.process_group, place)
+        return SglangGroup(client, inference.process_group, weight_host)
     if inference.shared_memory is not None:
-        return SglangSharedMemory(client, inference.shared_memory, place)
+        return SglangSharedMemory(client, inference.shared_memory, weight_host)
     return None
 
 

@@ -23,7 +23,7 @@ import structlog
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
-from tinkercloud_worker.actors.porter import RanksPlace, waited
+from tinkercloud_worker.actors.rank_weight_host import RankWeightHost, waited
 from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch, lengthened
 from tinkercloud_worker.engine.ranks import Membership
@@ -46,18 +46,20 @@ Ask = Callable[[RankGroup, str, str], Any]
 class RankedTrainer:
     """See `engine.trainer.Trainer`, whose contract this class fulfils."""
 
-    def __init__(self, start: Callable[[], RankGroup], place: RanksPlace | None = None) -> None:
+    def __init__(
+        self, start: Callable[[], RankGroup], weight_host: RankWeightHost | None = None
+    ) -> None:
         """Start the ranks.
 
         Args:
             start: starts a group whose worker objects are RankTrainers; called again after a loss.
-            place: where whole models stay that are published; None: they come to the head.
+            weight_host: where published whole models stay; None: they come to the head.
 
         Raises:
             RanksUnavailable: the group could not be started.
         """
         self._start = start
-        self._place = place
+        self._weight_host = weight_host
         self._models: set[str] = set()
         self._whole: set[str] = set()
         """Those of `_models` that are no adapters."""
@@ -72,8 +74,8 @@ class RankedTrainer:
         self._group = start()
         try:
             self._memberships = _memberships(self._group)
-            if place is not None:
-                place.settle(self._group)
+            if weight_host is not None:
+                weight_host.attach_to(self._group)
         except BaseException:
             self._group.close()
             raise
@@ -82,8 +84,8 @@ class RankedTrainer:
     def close(self) -> None:
         """End the ranks."""
         self._models.clear()
-        if self._place is not None:
-            self._place.close()
+        if self._weight_host is not None:
+            self._weight_host.close()
         self._group.close()
 
     def add_model(self, model_id: str, lora: LoraConfig | None) -> None:
@@ -147,14 +149,14 @@ class RankedTrainer:
         return self._copy_of("snapshot", model_id)
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
-        """See `Trainer.publication`. A whole model stays with the ranks, if there is a place."""
-        if self._place is not None and model_id in self._whole:
-            place = self._place
+        """See `Trainer.publication`. A whole model stays with the ranks, if it has a host there."""
+        if self._weight_host is not None and model_id in self._whole:
+            host = self._weight_host
             kept = self._held("published", model_id, RankGroup.keep)
             with suppress(GradientLost):
                 if kept is not None:
-                    self._about(model_id, place.settle)
-                    return partial(_brought, place, kept)
+                    self._about(model_id, host.attach_to)
+                    return partial(_stored, host, kept)
         weights = self._copy_of("published", model_id)
         return lambda: weights
 
@@ -278,8 +280,8 @@ class RankedTrainer:
                 group.call("add_model", model_id, state.weights.lora)
                 group.call("import_state", model_id, state)
             memberships = _memberships(group)
-            if self._place is not None:
-                self._place.settle(group)
+            if self._weight_host is not None:
+                self._weight_host.attach_to(group)
         except BaseException as error:
             group.close()
             if isinstance(error, RanksLost):
@@ -305,10 +307,10 @@ class RankedTrainer:
         self._bereft.pop(model_id, None)
 
 
-def _brought(place: RanksPlace, kept: Any) -> Publication:  # noqa: ANN401 - Ray's references are of any type
-    """Have weights stay where they are, if they can; else bring them here. Raises as `waited`."""
+def _stored(host: RankWeightHost, kept: Any) -> Publication:  # noqa: ANN401 - Ray's references are of any type
+    """Store weights beside the ranks, if they can be; else copy them here. Raises as `waited`."""
     try:
-        return place.keep(kept)
+        return host.store(kept)
     except Unavailable as error:
         log.warning("a published model comes to the head", reason=error.message)
     return _own(waited(kept))

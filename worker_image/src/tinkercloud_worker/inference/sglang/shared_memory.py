@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tinkercloud_worker import accelerator, metrics
 from tinkercloud_worker.inference.client import InferenceClient
-from tinkercloud_worker.inference.place import Courier, Place
+from tinkercloud_worker.inference.weight_host import WeightHost, WeightSender
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _PARTS = "tinkercloud_worker.inference.sglang.shared_memory_sender"
@@ -24,20 +24,22 @@ class SglangSharedMemory:
 
     way: metrics.Way = "shared_memory"
 
-    def __init__(self, client: InferenceClient, memory: accelerator.Memory, place: Place) -> None:
+    def __init__(
+        self, client: InferenceClient, memory: accelerator.Memory, host: WeightHost
+    ) -> None:
         """Make what shares memory; none is shared yet.
 
         Args:
             client: of the engine.
             memory: `cuda` is handed over as torch shares CUDA tensors (CUDA IPC), `cpu` as it
                 shares others, by files in /dev/shm.
-            place: whose memory it is.
+            host: whose memory it is.
         """
         self._client = client
         self._memory = memory
-        self._place = place
+        self._host = host
         self._ranks = 0
-        self._process: Courier | None = None
+        self._process: WeightSender | None = None
 
     async def join(self, ranks: int) -> None:
         """Take note of how many ranks the engine has; each is given handles of its own."""
@@ -56,14 +58,14 @@ class SglangSharedMemory:
             ServerUnreachable: it is not there; it ends if it can't open what it is given.
         """
         try:
-            async with self._place.weights_of(model) as file:
+            async with self._host.weights_of(model) as file:
                 self._process = process = await self._start(file, most_bytes)
                 await self._hand_over(process)
         finally:
             await self.leave()
 
-    async def _hand_over(self, process: Courier) -> None:
-        said = await process.heard(_START_SECONDS)
+    async def _hand_over(self, process: WeightSender) -> None:
+        said = await process.receive(_START_SECONDS)
         while "handles" in said:
             body = {
                 "serialized_named_tensors": said["handles"],
@@ -71,24 +73,24 @@ class SglangSharedMemory:
                 "flush_cache": True,
             }
             await self._client.post("/update_weights_from_tensor", body, seconds=_STEP_SECONDS)
-            process.tell({"loaded": True})
-            said = await process.heard(_STEP_SECONDS)
+            process.send({"loaded": True})
+            said = await process.receive(_STEP_SECONDS)
 
     async def leave(self) -> None:
         """Share nothing any more."""
         process, self._process = self._process, None
         if process is not None:
-            await process.end()
+            await process.kill()
 
     async def close(self) -> None:
         """Let go of the engine, which holds nothing of ours."""
         await self.leave()
 
-    async def _start(self, file: Path, most_bytes: int) -> Courier:
+    async def _start(self, file: Path, most_bytes: int) -> WeightSender:
         options = {
             "--file": str(file),
             "--most-bytes": str(most_bytes),
             "--memory": self._memory,
             "--ranks": str(self._ranks),
         }
-        return await self._place.start(_PARTS, options, f"sharing memory with {self._client.url}")
+        return await self._host.start(_PARTS, options, f"sharing memory with {self._client.url}")

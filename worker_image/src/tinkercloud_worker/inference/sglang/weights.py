@@ -21,9 +21,9 @@ from tinkercloud_worker.inference.client import (
     ServerError,
     ServerUnreachable,
 )
-from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sglang.delivery import Delivery, TransferMethod
 from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
+from tinkercloud_worker.inference.weight_host import WeightHostLost
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 log = structlog.get_logger(__name__)
@@ -56,7 +56,7 @@ class DirectTransfer(Protocol):
 
         Raises:
             NotFound: its weights are gone.
-            PlaceLost: the machine that holds them is.
+            WeightHostLost: the machine that holds them is.
             InvalidRequest: the engine refuses this method.
             ServerError: it failed, or our side did.
             ServerUnreachable: it is not there.
@@ -131,7 +131,7 @@ class SglangWeights:
                 )
             except ServerUnreachable:
                 raise
-            except PlaceLost as loss:
+            except WeightHostLost as loss:
                 log.warning("a whole model goes another way", reason=loss.message)
             except (InvalidRequest, ServerError) as refusal:
                 self._direct_method.disable(refusal.message)
