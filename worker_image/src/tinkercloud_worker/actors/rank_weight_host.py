@@ -63,14 +63,14 @@ class RankWeightHost:
         if self._group is group:
             return
         self.close()
-        where = group.surroundings()
+        location = group.location()
         remote: Any = ray.remote  # whose type knows no node affinity
         actor = remote(
             num_cpus=0,
             max_restarts=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(where.node, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(location.node, soft=False),
         )(WeightStore)
-        self._store, self._group = actor.remote(self._config, where.gpus), group
+        self._store, self._group = actor.remote(self._config, location.gpus), group
 
     def store(self, weights: Any) -> "ModelAtRanks":  # noqa: ANN401 - Ray's references are of any type
         """Have the store write weights.
