@@ -1,7 +1,7 @@
-"""What is asked of an inference server, whatever program it is.
+"""The interface to an inference server, whatever program it is.
 
-A dialect turns our requests into one program's own and its answers back. It keeps nothing: what a
-server holds, and which server is asked, is decided above (`server`, `sampler`).
+A dialect translates our requests into one program's API, and its answers back. It does not decide
+what a server holds, nor which server is asked: `server` and `sampler` do.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Dialect(Protocol):
     async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """Draw the request's samples, sample k with seed + k; the prompt's questions are ignored.
 
-        Of the prompt it is told how many tokens the server did not have to read.
+        The result says how many tokens of the prompt the server found in its cache.
 
         Raises:
             InvalidRequest: the server can't draw like this.

@@ -1,8 +1,8 @@
 """The sampler whose tokens come from inference servers: SGLang engines, or vLLM.
 
-What is published is written to a folder that the servers read, and loaded where it is first needed.
-Publishing one model's weights holds up nobody else's requests. A version's files and adapters go
-when it has been retired and its last request has ended.
+Published weights are written to a folder that the servers read, and each server loads them when it
+first needs them. Publishing one model's weights blocks no requests of others. A version's files and
+adapters are removed when it has been retired and its last request has ended.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 _CLOSE_SECONDS = 15.0
 _ATTEMPTS = 3
-"""Servers that a request may be lost with before it is taken to be the reason."""
+"""Servers that may be lost during a request before it is taken to be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class InferenceSampler:
         try:
             await self._ask(version, published, _nothing)
         except BaseException:
-            self._let_go(name)
+            self._release(name)
             raise
         self._versions[version] = published
 
@@ -146,7 +146,7 @@ class InferenceSampler:
         """See `Sampler.retire`."""
         published = self._versions.pop(version, None)
         if published is not None and published.name is not None:
-            self._let_go(published.name)
+            self._release(published.name)
 
     async def export(self, version: str) -> WeightsSnapshot | None:
         """See `Sampler.export`."""
@@ -170,32 +170,32 @@ class InferenceSampler:
             return await self._ask(version, used, _sampling(request, used.adapter))
         finally:
             if published.name is not None:
-                self._let_go(published.name)
+                self._release(published.name)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Have the GPUs of colocated servers for as long as the context lasts.
+        """Have the GPUs of colocated servers until the context ends.
 
-        A server that is away is waited for: one that begins again takes memory.
+        A server that is down is waited for: it takes memory as it restarts.
 
         Raises:
-            ServerError: one does not come back in time, or does not give its memory away.
+            ServerError: one does not come back in time, or does not release its memory.
         """
         async with AsyncExitStack() as stack:
             for url, control in self._controls.items():
-                turn = await self._training_turn(self._servers[url], control)
-                stack.push_async_exit(turn)
+                context = await self._enter_training(self._servers[url], control)
+                stack.push_async_exit(context)
             yield
 
-    async def _training_turn(
+    async def _enter_training(
         self, server: InferenceServer, control: SglangControl
     ) -> AbstractAsyncContextManager[None]:
-        """Return a turn that has been entered, to be left by who gets it."""
+        """Return a context that has been entered; the caller exits it."""
         for attempt in range(1, _ATTEMPTS + 1):
             control.look_again()
-            turn = control.modes.use(TRAINING)
+            context = control.modes.use(TRAINING)
             try:
-                await turn.__aenter__()
+                await context.__aenter__()
             except ServerUnreachable as error:
                 server.begin_recovery(error)
                 control.lost()
@@ -203,7 +203,7 @@ class InferenceSampler:
                     raise
                 await self._recovered(server)
             else:
-                return turn
+                return context
         raise AssertionError("the last attempt returns or raises")
 
     async def _recovered(self, server: InferenceServer) -> None:
@@ -218,7 +218,7 @@ class InferenceSampler:
             ) from None
 
     async def close(self) -> None:
-        """See `Sampler.close`: servers and volumes that live on should not keep our weights."""
+        """See `Sampler.close`: servers and volumes that outlive us should not keep our weights."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*self._cleaning, return_exceptions=True)
@@ -260,7 +260,7 @@ class InferenceSampler:
         try:
             await self._ask("", version, _nothing)
         except AdaptersDisabled:
-            # Where there are no adapters, none can get into the base model's way.
+            # Without adapters there are none to apply to the base model by mistake.
             return _BASE_MODEL
         return version
 
@@ -270,11 +270,11 @@ class InferenceSampler:
         published: _Version,
         work: Callable[[InferenceServer], Awaitable[T]],
     ) -> T:
-        """Do something on a server that has the weights of a version; try others if it is lost."""
-        # Inflight versions of one model belong together.
+        """Run a request on a server that has a version's weights; try others if it is lost."""
+        # Inflight versions of one model share a key.
         key = version.partition("@")[0]
         for attempt in range(1, _ATTEMPTS + 1):
-            # How long it was with a server that was lost says nothing of how long others are away.
+            # Time that a server took before it was lost is not time spent waiting for others.
             deadline = time.monotonic() + self._config.inference.recovery_seconds
             server = await self._choose(key, deadline)
             server.running += 1
@@ -286,7 +286,7 @@ class InferenceSampler:
                 if attempt == _ATTEMPTS:
                     raise
             except NotThere:
-                # An adapter has been loaded again by then; the weights under it have not.
+                # The server has loaded the adapter again by then, but not the weights under it.
                 if server.url not in self._controls or attempt == _ATTEMPTS:
                     raise
                 self._lost(server)
@@ -329,7 +329,7 @@ class InferenceSampler:
                 )
 
     async def _write(self, weights: WeightsSnapshot) -> str:
-        """Write weights and return their name; of those that nobody waits for nothing stays."""
+        """Write weights and return their name; when cancelled, remove what was written."""
         work = asyncio.to_thread(self._folder.write, weights, self._base_model)
         writing = asyncio.create_task(work)
         try:
@@ -342,7 +342,7 @@ class InferenceSampler:
         with suppress(WireError):
             await asyncio.to_thread(self._folder.remove, await writing)
 
-    def _let_go(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         self._users[name] -= 1
         if self._users[name] == 0:
             del self._users[name]
@@ -363,7 +363,7 @@ class InferenceSampler:
             await server.unload(name)
             return
         try:
-            # An adapter lies in the memory that the server gives away while the trainer computes.
+            # An adapter is in the memory that the server releases while the trainer computes.
             async with control.modes.use(BASE):
                 await server.unload(name)
         except ServerError as error:
@@ -373,7 +373,7 @@ class InferenceSampler:
 def _sampling(
     request: SamplingRequest, adapter: str | None
 ) -> Callable[[InferenceServer], Awaitable[SamplingResult]]:
-    """Return the work that a request is: drawing, and scoring the prompt beside it if asked."""
+    """Return what runs a request: drawing, and scoring the prompt concurrently if asked."""
 
     async def sample(server: InferenceServer) -> SamplingResult:
         questions = request.questions
@@ -405,4 +405,4 @@ async def _scored(
 
 
 async def _nothing(_: InferenceServer) -> None:
-    """Ask nothing but what comes before."""
+    """Send no request: all that is wanted is that the weights are loaded."""

@@ -1,12 +1,12 @@
-"""One inference server, and what it holds of ours.
+"""One inference server, and the adapters of ours that it holds.
 
 Adapters are loaded when first needed, each once however many requests wait for it, while others go
 on. A server that restarts has forgotten them; that shows when it is asked for one, which is then
 loaded again, at most once for a request.
 
-A request may take as long as it takes, so no bound on its time tells one that will never be
-answered. While any runs, the server is asked now and then whether it is well. One that is not for
-long, or that is found lost otherwise, has its requests given up: whoever sent them may try again.
+Nothing bounds how long a request may take, so no timeout tells a slow one from one that will never
+be answered. While any runs, the server's health is checked now and then. If it stays unhealthy, or
+is lost otherwise, its requests are given up, and their callers may try again.
 """
 
 import asyncio
@@ -27,15 +27,14 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _RECOVERY_SECONDS = 1.0
-"""Between two looks at a server that does not answer."""
+"""Between two health checks of a server that does not answer."""
 _SILENT_SECONDS = 60.0
-"""That a server may answer no request before it is asked how it is, and between two such questions.
-"""
+"""Without an answer before a server's health is checked, and between two such checks."""
 _HUNG_SECONDS = 300.0
-"""That a server with requests may not be well: SGLang's own watchdog gives one batch as long."""
+"""That a server with requests may be unhealthy: SGLang's own watchdog gives one batch as long."""
 _UNWELL_SECONDS = 60.0
-"""That a lost server may not be well before all its requests are given up. SGLang says that it is
-not while it does nothing but load weights, or read a long prompt."""
+"""That a lost server may be unhealthy before all its requests are given up. SGLang reports that it
+is while it does nothing but load weights, or read a long prompt."""
 _PROBED_TOKENS = 16
 _TOLERANCE = 0.25
 """Mean difference of logprobs that rounding can explain, and another temperature can't."""
@@ -55,8 +54,8 @@ class InferenceServer:
         self._recovery: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._at_work = 0
-        self._heard = 0.0
-        """When it last did what it was asked, in the event loop's time."""
+        self._last_success = 0.0
+        """When a request last succeeded, in the event loop's time."""
         self._register_metrics()
 
     def _register_metrics(self) -> None:
@@ -81,11 +80,11 @@ class InferenceServer:
             await asyncio.shield(self._recovery)
 
     async def run(self, adapter: str | None, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something with an adapter (None: with the base model), which is loaded for it.
+        """Run a request with an adapter, which is loaded first (None: with the base model).
 
         Raises:
             ServerUnreachable: the server does not answer.
-            ServerError: it does not do it.
+            ServerError: it fails.
         """
         await self._verified()
         if adapter is None:
@@ -108,7 +107,7 @@ class InferenceServer:
             self._watching = asyncio.create_task(self._watch())
         try:
             result = await work()
-            self._heard = _now()
+            self._last_success = _now()
             return result
         finally:
             self._at_work -= 1
@@ -117,32 +116,32 @@ class InferenceServer:
                 self._watching = None
 
     async def _watch(self) -> None:
-        """Notice, while it has requests, that it hangs. One that is slow is well."""
-        well = _now()
+        """Detect, while it has requests, that it hangs. A slow server is healthy."""
+        healthy = _now()
         while True:
             await asyncio.sleep(_SILENT_SECONDS)
-            if await self._is_well():
-                well = _now()
-            elif (silent := _now() - well) > _HUNG_SECONDS:
+            if await self._is_healthy():
+                healthy = _now()
+            elif (silent := _now() - healthy) > _HUNG_SECONDS:
                 reason = f"{self.url} has answered nothing for {silent:.0f} s"
                 self.begin_recovery(ServerUnreachable(reason))
 
-    async def _is_well(self) -> bool:
-        if _now() - self._heard < _SILENT_SECONDS:
+    async def _is_healthy(self) -> bool:
+        if _now() - self._last_success < _SILENT_SECONDS:
             return True
         try:
             await self.dialect.check_health()
         except ServerUnreachable:
             return False
         except WireError:
-            # Whatever it is, it is an answer.
+            # An error is an answer too.
             return True
         return True
 
     def begin_recovery(self, error: ServerUnreachable) -> None:
         """Wait for the server to come back; until then it is not up.
 
-        Its other requests are given up if it does not say within a minute that it is well.
+        Its other requests are given up if it is not healthy within a minute.
         """
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
@@ -155,7 +154,7 @@ class InferenceServer:
         return adapter in self._loads
 
     async def unload(self, adapter: str) -> None:
-        """Let go of an adapter that nobody needs any more. It may not be loaded."""
+        """Unload an adapter that is not needed any more. It may not be loaded."""
         load = self._loads.pop(adapter, None)
         if load is None:
             return
@@ -167,12 +166,12 @@ class InferenceServer:
             log.warning("an adapter stays loaded", url=self.url, adapter=adapter, reason=str(error))
 
     async def unload_all(self) -> None:
-        """Let go of all adapters, if the server is there to be told."""
+        """Unload all adapters, unless the server is down."""
         if self.is_up:
             await asyncio.gather(*[self.unload(adapter) for adapter in list(self._loads)])
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._recovery is not None:
             self._recovery.cancel()
         await self.dialect.client.close()
@@ -183,7 +182,7 @@ class InferenceServer:
             load = asyncio.create_task(self.dialect.load_adapter(self._folder.find(adapter)))
             self._loads[adapter] = load
         try:
-            # One request that gives up must not end the load for the others.
+            # A request that is cancelled must not cancel the load for the others.
             await asyncio.shield(load)
         except Exception:
             self._forget(adapter, load)
@@ -205,9 +204,9 @@ class InferenceServer:
             raise
 
     async def _verify(self) -> None:
-        """Check, before anything is believed, that the server is what it should be.
+        """Check, before any answer is used, that the server has the right model and logprobs.
 
-        A server that returns logprobs of the temperature it drew at would bias training in silence.
+        One that returns logprobs of the temperature it drew at would bias training silently.
         """
         await self.dialect.check_model()
         drawn = _probe([1], PromptQuestions())

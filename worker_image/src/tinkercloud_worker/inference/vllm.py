@@ -88,7 +88,7 @@ class VllmDialect:
                 await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
         except (InvalidRequest, ServerError) as error:
             if "already been loaded" not in error.message:
-                raise _meaning(error) from None
+                raise _load_error(error) from None
 
     async def unload_adapter(self, name: str) -> None:
         """See `Dialect.unload_adapter`."""
@@ -102,8 +102,8 @@ class VllmDialect:
     async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """See `Dialect.draw`. vLLM itself draws sample k with seed + k.
 
-        At temperature 0 it draws one sample and no more, which all are equal to. What it did not
-        have to read it tells if it runs with `--enable-prompt-tokens-details`.
+        At temperature 0 it draws one sample and no more, which all are equal to. It reports
+        cached tokens if it runs with `--enable-prompt-tokens-details`.
         """
         is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
@@ -204,8 +204,8 @@ class VllmDialect:
         )
 
 
-def _meaning(refused: InvalidRequest | ServerError) -> Exception:
-    """Return what it means that an adapter was not loaded."""
+def _load_error(refused: InvalidRequest | ServerError) -> Exception:
+    """Translate the error with which an adapter was not loaded."""
     words = refused.message
     no_route = isinstance(refused, NotThere) and "Not Found" in words
     if no_route or "LoRA is not enabled" in words:
@@ -229,7 +229,7 @@ def _ranked(position: Mapping[str, float], k: int) -> Ranked:
 
 
 def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]) -> PromptScores:
-    """Gather what was found at each position."""
+    """Combine the scores of each position."""
     asked, length = request.questions, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
     shape = (0, 0) if asked.targets is None else asked.targets.shape

@@ -1,7 +1,7 @@
 """Published weights as files, each folder under a name of its own.
 
-A name says who wrote it, down to the process, and is never used again. So a server that keeps
-prompts by the adapter's name never mixes two up. The files are what a server is given again after
+A name says who wrote it, down to the process, and is never used again. So a server that caches
+prompts by the adapter's name never confuses two. The files are what a server is given again after
 a restart, and what servers read that take no tensors in requests. Where the folder is in memory
 (/dev/shm, or a volume of that kind that a pod's containers share), nothing touches a disk.
 """

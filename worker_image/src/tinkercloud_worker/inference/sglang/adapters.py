@@ -1,4 +1,4 @@
-"""How adapters get into an SGLang engine, and out of it."""
+"""Loads adapters into an SGLang engine, and unloads them."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ _MOST_SENT_BYTES = 512 << 20
 
 
 class SglangAdapters:
-    """Of one engine. Belongs to one event loop."""
+    """The adapters of one engine. Belongs to one event loop."""
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
         self._delivery = Delivery(client, "adapters", most_sent_bytes=_MOST_SENT_BYTES)
-        # SGLang loads them one by one too, and bodies that wait for it would fill this process.
+        # SGLang loads them one by one too, and waiting bodies would fill this process's memory.
         self._sending = asyncio.Lock()
 
     async def load(self, adapter: SavedWeights) -> None:
@@ -45,7 +45,7 @@ class SglangAdapters:
         )
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter, once its requests have ended. It may be unknown."""
+        """Unload an adapter, once its requests have ended. It may be unknown."""
         try:
             await self._client.post("/unload_lora_adapter", {"lora_name": name}, seconds=_SECONDS)
         except InvalidRequest as error:

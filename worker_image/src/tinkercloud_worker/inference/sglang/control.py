@@ -1,13 +1,12 @@
-"""What a head may do with SGLang engines of its own: their memory, and their base weights.
+"""Controls the memory and the base weights of SGLang engines that belong to this head.
 
 Engines that share GPUs with the trainer are started with `--enable-memory-saver` and
-`--enable-weights-cpu-backup`: without the second, weights are not there any more when memory is
-taken back.
+`--enable-weights-cpu-backup`: without the second, weights are lost when memory is released.
 
-An engine's weights are marked by who loaded them and what they are. Every answer tells the mark, so
-that one from other weights is never taken for right, and an engine that has begun again is known by
-having none of ours. The mark also says whether it has given its memory away, so that a head which
-comes after another asks for it back, and never twice for the same.
+The weight version of an engine says who loaded its weights, and which they are. Every answer has
+it, so an answer from other weights is never used, and an engine that has restarted is recognised by
+SGLang's default version. The version also says whether the engine has released its memory, so that
+the next head resumes it, and never twice.
 """
 
 from pathlib import Path
@@ -24,7 +23,7 @@ BASE = "base"
 TRAINING = "training"
 """Mode in which a trainer that shares the engine's GPUs has their memory."""
 
-_UNMARKED = "default"
+_DEFAULT_VERSION = "default"
 """What SGLang calls the weights it was started with."""
 _UNFINISHED = "unfinished"
 """Stands for the weights of an engine while it is being sent others."""
@@ -52,7 +51,7 @@ class SglangControl:
             dialect: of the engine.
             folder: where whole models are.
             owner: differs between any two processes that ever control the engine.
-            base_path: the base model's folder, should the engine no more know its own.
+            base_path: the base model's folder, until the engine has reported its own.
             direct: transfers whole models to the engine; None for requests and files alone.
         """
         self._dialect = dialect
@@ -63,29 +62,29 @@ class SglangControl:
         self._held: str | None = None
         """Mode whose weights it has; None for somebody else's."""
         self._is_released: bool | None = False
-        """None if it was told to give its memory away or to take it back, and has not answered."""
-        self._version = _UNMARKED
-        """Its mark while it has its memory."""
-        self._has_met = False
+        """None if it was told to release or to resume its memory, and has not answered."""
+        self._version = _DEFAULT_VERSION
+        """Its weight version, without the suffix of released memory."""
+        self._was_seen = False
         metrics.ENGINE_RESTARTS.labels(dialect.client.url)
         self.modes = ModeSwitch(self._switch, None)
 
     def lost(self) -> None:
-        """Take note that the engine may have begun again, or has other weights than it should."""
+        """Mark the engine's state as unknown: it may have restarted, or hold other weights."""
         self.modes.reset(None)
 
     def look_again(self) -> None:
-        """See, before work that waits begins, whether the engine has begun again meanwhile."""
+        """Have its state read before the next work, unless work runs: it may have restarted."""
         if self.modes.is_idle:
             self.modes.reset(None)
 
     async def close(self) -> None:
-        """Let go of the engine."""
+        """Disconnect from the engine."""
         await self._weights.close()
 
     async def _switch(self, mode: str) -> None:
-        # It may have begun again since it was last asked.
-        await self._find_out()
+        # It may have restarted since it was last asked.
+        await self._read_state()
         if mode == TRAINING:
             await self._release()
             return
@@ -93,15 +92,15 @@ class SglangControl:
         if mode != self._held:
             await self._load(mode)
 
-    async def _find_out(self) -> None:
+    async def _read_state(self) -> None:
         info = await self._dialect.model_info()
-        marked = str(info["weight_version"])
-        self._version = marked.removesuffix(RELEASED)
-        is_marked = marked != self._version
-        self._is_released = (self._is_released or None) if is_marked else False
+        reported = str(info["weight_version"])
+        self._version = reported.removesuffix(RELEASED)
+        is_suffixed = reported != self._version
+        self._is_released = (self._is_released or None) if is_suffixed else False
         owner, _, held = self._version.rpartition("/")
-        if marked == _UNMARKED:
-            if self._has_met:
+        if reported == _DEFAULT_VERSION:
+            if self._was_seen:
                 metrics.ENGINE_RESTARTS.labels(self._dialect.client.url).inc()
             await self._weights.forget()
             self._base_path = str(info["model_path"])
@@ -111,19 +110,19 @@ class SglangControl:
         else:
             self._held = held if owner == self._owner else None
         self._dialect.weight_version = self._version_tag(self._held) if self._held else None
-        self._has_met = True
+        self._was_seen = True
 
     async def _release(self) -> None:
         if self._is_released:
             return
-        # One that is marked, by a head that was killed, may have its memory all the same.
+        # The head that set the suffix may have been killed before the engine released its memory.
         await self._resume()
-        # First of all: a head that finds the mark on an engine which has its memory makes it begin
-        # again, and so does one that finds none on an engine without.
+        # The version is set first. If this head is killed in between, the next one finds a version
+        # that does not match the memory; what it then asks ends the engine, which restarts.
         await self._weights.set_version(self._version + RELEASED)
         self._is_released = None
-        # Requests that somebody gave up may still run, and an engine that releases its memory while
-        # anything runs dies of it. Pausing ends them.
+        # Abandoned requests may still run, and an engine that releases its memory while anything
+        # runs crashes. Pausing ends them.
         await self._call("/pause_generation", {"mode": "abort"})
         await self._call(
             "/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]}, _MEMORY_SECONDS
@@ -137,7 +136,7 @@ class SglangControl:
         await self._call(
             "/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE, _GRAPHS]}, _MEMORY_SECONDS
         )
-        # The mark goes last: without it, an engine that is paused is taken for one that is ill.
+        # The suffix is removed last: without it, a paused engine counts as unhealthy.
         await self._call("/continue_generation", {})
         await self._weights.set_version(self._version)
         self._is_released = False

@@ -26,15 +26,15 @@ from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 RELEASED = "+released"
-"""Ends the weight version of an engine that was told to give its memory away."""
+"""Suffix of the weight version of an engine that was told to release its memory."""
 _CALL_SECONDS = 60.0
 _MISSING = (
     "never been loaded",
     "not loaded",
-    # One that it has evicted, or was told to forget, it looks for where files would be.
+    # It looks for an evicted or unloaded adapter where its files would be.
     "Failed to implicitly load",
 )
-"""What it says of an adapter that it does not hold."""
+"""Parts of its messages about an adapter that it does not hold."""
 
 Entry = Sequence[Any]
 """[logprob, token id, text or None]; at the first position its logprob is None."""
@@ -47,12 +47,12 @@ class SglangDialect:
         self.client = client
         self._adapters = SglangAdapters(client)
         self.weight_version: str | None = None
-        """What the engine should say its weights are; None where nobody has said so."""
+        """Weight version that the engine's answers should have; None to accept any."""
 
     async def check_health(self) -> None:
-        """See `Dialect.check_health`. The engine draws a token for it, so it is asked rarely.
+        """See `Dialect.check_health`. The engine draws a token for it, so it is called rarely.
 
-        One that has given its memory away draws none until it is told to take it back.
+        An engine that has released its memory draws none until it is told to resume it.
         """
         info = await self.model_info()
         if not str(info.get("weight_version")).endswith(RELEASED):
@@ -88,7 +88,7 @@ class SglangDialect:
         items = await self._generate(body, adapter)
         return SamplingResult(
             [self._sequence(item, request.top_logprobs) for item in items],
-            # Of the first to be read: others may have found what that one has left.
+            # Of the first to be computed: others may have found its keys and values in the cache.
             PromptScores(cached_tokens=min(_cached_tokens(item["meta_info"]) for item in items)),
         )
 
@@ -112,7 +112,7 @@ class SglangDialect:
         return _scores(request, item["meta_info"], first)
 
     async def model_info(self) -> Json:
-        """Return what the engine says of its model, among it `model_path` and `weight_version`."""
+        """Return the engine's description of its model, with `model_path` and `weight_version`."""
         return await self.client.get("/model_info", seconds=_CALL_SECONDS)
 
     async def _generate(self, body: dict[str, Any], adapter: str | None) -> Sequence[Json]:

@@ -1,9 +1,9 @@
-"""A process group with one SGLang engine, over which it gets whole models.
+"""Sends whole models to one SGLang engine over a process group.
 
-Our end is a process of its own (`process_group_rank`), and is ended whenever anything takes
-too long: then its connections are closed, and an engine that waits for it goes on. An engine that
-is gone breaks off its answer, or gives none in time. So neither waits for the other longer than is
-said here.
+Our rank is a process of its own (`process_group_rank`), and is killed whenever anything takes too
+long: its connections close, and an engine that waits for it goes on. An engine that has died breaks
+its connection, or misses the deadline. So neither waits for the other longer than the timeouts
+here.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _START_SECONDS = 120.0
 _STEP_SECONDS = 60.0
 """For all ranks to meet, or for one part of a model to be sent and loaded."""
 _RELEASE_SECONDS = 10.0
-"""For an engine to say that our rank has gone."""
+"""For an engine to report that our rank has gone."""
 
 
 class SglangGroup:
@@ -46,13 +46,13 @@ class SglangGroup:
         self._rank: WeightSender | None = None
 
     async def join(self, ranks: int) -> None:
-        """Bring both sides together. Nothing is done if they are.
+        """Form the group. Nothing is done if there is one.
 
         Args:
             ranks: of the engine.
 
         Raises:
-            InvalidRequest: the engine does not want to.
+            InvalidRequest: the engine refuses.
             ServerError: it failed, or our rank did.
             ServerUnreachable: it is not there.
         """
@@ -95,13 +95,13 @@ class SglangGroup:
             raise
 
     async def leave(self) -> None:
-        """End our rank. The engine's keep nothing waiting, and go when it is next asked to join."""
+        """End our rank. The engine's ranks wait for nothing, and leave at the next `join`."""
         rank, self._rank = self._rank, None
         if rank is not None:
             await rank.kill()
 
     async def close(self) -> None:
-        """End the group on both sides, if the engine is there to be told."""
+        """End the group on both sides, if the engine can be reached."""
         if self._rank is None:
             return
         try:
@@ -154,7 +154,7 @@ class SglangGroup:
         return await self._host.start(_RANK, options, self._purpose)
 
     async def _disband(self) -> None:
-        """Let the engine forget a group, which may be that of a head before this one."""
+        """Have the engine leave the group, which may be an earlier head's."""
         body = {"group_name": NAME}
         try:
             await self._client.post("/destroy_weights_update_group", body, seconds=_RELEASE_SECONDS)
@@ -163,7 +163,7 @@ class SglangGroup:
                 raise
 
     async def _ask(self, rank: WeightSender, path: str, body: Json) -> None:
-        """Ask the engine for its side of what our rank is doing."""
+        """Call the engine for its side of what our rank does; end our rank at the deadline."""
         longest = _STEP_SECONDS + _RELEASE_SECONDS
         asked = asyncio.create_task(self._client.post(path, body, seconds=longest))
         try:

@@ -1,9 +1,9 @@
 """Rank 0 of a process group with one SGLang engine: a process that broadcasts weights from files.
 
-It is apart from the head because it has to be ended whatever it waits for: NCCL may end the process
-that waits for a rank which has died, and whoever waits in a collective hears nothing else. Once it
-has ended, its connections are closed, and the engine waits for it no longer. No collective of a
-trainer can meet one of its own.
+It is a process of its own because it must be killed whatever it waits for: NCCL may end a process
+that waits for a rank which has died, and one that waits in a collective reads no input. Once it has
+ended, its connections are closed, and the engine stops waiting. Its collectives can never
+interleave with a trainer's.
 
 It reads lines of JSON, `{"file": a safetensors file, "most_bytes": of a part}`, and ends when there
 are no more to come, be it in the middle of a broadcast. It writes such lines:
@@ -38,7 +38,7 @@ from tinkercloud_worker.inference.sender_process import Say, run_sender
 from tinkercloud_worker.inference.sglang.tensors import buckets, flatten
 
 Broadcast = Callable[[Tensor], None]
-"""Brings bytes to all other ranks; returns once it has let go of them."""
+"""Broadcasts bytes to all other ranks; returns once their memory may be reused."""
 _SET_BY_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang sets for itself, and NCCL needs to be alike at all ranks."""
 _SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
@@ -46,7 +46,7 @@ _SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
 
 
 def main() -> None:
-    """Send what is asked for until nobody asks any more."""
+    """Send the models that are asked for, until the input ends."""
     options = _options()
     run_sender(lambda say, asked: _work(options, say, asked))
 

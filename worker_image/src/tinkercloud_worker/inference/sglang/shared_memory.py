@@ -1,8 +1,8 @@
-"""Memory that an SGLang engine shares with us, on our machine, in which it gets whole models.
+"""Passes whole models through shared memory to an SGLang engine on the same machine.
 
-A process of its own (`shared_memory_sender`) lays a model out in it, part by part, and the engine
-is told where. It is ended with the model, and its memory with it, so that nothing of a GPU is held
-between two of them, and nothing is lost to an engine that dies while it reads.
+A process of its own (`shared_memory_sender`) copies a model there, part by part, and the engine is
+given handles. The process ends with the transfer, and its memory is freed: no GPU memory is held
+between two models, and none leaks if an engine dies while it reads.
 """
 
 from pathlib import Path
@@ -14,25 +14,25 @@ from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _PARTS = "tinkercloud_worker.inference.sglang.shared_memory_sender"
 _START_SECONDS = 120.0
-"""For the process to import torch, and lay the first part out."""
+"""For the process to import torch, and share the first part."""
 _STEP_SECONDS = 60.0
-"""For one part to be laid out, or to be loaded."""
+"""For one part to be shared, or to be loaded."""
 
 
 class SglangSharedMemory:
-    """Shared with one engine. Belongs to one event loop."""
+    """Memory shared with one engine. Belongs to one event loop."""
 
     way: metrics.Way = "shared_memory"
 
     def __init__(
         self, client: InferenceClient, memory: accelerator.Memory, host: WeightHost
     ) -> None:
-        """Make what shares memory; none is shared yet.
+        """Make a transfer; no memory is shared yet.
 
         Args:
             client: of the engine.
-            memory: `cuda` is handed over as torch shares CUDA tensors (CUDA IPC), `cpu` as it
-                shares others, by files in /dev/shm.
+            memory: `cuda` is shared as torch shares CUDA tensors (CUDA IPC), `cpu` as it shares
+                others, by files in /dev/shm.
             host: whose memory it is.
         """
         self._client = client
@@ -42,7 +42,7 @@ class SglangSharedMemory:
         self._process: WeightSender | None = None
 
     async def join(self, ranks: int) -> None:
-        """Take note of how many ranks the engine has; each is given handles of its own."""
+        """Record how many ranks the engine has; each is given handles of its own."""
         self._ranks = ranks
 
     async def send(self, model: SavedWeights, most_bytes: int) -> None:
@@ -77,13 +77,13 @@ class SglangSharedMemory:
             said = await process.receive(_STEP_SECONDS)
 
     async def leave(self) -> None:
-        """Share nothing any more."""
+        """End the process, which frees the memory."""
         process, self._process = self._process, None
         if process is not None:
             await process.kill()
 
     async def close(self) -> None:
-        """Let go of the engine, which holds nothing of ours."""
+        """Disconnect from the engine, which holds nothing of ours."""
         await self.leave()
 
     async def _start(self, file: Path, most_bytes: int) -> WeightSender:

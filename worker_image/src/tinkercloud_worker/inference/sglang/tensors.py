@@ -1,8 +1,8 @@
 """Tensors in the requests that SGLang takes them in.
 
-SGLang reads one form only: a pickle, of which it admits a list of names. That form is written here
-and never read, and names tensors, sizes and dtypes alone. Tensors travel by value, or, to an engine
-on the same machine, as handles of memory that both see.
+SGLang reads one format: a pickle restricted to a list of allowed names. It is written here and
+never read, and names tensors, sizes and dtypes alone. Tensors are passed by value, or, to an engine
+on the same machine, as handles of shared memory.
 """
 
 import base64
@@ -50,8 +50,8 @@ def bucket(ordered: Tensors, flat: Tensor) -> dict[str, Any]:
     metadata, start = [], 0
     for name, tensor in ordered.items():
         end = start + tensor.nbytes
-        place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
-        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+        span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         start = end
     return {"flattened_tensor": flat, "metadata": metadata}
 
@@ -96,8 +96,8 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
 def _grouped(names: Iterable[str]) -> Iterator[list[str]]:
     """Yield names in alphabetical order, grouped where SGLang takes several only together.
 
-    It makes one weight of a layer's two that compress queries and what keys and values come from,
-    and forgets one that comes without the other.
+    It fuses the two down-projections of a layer of latent attention, of queries and of keys and
+    values, and drops one that arrives without the other.
     """
     left = set(names)
     for name in sorted(left):

@@ -1,7 +1,7 @@
-"""How a whole model's weights get into an SGLang engine.
+"""Loads a whole model's weights into an SGLang engine.
 
-Weights that are sent replace those in place, part by part, so an engine to which that is happening
-has no weights that anything may be drawn from, and is marked so until the last part is there.
+Weights that are sent replace the engine's in place, part by part, so that nothing may be drawn
+meanwhile; its weight version says so until the last part has arrived.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class DirectTransfer(Protocol):
 
 
 class SglangWeights:
-    """Of one engine, which draws nothing meanwhile. Belongs to one event loop."""
+    """Loads weights into one engine, which draws nothing meanwhile. Belongs to one event loop."""
 
     def __init__(self, client: InferenceClient, direct: DirectTransfer | None) -> None:
         """Make a loader of weights; the engine is not asked yet.
@@ -93,7 +93,7 @@ class SglangWeights:
         finds none there, and says that it has loaded them.
 
         Raises:
-            InvalidRequest: it would leave experts as they are.
+            InvalidRequest: it would leave experts unchanged.
             ServerError: the engine failed, is not there, or does not say what may be adapted.
             NotFound: somebody has removed the model's folder.
         """
@@ -114,8 +114,8 @@ class SglangWeights:
 
         Args:
             model: a Hugging Face folder.
-            version: what the engine then says its weights are.
-            unfinished: what it says in between.
+            version: weight version that the engine then has.
+            unfinished: weight version in between.
 
         Raises:
             ServerError: the engine failed, or is not there; which weights it has is not certain.
@@ -147,7 +147,7 @@ class SglangWeights:
         )
 
     async def set_version(self, version: str) -> None:
-        """Set what the engine says its weights are.
+        """Set the engine's weight version.
 
         Raises:
             ServerError: the engine failed, or is not there.
@@ -191,7 +191,7 @@ class SglangWeights:
     async def _update(
         self, send: Callable[[], Awaitable[None]], *, version: str, unfinished: str
     ) -> None:
-        """Replace the engine's weights part by part; it is marked until the last has arrived."""
+        """Replace the engine's weights part by part; its version says so meanwhile."""
         await self.set_version(unfinished)
         await self._begin()
         try:
