@@ -29,11 +29,11 @@ T = TypeVar("T")
 _RECOVERY_SECONDS = 1.0
 """Between two health checks of a server that does not answer."""
 _SILENT_SECONDS = 60.0
-"""Without an answer before a server's health is checked, and between two such checks."""
+"""Without any answer, after which a server's health is checked, and between two such checks."""
 _HUNG_SECONDS = 300.0
-"""That a server with requests may be unhealthy: SGLang's own watchdog gives one batch as long."""
+"""How long a server with requests may be unhealthy: what SGLang's watchdog allows a batch."""
 _UNWELL_SECONDS = 60.0
-"""That a lost server may be unhealthy before all its requests are given up. SGLang reports that it
+"""How long a lost server may be unhealthy before all its requests are given up. SGLang says that it
 is while it does nothing but load weights, or read a long prompt."""
 _PROBED_TOKENS = 16
 _TOLERANCE = 0.25
