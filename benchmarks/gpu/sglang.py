@@ -44,11 +44,11 @@ from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_testing.sessions import COLOCATED
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
-from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import NotThere
-from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang_group import NAME, SglangGroup
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
+from tinkercloud_worker.inference.sglang.process_group import NAME, SglangGroup
+from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.metrics import Way
 
 LETTERS = frozenset(ascii_lowercase)
@@ -291,7 +291,7 @@ def _of_others(proof: Proof) -> Measurement:
     """Ask the server as one that someone else operates, which is only given adapters."""
     config = head_config(proof.server, proof.scratch, "external", {}, TrainerConfig())
     servers = config.sampler.model_copy(update={"backend": "external"})
-    sampler = inference_sampler(config.model_copy(update={"sampler": servers}), HeadPlace())
+    sampler = inference_sampler(config.model_copy(update={"sampler": servers}), HeadWeightHost())
     try:
         proof.publish(*VERSIONS, sampler=sampler)
         gap = proof.gap(*VERSIONS, sampler=sampler)
@@ -322,7 +322,7 @@ def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Me
 def _forsaken(proof: Proof) -> Measurement:
     """Let the server wait for a part of a model, from a head's rank that is killed."""
     client = proof.dialect.client
-    group = SglangGroup(client, "gloo", HeadPlace())
+    group = SglangGroup(client, "gloo", HeadWeightHost())
     part = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[VOCAB_SIZE, 256]]}
 
     async def waits() -> float:

@@ -49,11 +49,12 @@ from tinkercloud_worker.engine.sampler import (
     SamplingResult,
 )
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
-from tinkercloud_worker.inference import sglang_adapters, sglang_weights
 from tinkercloud_worker.inference.client import InferenceClient
-from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import SglangDialect
+from tinkercloud_worker.inference.sglang import adapters as sglang_adapters
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
+from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
@@ -283,7 +284,7 @@ def _sampler(
 ) -> InferenceSampler:
     """Return the sampler of a head, which trains by itself; see `head_config`."""
     trainer = TrainerConfig(device=fields.get("shared_memory", "cpu"))
-    return inference_sampler(head_config(server, folder, name, fields, trainer), HeadPlace())
+    return inference_sampler(head_config(server, folder, name, fields, trainer), HeadWeightHost())
 
 
 def head_config(

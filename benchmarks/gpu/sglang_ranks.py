@@ -20,7 +20,7 @@ from benchmarks.measuring import Measurement
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import TrainerConfig
 from tinkercloud_worker.build_sampler import inference_sampler
-from tinkercloud_worker.build_trainer import build_place, build_trainer
+from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.metrics import Way
@@ -70,10 +70,10 @@ def _trained(bench: Bench, proof: Proof) -> Iterator[Ranks]:
         way: head_config(proof.server, proof.scratch, f"ranks-{way}", fields, trainer)
         for way, fields in ways.items()
     }
-    place = build_place(configs["group"])
-    assert place is not None
-    ranked = build_trainer(configs["group"], _no_base, place)
-    samplers = {way: inference_sampler(config, place) for way, config in configs.items()}
+    weight_host = build_weight_host(configs["group"])
+    assert weight_host is not None
+    ranked = build_trainer(configs["group"], _no_base, weight_host)
+    samplers = {way: inference_sampler(config, weight_host) for way, config in configs.items()}
     try:
         for name in (*SEEDS, WHOLE):
             ranked.add_model(name, None if name == WHOLE else LoraConfig(rank=RANK))

@@ -27,8 +27,8 @@ from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
 from tinkercloud_worker.inference.client import ServerError
-from tinkercloud_worker.inference.place import HeadPlace
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.weight_host import HeadWeightHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -78,7 +78,7 @@ def head_config(vllm: VllmServer, folder: Path, model_folder: Path, key: str = "
 async def sampler(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> AsyncIterator[InferenceSampler]:
-    running = inference_sampler(head_config(vllm, tmp_path, model_folder), HeadPlace())
+    running = inference_sampler(head_config(vllm, tmp_path, model_folder), HeadWeightHost())
     yield running
     await running.close()
 
@@ -295,7 +295,7 @@ async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
     request = a_sampling_request(PROMPTS[0], max_tokens=4, stop=NEVER)
     before = await sampler.sample("one", request)
     [adapter] = await adapters_of(vllm)
-    [its_engine] = sampler._engines.values()
+    [its_engine] = sampler._servers.values()
     await its_engine.dialect.unload_adapter(adapter)
     assert await adapters_of(vllm) == set()
 
@@ -351,7 +351,9 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
 async def test_a_wrong_key_is_said_to_be_the_heads_setting(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> None:
-    sampler = inference_sampler(head_config(vllm, tmp_path, model_folder, key="wrong"), HeadPlace())
+    sampler = inference_sampler(
+        head_config(vllm, tmp_path, model_folder, key="wrong"), HeadWeightHost()
+    )
     await sampler.publish("base", None)
 
     with pytest.raises(ServerError, match="key_file"):

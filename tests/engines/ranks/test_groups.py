@@ -129,43 +129,43 @@ def test_a_rank_that_lives_says_what_it_holds_before_it_is_ended_even_if_it_hang
     with pytest.raises(RanksLost, match="failed in hang_unless_killed"):
         group.call("hang_unless_killed", killed)
 
-    assert group.last_words == [7, 1 - killed]
+    assert group.salvaged == [7, 1 - killed]
     assert_nothing_is_left(ranks)
 
 
 def test_what_no_rank_needs_another_for_is_done_by_those_that_live(group: RankGroup) -> None:
     ranks = processes(group)
 
-    assert group.settle("note", 7, 0) == 7
+    assert group.call_independently("note", 7, 0) == 7
 
     assert not group.is_alive
-    assert group.last_words == [7, 1]
+    assert group.salvaged == [7, 1]
     assert_nothing_is_left(ranks)
 
 
 def test_what_fails_at_a_rank_that_lives_has_been_done_if_others_have_done_it(
     group: RankGroup,
 ) -> None:
-    assert group.settle("note_unless_failing", 7, 0) == 7
+    assert group.call_independently("note_unless_failing", 7, 0) == 7
 
     assert not group.is_alive
-    assert group.last_words == [7, 1]
+    assert group.salvaged == [7, 1]
 
 
 def test_ranks_that_all_fail_live_and_say_what_they_hold(group: RankGroup) -> None:
     group.call("add", 5)
 
     with pytest.raises(RanksLost, match="rank 0 of 2 failed in note_unless_failing: Arithmetic"):
-        group.settle("note_unless_failing", 7, 0, 1)
+        group.call_independently("note_unless_failing", 7, 0, 1)
 
-    assert group.last_words == [5, 0]
+    assert group.salvaged == [5, 0]
 
 
 def test_without_a_rank_that_lives_nothing_was_done_and_nothing_is_said(group: RankGroup) -> None:
     with pytest.raises(RanksLost, match="rank 0 of 2 failed in note: its process ended"):
-        group.settle("note", 7, 0, 1)
+        group.call_independently("note", 7, 0, 1)
 
-    assert group.last_words is None
+    assert group.salvaged is None
 
 
 def test_what_all_ranks_refuse_is_the_clients_error_and_the_group_goes_on(

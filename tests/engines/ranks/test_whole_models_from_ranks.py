@@ -38,19 +38,20 @@ from tinkercloud_testing.sglang_sampling import (
 from tinkercloud_testing.trainers import run
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
-from tinkercloud_worker.actors.porter import Berth, RanksPlace
+from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.actors.weight_store import WeightStoreConfig
 from tinkercloud_worker.engine.trainer import GradientLost, Publication, WeightsSnapshot
-from tinkercloud_worker.inference.adapters import Written
-from tinkercloud_worker.inference.place import PlaceLost
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.weight_host import WeightHostLost
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 JOINED = "/init_weights_update_group"
 SENT = "/update_weights_from_distributed"
 WAYS = [{"process_group": "gloo"}, {"shared_memory": "cpu"}]
-PORTER = "ray::Porter"
+STORE = "ray::WeightStore"
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Ranks:
     """Two ranks that train, and what lies beside the first of them."""
 
     trainer: RankedTrainer
-    place: RanksPlace
-    berth: Berth
+    host: RankWeightHost
+    config: WeightStoreConfig
 
     def kept(self) -> list[str]:
         """Return the names of the models that lie there."""
-        return [path.parent.name for path in self.berth.folder.glob(f"*/{FULL_WEIGHTS}")]
+        return [path.parent.name for path in self.config.folder.glob(f"*/{FULL_WEIGHTS}")]
 
 
 async def published(trainer: RankedTrainer, model_id: str) -> Publication:
@@ -102,20 +103,22 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    berth = Berth(tmp_path_factory.mktemp("ranks") / "models", 1 << 30, model_folder, MODEL)
-    place = RanksPlace(berth)
-    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MortalTrainer), place)
-    yield Ranks(trainer, place, berth)
-    last = couriers()
+    config = WeightStoreConfig(
+        tmp_path_factory.mktemp("ranks") / "models", 1 << 30, model_folder, MODEL
+    )
+    host = RankWeightHost(config)
+    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MortalTrainer), host)
+    yield Ranks(trainer, host, config)
+    last = senders()
     trainer.close()
-    assert not berth.folder.exists()
-    wait_until(lambda: not any(each.is_running() for each in last), "couriers end with it")
+    assert not config.folder.exists()
+    wait_until(lambda: not any(each.is_running() for each in last), "senders end with it")
 
 
-def couriers() -> list[psutil.Process]:
-    """Return the processes of this machine that take models from a porter to engines."""
-    porters = [each for each in psutil.process_iter(["name"]) if PORTER in each.info["name"]]
-    return [child for porter in porters for child in porter.children()]
+def senders() -> list[psutil.Process]:
+    """Return the processes of this machine that send models from a store to engines."""
+    stores = [each for each in psutil.process_iter(["name"]) if STORE in each.info["name"]]
+    return [child for store in stores for child in store.children()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -126,8 +129,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @asynccontextmanager
 async def engines(ranks: Ranks, folder: Path, **way: Any) -> AsyncIterator[Engines]:
     with an_engine(tiny_llama(), folder / "engine") as ours:
-        async with a_fake_sglang(ours, ranks.berth.base_path) as theirs:
-            sampler = a_sampler([theirs], folder, place=ranks.place, **way)
+        async with a_fake_sglang(ours, ranks.config.base_path) as theirs:
+            sampler = a_sampler([theirs], folder, weight_host=ranks.host, **way)
             try:
                 yield Engines(ours, theirs, sampler, folder / "scratch")
             finally:
@@ -164,9 +167,9 @@ def a_llama_in_half() -> PreTrainedModel:
 async def test_what_lies_beside_ranks_is_of_the_dtype_that_they_compute_in(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    place = RanksPlace(Berth(tmp_path, 1 << 30, model_folder, MODEL))
+    host = RankWeightHost(WeightStoreConfig(tmp_path, 1 << 30, model_folder, MODEL))
     make = partial(MeasuredTrainer, 0, make=a_llama_in_half)
-    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=1), make), place)
+    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=1), make), host)
     trainer.add_model("m", None)
 
     kept = await published(trainer, "m")
@@ -191,7 +194,7 @@ async def test_an_engine_that_refuses_gets_it_by_way_of_the_head(
         assert len(engine.theirs.called(WHOLE)) == 1
         [file] = engine.at_the_head()
         [name] = ranks.kept()
-        kept = ranks.berth.folder / name
+        kept = ranks.config.folder / name
         assert {path.name for path in kept.iterdir()} == {
             path.name for path in file.parent.iterdir()
         }
@@ -223,10 +226,10 @@ async def test_engines_that_are_sent_the_heads_model_at_once_have_a_copy_each(
 ) -> None:
     content = os.urandom(1000)
     (tmp_path / FULL_WEIGHTS).write_bytes(content)
-    model = Written("model", tmp_path, None)
+    model = SavedWeights("model", tmp_path, None)
 
-    async with ranks.place.weights_of(model) as one:
-        async with ranks.place.weights_of(model) as other:
+    async with ranks.host.weights_of(model) as one:
+        async with ranks.host.weights_of(model) as other:
             assert one.read_bytes() == other.read_bytes() == content
         await asyncio.to_thread(wait_until, lambda: not other.exists(), "one is done")
         assert one.read_bytes() == content
@@ -252,9 +255,9 @@ async def test_a_process_that_ended_between_two_models_is_replaced(
 ) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
         await engine.publish(ranks, "sharp", 3.0)
-        [courier] = couriers()
-        courier.kill()
-        await asyncio.to_thread(wait_until, lambda: couriers() == [], "it has ended")
+        [sender] = senders()
+        sender.kill()
+        await asyncio.to_thread(wait_until, lambda: senders() == [], "it has ended")
 
         await engine.publish(ranks, "flat", 0.3)
 
@@ -277,7 +280,7 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
     model_folder: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     group = ranks.trainer._group
-    tight = RanksPlace(replace(ranks.berth, folder=tmp_path / "tight", max_bytes=1000))
+    tight = RankWeightHost(replace(ranks.config, folder=tmp_path / "tight", max_bytes=1000))
     trainer = RankedTrainer(lambda: group, tight)
     trainer.add_model("whole", None)
 
@@ -287,8 +290,8 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
     assert weights.size_bytes > 1000
     # Nor is it brought back there, to be sent.
     (tmp_path / FULL_WEIGHTS).write_bytes(bytes(weights.size_bytes))
-    with pytest.raises(PlaceLost, match=r"max_placed_bytes, 1000"):
-        async with tight.weights_of(Written("model", tmp_path, None)):
+    with pytest.raises(WeightHostLost, match=r"max_placed_bytes, 1000"):
+        async with tight.weights_of(SavedWeights("model", tmp_path, None)):
             pass
     tight.close()
 
@@ -320,8 +323,8 @@ async def test_ranks_that_are_replaced_in_the_middle_of_a_model_close_no_way(
             publishing = asyncio.create_task(engine.publish(ranks, "sharp", 3.0))
             await was_asked.wait()
             # As when a rank is lost, and the next command starts others.
-            ranks.place._group = None
-            await asyncio.to_thread(ranks.place.settle, ranks.trainer._group)
+            ranks.host._group = None
+            await asyncio.to_thread(ranks.host.attach_to, ranks.trainer._group)
         with pytest.raises(NotFound, match="save the weights again"):
             await publishing
 
@@ -351,13 +354,13 @@ async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
         assert engine.at_the_head() == []
 
 
-async def test_a_porter_that_dies_is_replaced_and_nothing_waits_for_it(
+async def test_a_weight_store_that_dies_is_replaced_and_nothing_waits_for_it(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
         await engine.publish(ranks, "sharp", 3.0)
-        assert ranks.place._porter is not None
-        ray.kill(ranks.place._porter)
+        assert ranks.host._store is not None
+        ray.kill(ranks.host._store)
 
         await engine.publish(ranks, "flat", 0.3)
         await assert_sampled(engine.ours, engine.sampler, "flat")

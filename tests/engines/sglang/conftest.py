@@ -20,8 +20,9 @@ from tinkercloud_testing.sglang import (
 )
 from tinkercloud_testing.sglang_sampling import a_sampler
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference import sglang_adapters, sglang_weights
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import adapters as sglang_adapters
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,10 @@ from tinkercloud_testing.sglang_sampling import (
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang_tensors import flattened
+from tinkercloud_worker.inference.sglang.tensors import pickled_bucket
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 pytestmark = pytest.mark.slow
 
@@ -197,14 +197,14 @@ async def test_of_weights_that_are_given_up_while_they_are_written_nothing_stays
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path)
-    write, begun, may_end = AdapterFolder.write, threading.Event(), threading.Event()
+    write, begun, may_end = WeightsFolder.write, threading.Event(), threading.Event()
 
     def held_up(*args: Any) -> str:
         begun.set()
         assert may_end.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(AdapterFolder, "write", held_up)
+    monkeypatch.setattr(WeightsFolder, "write", held_up)
     publishing = asyncio.create_task(sampler.publish("one", an_adapter(engine, 1)))
     await asyncio.to_thread(begun.wait, 60)
     publishing.cancel()
@@ -275,7 +275,7 @@ async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_
 async def test_an_engine_that_ends_over_tensors_again_is_given_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.inference.engine._RECOVERY_SECONDS", 0.01)
+    monkeypatch.setattr("tinkercloud_worker.inference.server._RECOVERY_SECONDS", 0.01)
     fakes[0].ends_over = frozenset({TENSORS})
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
@@ -337,7 +337,7 @@ def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
         "bytes": torch.arange(5, dtype=torch.uint8),
     }
 
-    read = read_tensors(flattened(sent))
+    read = read_tensors(pickled_bucket(sent))
 
     assert read.keys() == sent.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in sent.items())

@@ -72,7 +72,7 @@ async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
         await sampler.sample(version, a_sampling_request(PROMPTS[2], questions=questions))
     async with sampler.training():
         pass
-    [running] = sampler._engines.values()
+    [running] = sampler._servers.values()
     await running.dialect.check_health()
     await sampler.retire("one")
     await sampler.close()

@@ -222,9 +222,9 @@ async def test_an_engine_that_is_lost_as_it_gives_its_memory_away_comes_back_all
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
     await sampler.publish("base", None)
-    [client] = sampler._engines.values()
+    [client] = sampler._servers.values()
     async with sampler.training():
-        client.look_after(ServerUnreachable("a connection was closed"))
+        client.begin_recovery(ServerUnreachable("a connection was closed"))
 
     theirs = await sampler.sample("base", a_sampling_request([1]))
 

@@ -20,12 +20,13 @@ from tinkercloud_testing.sglang_sampling import (
     counted,
     publish,
 )
-from tinkercloud_worker.inference import engine as client_of_engine
 from tinkercloud_worker.inference import sampler as sampling
-from tinkercloud_worker.inference import sglang
+from tinkercloud_worker.inference import server as inference_server
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.routing import order
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import dialect as sglang_dialect
+from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 
 pytestmark = pytest.mark.slow
 
@@ -36,15 +37,15 @@ REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
 @pytest.fixture(autouse=True)
 def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask engines with requests all the time, and lose them when they give no answer once."""
-    monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(client_of_engine, "_HUNG_SECONDS", 0.0)
-    monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 0.0)
-    monkeypatch.setattr(client_of_engine, "_RECOVERY_SECONDS", 0.01)
+    monkeypatch.setattr(inference_server, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(inference_server, "_HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(inference_server, "_UNWELL_SECONDS", 0.0)
+    monkeypatch.setattr(inference_server, "_RECOVERY_SECONDS", 0.01)
 
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "_CALL_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_dialect, "_CALL_SECONDS", 1.0)
 
 
 @asynccontextmanager
@@ -112,14 +113,14 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
 ) -> None:
     slow, _ = in_order(fakes)
     before, answers = drawn(slow), 0
-    check = sglang.SglangDialect.check_health
+    check = SglangDialect.check_health
 
-    async def counting(dialect: sglang.SglangDialect) -> None:
+    async def counting(dialect: SglangDialect) -> None:
         nonlocal answers
         await check(dialect)
         answers += 1
 
-    monkeypatch.setattr(sglang.SglangDialect, "check_health", counting)
+    monkeypatch.setattr(SglangDialect, "check_health", counting)
     async with slow.holding("/generate") as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
@@ -129,7 +130,7 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
     assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
     assert drawn(slow) == before + 1
     assert counted(slow, "losses_total") == 0
-    assert [each._watching for each in warm._engines.values()] == [None, None]
+    assert [each._watching for each in warm._servers.values()] == [None, None]
     await warm.close()
 
 
@@ -162,13 +163,13 @@ async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
     warm: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_of_engine, "_SILENT_SECONDS", 600.0)
+    monkeypatch.setattr(inference_server, "_SILENT_SECONDS", 600.0)
     gone, other = in_order(fakes)
     before = drawn(other)
     async with hanging(gone) as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
-        warm._engines[gone.url].look_after(ServerUnreachable("a connection was refused"))
+        warm._servers[gone.url].begin_recovery(ServerUnreachable("a connection was refused"))
 
         assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
 
@@ -184,10 +185,10 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     monkeypatch: pytest.MonkeyPatch,
     unwell: int,
 ) -> None:
-    monkeypatch.setattr(client_of_engine, "_UNWELL_SECONDS", 600.0)
-    looks, check = 0, sglang.SglangDialect.check_health
+    monkeypatch.setattr(inference_server, "_UNWELL_SECONDS", 600.0)
+    looks, check = 0, SglangDialect.check_health
 
-    async def busy(dialect: sglang.SglangDialect) -> None:
+    async def busy(dialect: SglangDialect) -> None:
         nonlocal looks
         looks += 1
         if looks <= unwell:
@@ -199,9 +200,9 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     async with fake.holding("/generate") as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
-        monkeypatch.setattr(sglang.SglangDialect, "check_health", busy)
-        warm._engines[fake.url].look_after(ServerUnreachable("a connection was closed"))
-        await warm._engines[fake.url].recovered()
+        monkeypatch.setattr(SglangDialect, "check_health", busy)
+        warm._servers[fake.url].begin_recovery(ServerUnreachable("a connection was closed"))
+        await warm._servers[fake.url].recovered()
         assert not asked.done()
 
     assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
@@ -213,7 +214,7 @@ async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes, tmp_path)
-    monkeypatch.setattr(sglang, "_CALL_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_dialect, "_CALL_SECONDS", 1.0)
     hung, other = in_order(fakes)
     async with AsyncExitStack() as stack:
         was_asked = await stack.enter_async_context(hung.holding("/generate"))
@@ -237,12 +238,12 @@ async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others
     monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now))
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
-    [client] = sampler._engines.values()
+    [client] = sampler._servers.values()
     async with fakes[0].holding("/generate") as was_asked:
         asked = asyncio.create_task(sampler.sample("one", REQUEST))
         await was_asked.wait()
         now += 1000.0
-        client.look_after(ServerUnreachable("a connection was closed"))
+        client.begin_recovery(ServerUnreachable("a connection was closed"))
         client.dialect.client.give_up("the engine is lost")
         await client.recovered()
         assert not asked.done()

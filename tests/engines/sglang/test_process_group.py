@@ -28,8 +28,9 @@ from tinkercloud_testing.sglang_sampling import (
     publish,
 )
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.inference import sglang_delivery, sglang_group, sglang_weights
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import delivery, process_group
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ JOIN, SEND, LEAVE = (
     "/update_weights_from_distributed",
     "/destroy_weights_update_group",
 )
-RANK = "tinkercloud_worker.inference.sglang_group_rank"
+RANK = "tinkercloud_worker.inference.sglang.process_group_rank"
 
 
 @pytest.fixture
@@ -145,10 +146,10 @@ async def test_an_engine_that_hangs_is_lost_until_it_begins_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It answers nothing that has to do with weights, by SGLang's own lock."""
-    monkeypatch.setattr(sglang_delivery, "_MOST_LOST", 1)
+    monkeypatch.setattr(delivery, "_MOST_LOST", 1)
     await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
-    monkeypatch.setattr(sglang_group, "_STEP_SECONDS", 2.0)
-    monkeypatch.setattr(sglang_group, "_RELEASE_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "_STEP_SECONDS", 2.0)
+    monkeypatch.setattr(process_group, "_RELEASE_SECONDS", 1.0)
     assert fakes[0].ranks is not None
     fakes[0].ranks.stop()
 

@@ -25,12 +25,12 @@ from tinkercloud_testing.sglang_sampling import (
     in_two_dtypes,
     publish,
 )
-from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
 
 pytestmark = pytest.mark.slow
 
-PARTS = "tinkercloud_worker.inference.sglang_shared_parts"
+PARTS = "tinkercloud_worker.inference.sglang.shared_memory_sender"
 
 
 @pytest.fixture

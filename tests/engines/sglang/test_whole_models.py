@@ -25,8 +25,8 @@ from tinkercloud_testing.sglang_sampling import (
     publish,
 )
 from tinkercloud_testing.trainers import assert_equal
-from tinkercloud_worker.inference import sglang_weights
 from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
 
 pytestmark = pytest.mark.slow
 

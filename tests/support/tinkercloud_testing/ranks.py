@@ -222,7 +222,7 @@ def _counting_whole_layers() -> Iterator[list[int]]:
 
 def weights_at_ranks(group: RankGroup, model_id: str) -> list[Mapping[str, Tensor]]:
     """Return the weights of a model that is whole at each rank, as each has them."""
-    states = group.call_each("last_words", [()] * group.shape.ranks)
+    states = group.call_each("salvage", [()] * group.shape.ranks)
     return [models[model_id].weights.tensors for models in states]
 
 

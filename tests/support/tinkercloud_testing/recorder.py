@@ -30,7 +30,7 @@ class Recorder:
         """Return what `add` was asked, in order."""
         return self.asked
 
-    def last_words(self) -> list[int]:
+    def salvage(self) -> list[int]:
         """Return what `add` and `note` were asked, and the rank that says so."""
         return [*self.asked, dist.get_rank()]
 

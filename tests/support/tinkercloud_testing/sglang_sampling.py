@@ -15,8 +15,8 @@ from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.inference.place import HeadPlace, Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.weight_host import HeadWeightHost, WeightHost
 
 MODEL = "tiny/llama"
 NEVER = StopRules(frozenset(), ())
@@ -33,7 +33,7 @@ def a_sampler(
     fakes: list[FakeSglang],
     folder: Path,
     generation: str = "g1",
-    place: Place | None = None,
+    weight_host: WeightHost | None = None,
     **options: Any,
 ) -> InferenceSampler:
     urls = tuple(fake.url for fake in fakes)
@@ -47,7 +47,7 @@ def a_sampler(
         scratch_dir=str(folder / "scratch"),
         sampler=SamplerConfig(backend="sglang", inference=inference),
     )
-    return inference_sampler(config, place or HeadPlace())
+    return inference_sampler(config, weight_host or HeadWeightHost())
 
 
 def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:

@@ -8,10 +8,10 @@ import torch
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.accelerator import Backend
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
-from tinkercloud_worker.inference.place import HeadPlace
-from tinkercloud_worker.inference.sglang_group import SglangGroup
+from tinkercloud_worker.inference.sglang.process_group import SglangGroup
+from tinkercloud_worker.inference.weight_host import HeadWeightHost
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 
 class OurRank:
@@ -25,10 +25,10 @@ class OurRank:
         """Return whether it has ended."""
         return self.is_over
 
-    def tell(self, line: Json) -> None:
+    def send(self, line: Json) -> None:
         """Take what is to be sent."""
 
-    async def heard(self, seconds: float) -> dict[str, Any]:
+    async def receive(self, seconds: float) -> dict[str, Any]:
         """Return the part, or raise."""
         if self.error is not None:
             raise ServerError(self.error)
@@ -38,7 +38,7 @@ class OurRank:
         """Return what to raise."""
         return ServerError(reason)
 
-    async def end(self) -> None:
+    async def kill(self) -> None:
         """End."""
         self.is_over = True
 
@@ -56,7 +56,7 @@ def a_group(backend: Backend, rank: OurRank, monkeypatch: pytest.MonkeyPatch) ->
         raise InvalidRequest("NCCL error: invalid usage")
 
     monkeypatch.setattr(client, "post", refuse)
-    group = SglangGroup(client, backend, HeadPlace())
+    group = SglangGroup(client, backend, HeadWeightHost())
     group._rank = rank
     return group
 
@@ -69,7 +69,7 @@ async def test_a_broadcast_that_fails_names_our_version_of_nccl_whichever_side_s
     group = a_group("nccl", rank, monkeypatch)
 
     with pytest.raises((InvalidRequest, ServerError), match="invalid usage") as refusal:
-        await group.send(Written("model", Path("model"), None), 1)
+        await group.send(SavedWeights("model", Path("model"), None), 1)
 
     assert version in str(refusal.value)
     assert isinstance(refusal.value, ServerError if error else InvalidRequest)
@@ -80,6 +80,6 @@ async def test_a_group_over_gloo_says_nothing_of_nccl(monkeypatch: pytest.Monkey
     group = a_group("gloo", OurRank("connection closed"), monkeypatch)
 
     with pytest.raises(ServerError) as failure:
-        await group.send(Written("model", Path("model"), None), 1)
+        await group.send(SavedWeights("model", Path("model"), None), 1)
 
     assert "NCCL" not in str(failure.value)

@@ -22,7 +22,7 @@ from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.client import ServerError
-from tinkercloud_worker.inference.place import HeadPlace
+from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.run_head import build_backend
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
@@ -128,7 +128,7 @@ async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_lea
     family: str, backend: str, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family})
-    sampler = inference_sampler(a_head(folder, backend=backend), HeadPlace())
+    sampler = inference_sampler(a_head(folder, backend=backend), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_unembed=False"):
         await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
@@ -140,7 +140,7 @@ async def test_adapters_of_queries_that_are_not_compressed_are_refused_as_sglang
     family: str, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family, "q_lora_rank": None})
-    sampler = inference_sampler(a_head(folder), HeadPlace())
+    sampler = inference_sampler(a_head(folder), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_attn=False"):
         await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
@@ -165,7 +165,7 @@ async def test_other_adapters_reach_the_servers(
     config: dict[str, Any], lora: LoraConfig, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", config)
-    sampler = inference_sampler(a_head(folder, backend="external"), HeadPlace())
+    sampler = inference_sampler(a_head(folder, backend="external"), HeadWeightHost())
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 
     with pytest.raises(ServerError, match="no inference server answers"):

@@ -16,7 +16,7 @@ from tinkercloud_protocol.launch import (
 from tinkercloud_testing.leaving import taken_by_what_leaves
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.build_trainer import build_place, build_trainer
+from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 STAY = {f"TrainerBesideSampler, {model}: published" for model in ("adapter", "whole")}
@@ -84,4 +84,4 @@ def test_whole_models_stay_with_ranks_only_where_processes_take_them_from_there_
         ),
     )
 
-    assert (build_place(config) is not None) == stays
+    assert (build_weight_host(config) is not None) == stays

@@ -18,20 +18,20 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
-from tinkercloud_worker.inference import sglang_models
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
-from tinkercloud_worker.inference.engine import Engine
-from tinkercloud_worker.inference.place import Place
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import SglangDialect
-from tinkercloud_worker.inference.sglang_control import SglangControl
-from tinkercloud_worker.inference.sglang_group import SglangGroup
-from tinkercloud_worker.inference.sglang_shared import SglangSharedMemory
-from tinkercloud_worker.inference.sglang_weights import Carrier
+from tinkercloud_worker.inference.server import InferenceServer
+from tinkercloud_worker.inference.sglang import model_support
+from tinkercloud_worker.inference.sglang.control import SglangControl
+from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.sglang.process_group import SglangGroup
+from tinkercloud_worker.inference.sglang.shared_memory import SglangSharedMemory
+from tinkercloud_worker.inference.sglang.weights import DirectTransfer
 from tinkercloud_worker.inference.vllm import VllmDialect
+from tinkercloud_worker.inference.weight_host import WeightHost
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
@@ -46,7 +46,7 @@ def check_model(config: HeadConfig) -> None:
         UnsupportedModelError: they don't; the message says what to change.
     """
     if config.sampler.backend != "torch" and config.sampler.inference.kind == "sglang":
-        sglang_models.check_windows(config.model.path, config.limits.max_context_length)
+        model_support.check_windows(config.model.path, config.limits.max_context_length)
 
 
 def build_sampler(
@@ -55,7 +55,7 @@ def build_sampler(
     tokenizer: PreTrainedTokenizerBase,
     trainer: Trainer,
     *,
-    place: Place,
+    weight_host: WeightHost,
     on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
     """Return the sampler, and the started thread for training jobs.
@@ -65,7 +65,7 @@ def build_sampler(
         base: returns the head's copy of the base model, loaded by the first call.
         tokenizer: of that model.
         trainer: who shares its GPUs with the engines, if they are colocated.
-        place: from where whole models go to engines, unless in requests or by files.
+        weight_host: that sends whole models to engines, unless in requests or by files.
         on_crash: see `EngineThread`.
 
     Raises:
@@ -88,7 +88,7 @@ def build_sampler(
         )
         thread.start(sampler)
         return sampler, thread
-    servers = inference_sampler(config, place)
+    servers = inference_sampler(config, weight_host)
     thread = EngineThread(on_crash)
     if config.sampler.inference.colocated:
         # Nobody needs what loading has left behind.
@@ -98,22 +98,24 @@ def build_sampler(
     return servers, thread
 
 
-def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
+def inference_sampler(config: HeadConfig, weight_host: WeightHost) -> InferenceSampler:
     """Return the sampler that asks the configured servers.
 
     Args:
         config: of the head.
-        place: from where whole models go to engines, unless in requests or by files.
+        weight_host: that sends whole models to engines, unless in requests or by files.
 
     Raises:
         OSError: the file with their key can't be read.
     """
     inference = config.sampler.inference
     owner = f"{config.head}-{config.generation}"
-    here = Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters")
-    folder = AdapterFolder(
-        here,
-        there=Path(inference.adapters_dir_there or here) if inference.adapters_seen else None,
+    local_dir = Path(inference.adapters_dir or Path(config.scratch_dir) / "adapters")
+    folder = WeightsFolder(
+        local_dir,
+        server_dir=(
+            Path(inference.adapters_dir_there or local_dir) if inference.adapters_seen else None
+        ),
         owner=owner,
         base_path=Path(config.model.path),
     )
@@ -126,19 +128,19 @@ def inference_sampler(config: HeadConfig, place: Place) -> InferenceSampler:
                 folder,
                 owner=owner,
                 base_path=config.model.path,
-                carrier=_carrier(inference, dialect.client, place),
+                direct=_direct_transfer(inference, dialect.client, weight_host),
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
         }
-    engines = [Engine(dialect, folder) for dialect in dialects]
+    servers = [InferenceServer(dialect, folder) for dialect in dialects]
     # vLLM's CPU kernels give rows that name no adapter the last one's.
     neutral = None
     if inference.kind == "vllm":
         neutral = neutral_adapter(read_architecture(config.model.path).targets)
-    unadapted = sglang_models.unadapted(config.model.path) if inference.kind == "sglang" else {}
+    unadapted = model_support.unadapted(config.model.path) if inference.kind == "sglang" else {}
     return InferenceSampler(
-        engines,
+        servers,
         controls,
         folder,
         config.sampler,
@@ -162,11 +164,13 @@ def _clients(inference: InferenceConfig) -> list[InferenceClient]:
     ]
 
 
-def _carrier(inference: InferenceConfig, client: InferenceClient, place: Place) -> Carrier | None:
+def _direct_transfer(
+    inference: InferenceConfig, client: InferenceClient, weight_host: WeightHost
+) -> DirectTransfer | None:
     if inference.process_group is not None:
-        return SglangGroup(client, inference.process_group, place)
+        return SglangGroup(client, inference.process_group, weight_host)
     if inference.shared_memory is not None:
-        return SglangSharedMemory(client, inference.shared_memory, place)
+        return SglangSharedMemory(client, inference.shared_memory, weight_host)
     return None
 
 

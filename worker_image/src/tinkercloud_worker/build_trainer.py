@@ -27,23 +27,24 @@ from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 if TYPE_CHECKING:
-    from tinkercloud_worker.actors.porter import RanksPlace
+    from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 
 
-def build_place(config: HeadConfig) -> "RanksPlace | None":
+def build_weight_host(config: HeadConfig) -> "RankWeightHost | None":
     """Return where published whole models stay; None: at the head.
 
-    They stay with ranks where processes can take them from there to engines.
+    They stay with ranks where processes can send them from there to engines.
     """
     inference = config.sampler.inference
-    is_carried = inference.process_group or inference.shared_memory
-    if not is_carried or not config.trainer.ranks or config.trainer.backend == "none":
+    is_sent_directly = inference.process_group or inference.shared_memory
+    if not is_sent_directly or not config.trainer.ranks or config.trainer.backend == "none":
         return None
     # Ray, as below.
-    from tinkercloud_worker.actors.porter import Berth, RanksPlace  # noqa: PLC0415
+    from tinkercloud_worker.actors.rank_weight_host import RankWeightHost  # noqa: PLC0415
+    from tinkercloud_worker.actors.weight_store import WeightStoreConfig  # noqa: PLC0415
 
-    return RanksPlace(
-        Berth(
+    return RankWeightHost(
+        WeightStoreConfig(
             folder=Path(config.scratch_dir) / "ranks",
             max_bytes=config.limits.max_placed_bytes,
             base_path=Path(config.model.path),
@@ -53,14 +54,14 @@ def build_place(config: HeadConfig) -> "RanksPlace | None":
 
 
 def build_trainer(
-    config: HeadConfig, base: Callable[[], BaseModel], place: "RanksPlace | None"
+    config: HeadConfig, base: Callable[[], BaseModel], weight_host: "RankWeightHost | None"
 ) -> Trainer:
     """Return the trainer, its ranks started.
 
     Args:
         config: of the head.
         base: returns the head's copy of the base model, loaded by the first call.
-        place: where whole models stay that its ranks publish.
+        weight_host: where whole models stay that its ranks publish.
 
     Raises:
         RanksUnavailable: the ranks could not be started.
@@ -91,7 +92,7 @@ def build_trainer(
     )
     timings = GroupTimings(start=config.trainer.start_timeout_seconds)
     connect(shape)
-    return RankedTrainer(lambda: RankGroup(shape, factory, timings), place)
+    return RankedTrainer(lambda: RankGroup(shape, factory, timings), weight_host)
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:

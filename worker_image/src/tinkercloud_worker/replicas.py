@@ -56,8 +56,8 @@ class ReplicatedTrainer(AdamTrainer):
         elif dist.get_rank() != 0:
             self.discard_gradient(model_id)
 
-    def last_words(self) -> Mapping[str, TrainingState]:
-        """See `RankTrainer.last_words`."""
+    def salvage(self) -> Mapping[str, TrainingState]:
+        """See `RankTrainer.salvage`."""
         whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
         with accelerator.side_stream():
             return {name: state_of(model, _gathered) for name, model in whole.items()}

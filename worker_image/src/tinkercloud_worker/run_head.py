@@ -23,13 +23,13 @@ from tinkercloud_worker import accelerator, logs
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import build_sampler, check_model
-from tinkercloud_worker.build_trainer import build_place, build_trainer
+from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
-from tinkercloud_worker.inference.place import HeadPlace
+from tinkercloud_worker.inference.weight_host import HeadWeightHost
 
 log = structlog.get_logger(__name__)
 
@@ -42,15 +42,20 @@ def build_backend(config: HeadConfig) -> Backend:
     check_model(config)
     base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    place = build_place(config)
-    trainer = build_trainer(config, base, place)
+    weight_host = build_weight_host(config)
+    trainer = build_trainer(config, base, weight_host)
     wanted, taken = config.limits.max_context_length, trainer.limits.max_context_length
     if wanted is not None and wanted > taken:
         log.warning(
             "limits.max_context_length is more than the model takes", wanted=wanted, taken=taken
         )
     sampler, thread = build_sampler(
-        config, base, tokenizer, trainer, place=place or HeadPlace(), on_crash=_end_process
+        config,
+        base,
+        tokenizer,
+        trainer,
+        weight_host=weight_host or HeadWeightHost(),
+        on_crash=_end_process,
     )
     return Backend(
         config=config,

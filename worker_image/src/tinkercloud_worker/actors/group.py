@@ -1,11 +1,11 @@
 """A group of ranks: started together, given one command at a time, ended together.
 
 A command goes to all ranks, and the next one begins when all have answered. So two commands can
-never interleave their collective operations, whoever gives them. The group stands or falls as one:
-a rank that dies, or fails in a way it can't answer for, leaves others waiting in a collective
-operation, so all of them are ended and whoever waits is told at once. Before that one of those that
-live is asked for its last words: what it holds that another group can go on with. A client error
-that all ranks agree on is none of that; it is raised as it is.
+never interleave their collective operations, whichever threads give them. The group is lost as a
+whole: a rank that dies, or raises what is no client error, leaves others waiting in a collective
+operation, so all of them are ended and the caller is told at once. Before that, state is salvaged
+from one that lives: what another group can go on with. A client error that all ranks raise alike
+ends nothing; it is raised as it is.
 
 Starting has a deadline. Whatever goes wrong until then leaves neither actors nor a placement group
 behind.
@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.actors.rank import LAST_WORDS, Answer, Rank, Surroundings, Worker
+from tinkercloud_worker.actors.rank import SALVAGE, Answer, Rank, RankLocation, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
 log = structlog.get_logger(__name__)
@@ -52,12 +52,12 @@ _SETTINGS_WITHOUT_GPUS = {
 }
 _MORE_TIME = "raise trainer.start_timeout_seconds (of a BaseModel: trainer.startTimeoutSeconds)"
 _ECHO_SECONDS = 2.0
-"""A rank that waits for one that dies may fail before that death is known: so long is it waited
-for, to tell the cause from the echo."""
+"""A rank that waits for one that dies may fail before that death is known. How long to wait for
+the news of it, to tell the cause from its consequence."""
 
 
 class RanksUnavailable(Unavailable):
-    """The group could not be started; the message says what lacked."""
+    """The group could not be started; the message says what was missing."""
 
 
 class RanksLost(StateLost):
@@ -82,7 +82,7 @@ class GroupShape:
 
     @property
     def backend(self) -> str:
-        """What the ranks talk by, as `torch.distributed` names it."""
+        """What the ranks communicate by, as `torch.distributed` names it."""
         return accelerator.backend_of_ranks(self.gpus_per_rank)
 
 
@@ -95,8 +95,8 @@ class GroupTimings:
     collective: float = 1800.0
     """How long an operation of all ranks waits for one that lives but does not come. No less than
     `start`: one that has loaded may wait in one for another that has not."""
-    last_words: float = 120.0
-    """How long each rank of a lost group may take to hand over what it holds."""
+    salvage: float = 120.0
+    """How long each rank of a lost group may take to hand over its state."""
 
 
 def connect(shape: GroupShape) -> None:
@@ -159,9 +159,9 @@ class RankGroup:
         self._one_at_a_time = threading.Lock()
         self._loss: str | None = None
         self._ranks: list[ActorHandle[Rank]] = []
-        self.last_words: Any = None
-        """Once the group is lost: what the method of that name returned at one of the ranks that
-        lived; None if there was none."""
+        self.salvaged: Any = None
+        """Once the group is lost: what `salvage` returned at one of the ranks that lived; None if
+        there was none."""
         self._places: PlacementGroup | None = None
         try:
             self._start(factory, time.monotonic() + self._timings.start)
@@ -190,41 +190,45 @@ class RankGroup:
         """
         shared = ray.put(args)
         return self._command(
-            method, lambda i, rank: (rank.obey if i else rank.call).remote(method, shared)
+            method,
+            lambda i, rank: (rank.call_without_result if i else rank.call).remote(method, shared),
         )[0]
 
-    def keep(self, method: str, *args: object) -> Any:  # noqa: ANN401 - Ray's references are of any type
+    def call_by_reference(self, method: str, *args: object) -> Any:  # noqa: ANN401 - Ray's references are of any type
         """Like `call`, but what rank 0 returned stays on its node.
 
         Returns:
             A reference to it, which lasts no longer than the group.
         """
         shared = ray.put(args)
-        [kept] = self._command(
-            method, lambda i, rank: (rank.obey if i else rank.keep).remote(method, shared)
+        [reference] = self._command(
+            method,
+            lambda i, rank: (rank.call_without_result if i else rank.call_by_reference).remote(
+                method, shared
+            ),
         )[0]
-        return kept
+        return reference
 
-    def surroundings(self) -> Surroundings:
+    def location(self) -> RankLocation:
         """Return where rank 0 is.
 
         Raises:
             RanksLost: as `call`.
         """
-        where: list[Surroundings] = self._command(
-            "surroundings", lambda _, rank: rank.surroundings.remote()
+        locations: list[RankLocation] = self._command(
+            "location", lambda _, rank: rank.location.remote()
         )
-        return where[0]
+        return locations[0]
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
         """Like `call`, with arguments of its own for each rank, and a result from each."""
         return self._command(method, lambda i, rank: rank.call.remote(method, args[i]))
 
-    def settle(self, method: str, *args: object) -> Any:  # noqa: ANN401 - as in `call`
+    def call_independently(self, method: str, *args: object) -> Any:  # noqa: ANN401 - as in `call`
         """Have all ranks call a method in which none needs another; return what one returned.
 
-        What one of them has done, all that live have done. So a rank that is lost meanwhile ends
-        the group, but the command has been carried out, and is part of the last words.
+        If one rank has done it, all that live have done it. So a rank that is lost meanwhile ends
+        the group, but the command has been carried out, and its effect is in what is salvaged.
 
         Raises:
             RanksLost: the group had been lost before, or no rank lives.
@@ -234,19 +238,19 @@ class RankGroup:
             self._check_alive()
             shared = ray.put(args)
             refs = [rank.call.remote(method, shared) for rank in self._ranks]
-            answers, failures = _sort_out(refs)
+            answers, failures = _answers_and_failures(refs)
             if failures:
                 rank, error = next(iter(failures.items()))
                 alive = [r for r, each in failures.items() if not isinstance(each, RayActorError)]
                 reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(error)}"
-                # Those that have done it come first, so that it is done.
+                # Those that have done it come first, so that its effect is salvaged.
                 self._end(reason, [*answers, *alive])
         if not answers:
             raise RanksLost(self._loss or "")
         return self._agreed(method, [*answers.values()])[0]
 
     def close(self) -> None:
-        """End all ranks and give their place back. What runs fails; repeating this is harmless."""
+        """End all ranks and free their resources. Running commands fail; repeating is harmless."""
         self._loss = self._loss or "the group was closed"
         for rank in self._ranks:
             ray.kill(rank)
@@ -287,7 +291,7 @@ class RankGroup:
             num_cpus=self.shape.cpus_per_rank,
             num_gpus=self.shape.gpus_per_rank,
             max_restarts=0,
-            concurrency_groups={LAST_WORDS: 1},
+            concurrency_groups={SALVAGE: 1},
             scheduling_strategy=strategy,
         )(Rank)
         return cast("ActorHandle[Rank]", actor.remote())
@@ -335,7 +339,7 @@ class RankGroup:
     def _answers(self, method: str, refs: list[Any]) -> list[Answer]:
         pending = list(refs)
         while pending:
-            # A rank that fails is heard of at once, whatever the others wait for.
+            # The failure of a rank is known at once, whatever the others wait for.
             done, pending = ray.wait(pending, num_returns=1)
             try:
                 ray.get(done)
@@ -343,21 +347,21 @@ class RankGroup:
                 log.exception("a rank failed", command=method)
                 rank, cause = _cause(refs, refs.index(done[0]), error)
                 reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(cause)}"
-                # One that lives may have failed because another died, and still has its words.
+                # One that lives may have failed because another died, and still has its state.
                 dead = {rank} if isinstance(cause, RayActorError) else set()
                 self._end(reason, [r for r in range(len(refs)) if r not in dead])
                 raise RanksLost(reason) from error
         return list(ray.get(refs))
 
-    def _end(self, reason: str, witnesses: Sequence[int]) -> None:
-        """End the group, having heard the last words of the first of some ranks that has any."""
+    def _end(self, reason: str, sources: Sequence[int]) -> None:
+        """End the group, after salvaging the state of the first of some ranks that answers."""
         self._loss = reason
-        for rank in witnesses:
-            # It may wait for a dead rank: this runs beside that.
+        for rank in sources:
+            # The rank may hang in a collective operation: this runs concurrently.
             actor = self._ranks[rank]
-            words: Any = actor.last_words.options(concurrency_group=LAST_WORDS).remote()
+            state: Any = actor.salvage.options(concurrency_group=SALVAGE).remote()
             try:
-                self.last_words = ray.get(words, timeout=self._timings.last_words)
+                self.salvaged = ray.get(state, timeout=self._timings.salvage)
                 break
             except RayError:
                 log.warning("a rank of a lost group says nothing", rank=rank, exc_info=True)
@@ -375,8 +379,8 @@ def neighbours_together(nodes: Mapping[int, str]) -> list[int]:
     return sorted(nodes, key=lambda place: (nodes[place], place))
 
 
-def _sort_out(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayError]]:
-    """Wait for all ranks; return, by rank, the answers of some and the failures of others."""
+def _answers_and_failures(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayError]]:
+    """Wait for all ranks; return the answers and the failures, by rank."""
     answers: dict[int, Answer] = {}
     failures: dict[int, RayError] = {}
     for rank, ref in enumerate(refs):
@@ -389,15 +393,15 @@ def _sort_out(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayErro
 
 
 def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayError]:
-    """Return which rank failed, and how: one that died rather than one that missed it.
+    """Return which rank failed first, and how: a death rather than its consequence at another.
 
     Args:
         refs: of what ranks answer.
-        rank: the first that was heard to fail.
-        first: how.
+        rank: the first whose failure was known.
+        first: that failure.
     """
     if isinstance(first, RayActorError):
-        # Those that live may be ended over it too, by NCCL's watchdog: they are heard at once.
+        # Ranks that wait for it may be ended too, by NCCL's watchdog, at about the same time.
         return rank, first
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_SECONDS)
     failures: list[tuple[int, RayError]] = []

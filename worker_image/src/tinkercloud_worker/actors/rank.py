@@ -14,44 +14,44 @@ from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker import accelerator, logs
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 
-LAST_WORDS = "last_words"
+SALVAGE = "salvage"
 """Concurrency group of the one method that is called while another may run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a command at one rank: a value, or the client error it was refused with."""
+    """Result of a command at one rank: a value, or the client error that it raised."""
 
     value: Any
     refusal: WireError | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RankLocation:
     """Where a rank is."""
 
     node: str
-    """Of Ray's cluster, by its id."""
+    """Id of the node in Ray's cluster."""
     gpus: Mapping[str, str]
-    """Variables by which another process there has the rank's GPUs too."""
+    """Environment (CUDA_VISIBLE_DEVICES) that gives another process there this rank's GPUs."""
 
 
 class Worker(Protocol):
-    """What a rank needs of its object, beside the methods it is told to call."""
+    """What a rank needs of its object, beside the methods that commands name."""
 
-    def last_words(self) -> Any:  # noqa: ANN401 - of whatever kind of object
-        """Return what shall outlive a lost group. Must need no other rank and change nothing."""
+    def salvage(self) -> Any:  # noqa: ANN401 - of whatever kind of object
+        """Return the state that outlives a lost group. Must need no other rank, change nothing."""
 
 
 class Rank:
     """One process of a group: a member of its torch process group that holds one worker object.
 
     The object is made by a factory once the process group stands, and does the work; the methods
-    here are what the group calls, one at a time except for `last_words`.
+    here are what the group calls, one at a time except for `salvage`.
     """
 
     def __init__(self) -> None:
-        # Until the object is made, its trainer is imported, of which nothing becomes garbage.
+        # Until the object is made, modules are imported, of which nothing becomes garbage.
         gc.disable()
         logs.configure()
         send_through_shared_memory()
@@ -89,7 +89,7 @@ class Rank:
 
     def build(self, factory: Callable[[], Worker]) -> None:
         """Make the object that does the work."""
-        # What has been imported is not gone over in every search from now on.
+        # Collections from now on skip what has been imported.
         gc.freeze()
         gc.enable()
         self._worker = factory()
@@ -101,24 +101,23 @@ class Rank:
         except WireError as error:
             return Answer(None, error)
 
-    def obey(self, method: str, args: tuple[object, ...]) -> Answer:
-        """Call a method of the object for its effect: what it returns stays here."""
+    def call_without_result(self, method: str, args: tuple[object, ...]) -> Answer:
+        """Call a method of the object for its effect: what it returns is dropped."""
         return Answer(None, self.call(method, args).refusal)
 
-    def keep(self, method: str, args: tuple[object, ...]) -> Answer:
+    def call_by_reference(self, method: str, args: tuple[object, ...]) -> Answer:
         """Call a method of the object; what it returns stays in the store of this node.
 
-        The answer's value is a list of one, the reference to it: Ray would hand over what a bare
-        one stands for.
+        The answer's value is a list of one, the reference: Ray would resolve a bare one.
         """
         answer = self.call(method, args)
         return answer if answer.refusal else Answer([ray.put(answer.value)])
 
-    def surroundings(self) -> Answer:
-        """Answer where this rank is."""
+    def location(self) -> Answer:
+        """Return where this rank is."""
         node = ray.get_runtime_context().get_node_id()
-        return Answer(Surroundings(node, accelerator.visible_devices_env()))
+        return Answer(RankLocation(node, accelerator.visible_devices_env()))
 
-    def last_words(self) -> Any:  # noqa: ANN401 - the object's own
-        """Return what the object wants to outlive the group; a command may hang meanwhile."""
-        return self._worker.last_words()
+    def salvage(self) -> Any:  # noqa: ANN401 - the object's own
+        """Return the state of the object that outlives the group; a command may hang meanwhile."""
+        return self._worker.salvage()

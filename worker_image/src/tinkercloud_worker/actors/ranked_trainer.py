@@ -4,12 +4,12 @@ Each rank holds a trainer of its own, its part of the whole; every call here is 
 of them. A pass is divided over the replicas of the model: ranks that hold one replica between them
 get the same share of the batch, and one of them answers for it.
 
-When a rank is lost, its group is, and the command that ran fails. What the other ranks hold, and
-every one holds, is kept: the models as of their last optim_step. The next command starts another
-group, which goes on with them. Gradients that were not applied yet had a part at the lost rank:
-each model is told so once, by the first request that would have built on one. A model of which no
-living rank holds all is lost, and calls about it raise StateLost from then on. What is kept can be
-saved without another group: the node that is gone may be why it is.
+When a rank is lost, its group is, and the command that ran fails. Models that are whole at each of
+the other ranks are salvaged, as of their last optim_step. The next command starts another group,
+which goes on with them. Gradients that were not applied yet had a part at the lost rank: each
+model's client is told so once, in answer to the first request that would have built on one. A model
+of which no living rank holds all is lost, and calls about it raise StateLost from then on. What is
+salvaged can be saved without another group, for which there may be no room any more.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ import structlog
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
-from tinkercloud_worker.actors.porter import RanksPlace, waited
+from tinkercloud_worker.actors.rank_weight_host import RankWeightHost, waited
 from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
@@ -40,40 +40,42 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Ask = Callable[[RankGroup, str, str], Any]
-"""Has the ranks of a group call a method about a model."""
+"""Has the ranks of a group call a method about a model: `RankGroup.call`, or one like it."""
 
 
 class RankedTrainer:
     """See `engine.trainer.Trainer`, whose contract this class fulfils."""
 
-    def __init__(self, start: Callable[[], RankGroup], place: RanksPlace | None = None) -> None:
+    def __init__(
+        self, start: Callable[[], RankGroup], weight_host: RankWeightHost | None = None
+    ) -> None:
         """Start the ranks.
 
         Args:
             start: starts a group whose worker objects are RankTrainers; called again after a loss.
-            place: where whole models stay that are published; None: they come to the head.
+            weight_host: where published whole models stay; None: they come to the head.
 
         Raises:
             RanksUnavailable: the group could not be started.
         """
         self._start = start
-        self._place = place
+        self._weight_host = weight_host
         self._models: set[str] = set()
         self._whole: set[str] = set()
         """Those of `_models` that are no adapters."""
-        self._kept: Mapping[str, TrainingState] = {}
-        """Of the models of a lost group, until another one has them."""
+        self._salvaged: Mapping[str, TrainingState] = {}
+        """States of the models of a lost group, until another group has them."""
         self._unapplied: set[str] = set()
         """Models that have a gradient."""
-        self._bereft: dict[str, str] = {}
-        """Models that have lost a gradient and have not been told, and how that came."""
+        self._untold_gradient_losses: dict[str, str] = {}
+        """Models that have lost a gradient, and why, until their client is told."""
         self._lost: dict[str, str] = {}
-        """Models that are lost, and how that came."""
+        """Models that are lost, and why."""
         self._group = start()
         try:
             self._memberships = _memberships(self._group)
-            if place is not None:
-                place.settle(self._group)
+            if weight_host is not None:
+                weight_host.attach_to(self._group)
         except BaseException:
             self._group.close()
             raise
@@ -82,8 +84,8 @@ class RankedTrainer:
     def close(self) -> None:
         """End the ranks."""
         self._models.clear()
-        if self._place is not None:
-            self._place.close()
+        if self._weight_host is not None:
+            self._weight_host.close()
         self._group.close()
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
@@ -104,7 +106,7 @@ class RankedTrainer:
         if model_id in self._models:
             self._models.remove(model_id)
             self._forget_gradient(model_id)
-            self._settle_if_alive("remove_model", model_id)
+            self._call_if_alive("remove_model", model_id)
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
@@ -126,46 +128,50 @@ class RankedTrainer:
         """See `Trainer.optim_step`. A rank lost meanwhile leaves it undone, or done everywhere."""
         self._tell_of_lost_gradient(model_id)
         self._unapplied.discard(model_id)
-        self._about(model_id, lambda group: group.call("sum_gradient", model_id))
-        metrics = self._about(model_id, lambda group: group.settle("optim_step", model_id, params))
+        self._model_command(model_id, lambda group: group.call("sum_gradient", model_id))
+        metrics = self._model_command(
+            model_id, lambda group: group.call_independently("optim_step", model_id, params)
+        )
         return cast("Mapping[str, float]", metrics)
 
     def discard_gradient(self, model_id: str) -> None:
         """See `Trainer.discard_gradient`. What is lost has no gradient."""
         self._forget_gradient(model_id)
         if model_id in self._models:
-            self._settle_if_alive("discard_gradient", model_id)
+            self._call_if_alive("discard_gradient", model_id)
 
     def release_memory(self) -> None:
-        """See `Trainer.release_memory`. Of a rank that is lost, the next command tells."""
+        """See `Trainer.release_memory`. A rank that is lost is reported by the next command."""
         if self._group.is_alive:
             with suppress(RanksLost):
-                self._command(lambda group: group.settle("release_memory"))
+                self._command(lambda group: group.call_independently("release_memory"))
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         return self._copy_of("snapshot", model_id)
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
-        """See `Trainer.publication`. A whole model stays with the ranks, if there is a place."""
-        if self._place is not None and model_id in self._whole:
-            place = self._place
-            kept = self._held("published", model_id, RankGroup.keep)
+        """See `Trainer.publication`. A whole model stays with the ranks, if it has a host there."""
+        if self._weight_host is not None and model_id in self._whole:
+            host = self._weight_host
+            reference = self._model_result("published", model_id, RankGroup.call_by_reference)
             with suppress(GradientLost):
-                if kept is not None:
-                    self._about(model_id, place.settle)
-                    return partial(_brought, place, kept)
+                if reference is not None:
+                    self._model_command(model_id, host.attach_to)
+                    return partial(_stored, host, reference)
         weights = self._copy_of("published", model_id)
         return lambda: weights
 
     def export_state(self, model_id: str) -> TrainingState:
-        """See `Trainer.export_state`. It has its place in Ray's store for as long as it is held."""
-        state = self._held("export_state", model_id) or self._kept[model_id]
+        """See `Trainer.export_state`. It takes room in Ray's store while it is referenced."""
+        state = self._model_result("export_state", model_id) or self._salvaged[model_id]
         return cast("TrainingState", state)
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
-        self._about(model_id, lambda group: group.settle("import_state", model_id, state))
+        self._model_command(
+            model_id, lambda group: group.call_independently("import_state", model_id, state)
+        )
         self._forget_gradient(model_id)
 
     def export_gradient(self, model_id: str) -> Gradient | None:
@@ -175,15 +181,17 @@ class RankedTrainer:
             GradientLost: a lost rank took its part along, and the model has not been told.
         """
         gradient = None
-        if model_id not in self._bereft:
-            gradient = self._held("export_gradient", model_id)
-        if model_id in self._bereft:
-            raise GradientLost(self._bereft[model_id])
+        if model_id not in self._untold_gradient_losses:
+            gradient = self._model_result("export_gradient", model_id)
+        if model_id in self._untold_gradient_losses:
+            raise GradientLost(self._untold_gradient_losses[model_id])
         return cast("Gradient | None", gradient)
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
-        self._about(model_id, lambda group: group.settle("import_gradient", model_id, gradient))
+        self._model_command(
+            model_id, lambda group: group.call_independently("import_gradient", model_id, gradient)
+        )
         self._forget_gradient(model_id)
         self._unapplied.add(model_id)
 
@@ -195,7 +203,7 @@ class RankedTrainer:
         shares = deal(padded_lengths(lengths, self._memberships[0].pad_to_multiple_of), replicas)
         parts = [part(batch, share) for share in shares]
         arguments = [(model_id, parts[m.replica], _nothing) for m in self._memberships]
-        outputs = self._about(model_id, lambda group: group.call_each(method, arguments))
+        outputs = self._model_command(model_id, lambda group: group.call_each(method, arguments))
         between()
         answers: dict[int, LossOutput] = {
             membership.replica: output
@@ -205,17 +213,19 @@ class RankedTrainer:
         return join(shares, [answers[replica] for replica in range(replicas)])
 
     def _copy_of(self, method: str, model_id: str) -> WeightsSnapshot:
-        """Return what a method says of a model's weights, or what a lost group has left."""
-        weights: WeightsSnapshot = self._held(method, model_id) or self._kept[model_id].weights
+        """Return a model's weights from a method of the ranks, or salvaged from a lost group."""
+        weights: WeightsSnapshot = (
+            self._model_result(method, model_id) or self._salvaged[model_id].weights
+        )
         return _own(weights)
 
-    def _held(self, method: str, model_id: str, how: Ask = RankGroup.call) -> Any:  # noqa: ANN401 - the method's own result
-        """Return what a method says of a model; None if the group is lost, then or before.
+    def _model_result(self, method: str, model_id: str, ask: Ask = RankGroup.call) -> Any:  # noqa: ANN401 - the method's own result
+        """Return what a method returns about a model; None if the group is lost, then or before.
 
         Args:
             method: of the ranks' trainers.
             model_id: of the model.
-            how: the group is asked.
+            ask: how the group calls it.
 
         Raises:
             StateLost: the model is lost.
@@ -223,10 +233,10 @@ class RankedTrainer:
         self._check_exists(model_id)
         if self._group.is_alive:
             with suppress(GradientLost):
-                return self._about(model_id, lambda group: how(group, method, model_id))
+                return self._model_command(model_id, lambda group: ask(group, method, model_id))
         return None
 
-    def _about(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
+    def _model_command(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
         """Give a command about a model.
 
         Raises:
@@ -241,7 +251,7 @@ class RankedTrainer:
             raise GradientLost(_consequence(error.message)) from error
 
     def _command(self, command: Callable[[RankGroup], T]) -> T:
-        """Give a command, to another group if the last was lost; see to what a loss leaves."""
+        """Give a command, to another group if the last was lost; salvage states if this one is."""
         if not self._group.is_alive:
             self._take_over()
         group = self._group
@@ -249,20 +259,22 @@ class RankedTrainer:
             return command(group)
         finally:
             if not group.is_alive:
-                self._keep(group)
+                self._note_loss(group)
 
-    def _settle_if_alive(self, method: str, model_id: str) -> None:
-        """Have what is of no use to a model of a lost group done if there is a group."""
+    def _call_if_alive(self, method: str, model_id: str) -> None:
+        """Run a command unless the group is lost; a lost group needs no clean-up."""
         if self._group.is_alive:
-            self._command(lambda group: group.settle(method, model_id))
+            self._command(lambda group: group.call_independently(method, model_id))
 
-    def _keep(self, group: RankGroup) -> None:
-        states: Mapping[str, TrainingState] = group.last_words or {}
+    def _note_loss(self, group: RankGroup) -> None:
+        states: Mapping[str, TrainingState] = group.salvaged or {}
         reason = group.loss or ""
         self._lost |= dict.fromkeys(self._models - states.keys(), reason)
         self._models &= states.keys()
-        self._kept = {model_id: states[model_id] for model_id in self._models}
-        self._bereft |= dict.fromkeys(self._unapplied & self._models, _consequence(reason))
+        self._salvaged = {model_id: states[model_id] for model_id in self._models}
+        self._untold_gradient_losses |= dict.fromkeys(
+            self._unapplied & self._models, _consequence(reason)
+        )
         self._unapplied.clear()
 
     def _take_over(self) -> None:
@@ -273,19 +285,19 @@ class RankedTrainer:
         """
         group = self._start()
         try:
-            for model_id in self._models & self._kept.keys():
-                state = self._kept[model_id]
+            for model_id in self._models & self._salvaged.keys():
+                state = self._salvaged[model_id]
                 group.call("add_model", model_id, state.weights.lora)
                 group.call("import_state", model_id, state)
             memberships = _memberships(group)
-            if self._place is not None:
-                self._place.settle(group)
+            if self._weight_host is not None:
+                self._weight_host.attach_to(group)
         except BaseException as error:
             group.close()
             if isinstance(error, RanksLost):
                 raise RanksUnavailable(f"the ranks were started and lost: {error}") from error
             raise
-        self._group, self._memberships, self._kept = group, memberships, {}
+        self._group, self._memberships, self._salvaged = group, memberships, {}
 
     def _check_exists(self, model_id: str) -> None:
         if model_id not in self._models:
@@ -296,28 +308,28 @@ class RankedTrainer:
             )
 
     def _tell_of_lost_gradient(self, model_id: str) -> None:
-        reason = self._bereft.pop(model_id, None)
+        reason = self._untold_gradient_losses.pop(model_id, None)
         if reason is not None:
             raise GradientLost(reason)
 
     def _forget_gradient(self, model_id: str) -> None:
         self._unapplied.discard(model_id)
-        self._bereft.pop(model_id, None)
+        self._untold_gradient_losses.pop(model_id, None)
 
 
-def _brought(place: RanksPlace, kept: Any) -> Publication:  # noqa: ANN401 - Ray's references are of any type
-    """Have weights stay where they are, if they can; else bring them here. Raises as `waited`."""
+def _stored(host: RankWeightHost, reference: Any) -> Publication:  # noqa: ANN401 - Ray's references are of any type
+    """Store weights beside the ranks, if they can be; else copy them here. Raises as `waited`."""
     try:
-        return place.keep(kept)
+        return host.store(reference)
     except Unavailable as error:
         log.warning("a published model comes to the head", reason=error.message)
-    return _own(waited(kept))
+    return _own(waited(reference))
 
 
 def _own(weights: WeightsSnapshot) -> WeightsSnapshot:
-    """Return a copy of weights that lie in Ray's store.
+    """Return a copy of weights that are in Ray's store.
 
-    They may be sampled from for long, and the store has no room for what stays.
+    They may be sampled from for long, and the store has room for what is in transit only.
     """
     return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
 

@@ -25,8 +25,8 @@ Sent: TypeAlias = tuple[NDArray[np.uint8], torch.dtype, torch.Size]
 def send_through_shared_memory() -> None:
     """Have tensors that this process sends or puts into Ray's store go so from now on.
 
-    They must be on the CPU and require no gradient: others are refused by torch. Ray must be
-    initialised; who receives needs no such call.
+    They must be on the CPU and require no gradient: torch refuses others. Ray must be
+    initialised; receivers need no such call.
     """
     register_serializer(Tensor, serializer=_sent, deserializer=_received)
 
@@ -39,5 +39,5 @@ def _sent(tensor: Tensor) -> Sent:
 
 def _received(sent: Sent) -> Tensor:
     content, dtype, shape = sent
-    # Other ways warn of every array that is read-only.
+    # Other conversions warn of every read-only array.
     return from_dlpack(content).view(dtype).view(shape)

@@ -45,7 +45,7 @@ class RankTrainer(Trainer, Protocol):
     def published(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights, as passes see them; see `Trainer.publication`."""
 
-    def last_words(self) -> Mapping[str, TrainingState]:
+    def salvage(self) -> Mapping[str, TrainingState]:
         """Return the states of all models that are whole here. May be called while a pass runs."""
 
 

@@ -45,7 +45,7 @@ class WeightsSnapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class PlacedModel(Protocol):
+class RemoteModel(Protocol):
     """All weights of a fully fine-tuned model, as files on the machine of a trainer's first rank.
 
     They are in the form that inference servers read. Methods block.
@@ -69,7 +69,7 @@ class PlacedModel(Protocol):
         """Remove them. They may be gone."""
 
 
-Publication: TypeAlias = WeightsSnapshot | PlacedModel
+Publication: TypeAlias = WeightsSnapshot | RemoteModel
 """A model's weights at one moment, for samplers."""
 
 

@@ -77,14 +77,14 @@ class InferenceClient:
         """Ask for tokens or logprobs, which take as long as they take, and return the answer.
 
         Raises:
-            InvalidRequest: the server finds fault with the request.
+            InvalidRequest: the server rejects the request.
             ServerError: it failed, or is not there.
         """
         async with self._patience(None), self._room:
             return await self._answer("POST", path, orjson.dumps(body))
 
     async def post(self, path: str, body: Json | bytes, *, seconds: float) -> Json:
-        """Tell the server to do something; it waits for no room, however much is generated.
+        """Send a command; it does not wait for calls of `generate`.
 
         Args:
             path: beginning with a slash.
@@ -92,12 +92,23 @@ class InferenceClient:
             seconds: how long to wait for the whole answer.
 
         Raises:
-            InvalidRequest: the server finds fault with the request.
+            InvalidRequest: the server rejects the request.
             ServerError: it failed, or is not there.
         """
         async with self._patience(seconds):
             content = body if isinstance(body, bytes) else orjson.dumps(body)
             return await self._answer("POST", path, content)
+
+    async def command(self, path: str, body: Json | bytes, *, seconds: float) -> None:
+        """Like `post`, for what no user asked for: no refusal of it is a user's error.
+
+        Raises:
+            ServerError: the server refuses, failed, or is not there.
+        """
+        try:
+            await self.post(path, body, seconds=seconds)
+        except InvalidRequest as error:
+            raise ServerError(f"{self.url}{path}: {error.message}") from None
 
     async def get(self, path: str, *, seconds: float) -> Json:
         """Ask for something; an empty answer is an empty object.
@@ -110,7 +121,7 @@ class InferenceClient:
             return await self._answer("GET", path, None)
 
     def give_up(self, reason: str) -> None:
-        """Let all calls that run or wait raise ServerUnreachable, in the words of the reason."""
+        """Make all calls that run or wait raise ServerUnreachable, with the reason as message."""
         self._loss = reason
         calls, self._calls = self._calls, set()
         now = asyncio.get_running_loop().time()

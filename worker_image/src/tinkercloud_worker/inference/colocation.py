@@ -1,9 +1,9 @@
 """A trainer that shares its GPUs with inference servers, and has them to itself while it computes.
 
-The servers take their memory back when a request for them comes, not before: a step that follows a
-step finds the GPUs as it left them. What torch keeps of a GPU's memory between steps is given up
-before anybody else has a turn. What needs no memory there, as saving, has no turn to wait for; what
-it leaves behind all the same, or frees, is given up as well.
+The servers resume their memory when a request for them arrives, not before: between consecutive
+steps nothing is switched. GPU memory that torch caches is released before a server has its turn.
+Jobs that need no GPU memory, such as saving, wait for no turn; what they leave in torch's cache is
+released as well.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class ColocatedThread(EngineThread):
-    """An engine thread whose jobs wait for the servers to give their memory away."""
+    """An engine thread whose jobs wait for the servers to release their memory."""
 
     def __init__(
         self, turn: Turn, release: Callable[[], None], on_crash: Callable[[BaseException], None]
@@ -27,8 +27,8 @@ class ColocatedThread(EngineThread):
         """Make a thread.
 
         Args:
-            turn: a context in which the GPUs are the trainer's; it may be entered several times.
-            release: gives up what the trainer keeps of their memory; called on the thread.
+            turn: a context in which the GPUs are the trainer's; several may be open at once.
+            release: frees the GPU memory that the trainer caches; called on the thread.
             on_crash: see `EngineThread`.
         """
         super().__init__(on_crash)
@@ -37,7 +37,7 @@ class ColocatedThread(EngineThread):
         self._holders = 0
         """Jobs that have the turn."""
         self._begun: set[asyncio.Task[Any]] = set()
-        """What is not over, whoever still waits for it."""
+        """Jobs that have not ended, whether or not anybody still waits for them."""
 
     async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
         """See `EngineThread.run_with_others`."""
@@ -46,7 +46,7 @@ class ColocatedThread(EngineThread):
         try:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:
-            # Whoever gives a job up does not end it: the GPUs are the trainer's until it has.
+            # To cancel the caller does not end the job: the GPUs are the trainer's until it ends.
             if not has_turn.is_set():
                 holding.cancel()
             raise
@@ -59,9 +59,9 @@ class ColocatedThread(EngineThread):
         try:
             return await super().run_beside(job)
         finally:
-            # Who has the turn does so before it ends.
+            # If a job holds the GPUs, it releases memory itself when it ends.
             if not self._holders:
-                await self._give_up_memory()
+                await self._release_memory()
 
     async def _with_turn(self, group: Group[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
         async with self._turn():
@@ -72,23 +72,23 @@ class ColocatedThread(EngineThread):
             finally:
                 try:
                     if self._holders == 1:
-                        await self._give_up_memory()
+                        await self._release_memory()
                 finally:
                     self._holders -= 1
 
-    async def _give_up_memory(self) -> None:
-        # Who is cancelled as the process ends comes by here too, when nothing runs jobs any more.
+    async def _release_memory(self) -> None:
+        # Cancellation at the end of the process comes here too, when the thread has stopped.
         with suppress(ThreadStopped):
             await super().run_beside(self._release)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._begun.add(task)
-        task.add_done_callback(self._settle)
+        task.add_done_callback(self._forget)
         return task
 
-    def _settle(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._begun.discard(task)
         if not task.cancelled():
-            # Whoever has given up does not look.
+            # Nobody may await it any more: its exception counts as retrieved.
             task.exception()

@@ -1,19 +1,30 @@
-"""What is asked of an inference server, whatever program it is.
+"""The interface to an inference server, whatever program it is.
 
-A dialect turns our requests into one program's own and its answers back. It keeps nothing: what a
-server holds, and which server is asked, is decided above (`engine`, `sampler`).
+A dialect translates our requests into one program's API, and its answers back. It does not decide
+what a server holds, nor which server is asked: `server` and `sampler` do.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import PromptScores
+from tinkercloud_protocol.tensors import (
+    EMPTY_TOP_LOGPROB,
+    EMPTY_TOP_TOKEN,
+    PromptScores,
+    TopLogprobs,
+)
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 SEED_MASK = (1 << 62) - 1
 """Seeds that leave room for adding a sample's index within 63 bits."""
+
+Ranked = Sequence[tuple[int, float]]
+"""Token ids and logprobs at one position, the most likely first."""
 
 
 class Dialect(Protocol):
@@ -31,7 +42,7 @@ class Dialect(Protocol):
             ServerError: it holds another; the message names both.
         """
 
-    async def load_adapter(self, adapter: Written) -> None:
+    async def load_adapter(self, adapter: SavedWeights) -> None:
         """Load a PEFT adapter under its name. It may be loaded already.
 
         Raises:
@@ -44,7 +55,7 @@ class Dialect(Protocol):
     async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """Draw the request's samples, sample k with seed + k; the prompt's questions are ignored.
 
-        Of the prompt it is told how many tokens the server did not have to read.
+        The result says how many tokens of the prompt the server found in its cache.
 
         Raises:
             InvalidRequest: the server can't draw like this.
@@ -71,3 +82,13 @@ def refuse_alternatives(request: SamplingRequest) -> None:
             "prompt_alt_tokens_k: this model's sampler is an inference server, which does not draw"
             " at positions of the prompt; leave it out, or ask a sampler with backend torch"
         )
+
+
+def top_logprobs(positions: Sequence[Ranked], k: int) -> TopLogprobs:
+    """Return the top k logprobs of each position as one table; missing entries stay empty."""
+    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
+    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
+    for row, ranked in enumerate(positions):
+        for column, (token, logprob) in enumerate(ranked):
+            ids[row, column], values[row, column] = token, logprob
+    return TopLogprobs(ids, values)

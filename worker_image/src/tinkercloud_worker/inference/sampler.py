@@ -1,8 +1,8 @@
 """The sampler whose tokens come from inference servers: SGLang engines, or vLLM.
 
-What is published is written to a folder that the servers read, and loaded where it is first needed.
-Publishing one model's weights holds up nobody else's requests. A version's files and adapters go
-when it has been retired and its last request has ended.
+Published weights are written to a folder that the servers read, and each server loads them when it
+first needs them. Publishing one model's weights blocks no requests of others. A version's files and
+adapters are removed when it has been retired and its last request has ended.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from tinkercloud_protocol.tensors import PromptScores
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference import routing
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     NotThere,
     ServerError,
     ServerUnreachable,
 )
-from tinkercloud_worker.inference.engine import Engine
-from tinkercloud_worker.inference.sglang_control import BASE, TRAINING, SglangControl
+from tinkercloud_worker.inference.server import InferenceServer
+from tinkercloud_worker.inference.sglang.control import BASE, TRAINING, SglangControl
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 15.0
 _ATTEMPTS = 3
-"""Servers that a request may be lost with before it is taken to be the reason."""
+"""Servers that may be lost during a request before it is taken to be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class _Version:
         return self.name if self.lora is not None else None
 
     @property
-    def kind(self) -> str:
-        """Which weights a server must have under it."""
+    def mode(self) -> str:
+        """Mode that a server must be in: BASE, or the name of a whole model."""
         return BASE if self.name is None or self.lora is not None else self.name
 
 
@@ -68,9 +68,9 @@ class InferenceSampler:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        servers: Sequence[InferenceServer],
         controls: Mapping[str, SglangControl],
-        folder: AdapterFolder,
+        folder: WeightsFolder,
         config: SamplerConfig,
         base_model: str,
         *,
@@ -80,7 +80,7 @@ class InferenceSampler:
         """Make a sampler; no server is asked yet.
 
         Args:
-            engines: equal servers of the base model.
+            servers: equal servers of the base model.
             controls: of those whose weights and memory are this head's to change, by URL.
             folder: where to write what they load.
             config: bounds and patience.
@@ -90,7 +90,7 @@ class InferenceSampler:
             unadapted: what servers can't adapt of the base model, and why, by the field of an
                 adapter's configuration that must be off.
         """
-        self._engines = {engine.url: engine for engine in engines}
+        self._servers = {server.url: server for server in servers}
         self._controls = controls
         self._folder = folder
         self._config = config
@@ -132,13 +132,13 @@ class InferenceSampler:
         if isinstance(weights, WeightsSnapshot):
             name = await self._write(weights)
         else:
-            name = self._folder.adopt(weights)
+            name = self._folder.register_remote(weights)
         published = _Version(lora, name)
         self._users[name] += 1
         try:
             await self._ask(version, published, _nothing)
         except BaseException:
-            self._let_go(name)
+            self._release(name)
             raise
         self._versions[version] = published
 
@@ -146,7 +146,7 @@ class InferenceSampler:
         """See `Sampler.retire`."""
         published = self._versions.pop(version, None)
         if published is not None and published.name is not None:
-            self._let_go(published.name)
+            self._release(published.name)
 
     async def export(self, version: str) -> WeightsSnapshot | None:
         """See `Sampler.export`."""
@@ -170,66 +170,66 @@ class InferenceSampler:
             return await self._ask(version, used, _sampling(request, used.adapter))
         finally:
             if published.name is not None:
-                self._let_go(published.name)
+                self._release(published.name)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Have the GPUs of colocated servers for as long as the context lasts.
+        """Have the GPUs of colocated servers until the context ends.
 
-        A server that is away is waited for: one that begins again takes memory.
+        A server that is down is waited for: it takes memory as it restarts.
 
         Raises:
-            ServerError: one does not come back in time, or does not give its memory away.
+            ServerError: one does not come back in time, or does not release its memory.
         """
         async with AsyncExitStack() as stack:
             for url, control in self._controls.items():
-                turn = await self._training_turn(self._engines[url], control)
-                stack.push_async_exit(turn)
+                context = await self._enter_training(self._servers[url], control)
+                stack.push_async_exit(context)
             yield
 
-    async def _training_turn(
-        self, engine: Engine, control: SglangControl
+    async def _enter_training(
+        self, server: InferenceServer, control: SglangControl
     ) -> AbstractAsyncContextManager[None]:
-        """Return a turn that has been entered, to be left by who gets it."""
+        """Return a context that has been entered; the caller exits it."""
         for attempt in range(1, _ATTEMPTS + 1):
             control.look_again()
-            turn = control.turns.of(TRAINING)
+            context = control.modes.use(TRAINING)
             try:
-                await turn.__aenter__()
+                await context.__aenter__()
             except ServerUnreachable as error:
-                engine.look_after(error)
+                server.begin_recovery(error)
                 control.lost()
                 if attempt == _ATTEMPTS:
                     raise
-                await self._recovered(engine)
+                await self._recovered(server)
             else:
-                return turn
+                return context
         raise AssertionError("the last attempt returns or raises")
 
-    async def _recovered(self, engine: Engine) -> None:
+    async def _recovered(self, server: InferenceServer) -> None:
         try:
             async with asyncio.timeout(self._config.inference.recovery_seconds):
-                await engine.recovered()
+                await server.recovered()
         except TimeoutError:
             raise ServerUnreachable(
-                f"the inference server {engine.url}, which shares GPUs with the trainer, does not"
+                f"the inference server {server.url}, which shares GPUs with the trainer, does not"
                 f" answer, and did not come back within"
                 f" {self._config.inference.recovery_seconds:.0f} s; send the step again"
             ) from None
 
     async def close(self) -> None:
-        """See `Sampler.close`: servers and volumes that live on should not keep our weights."""
+        """See `Sampler.close`: servers and volumes that outlive us should not keep our weights."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*self._cleaning, return_exceptions=True)
                 await asyncio.gather(
-                    *[engine.unload_all() for engine in self._engines.values()],
+                    *[server.unload_all() for server in self._servers.values()],
                     *[control.close() for control in self._controls.values()],
                 )
         except TimeoutError:
             log.warning("adapters stay loaded in servers that take too long to let them go")
-        for engine in self._engines.values():
-            await engine.close()
+        for server in self._servers.values():
+            await server.close()
         await asyncio.to_thread(self._folder.remove_all)
 
     def _known(self, version: str) -> _Version:
@@ -260,7 +260,7 @@ class InferenceSampler:
         try:
             await self._ask("", version, _nothing)
         except AdaptersDisabled:
-            # Where there are no adapters, none can get into the base model's way.
+            # Without adapters there are none to apply to the base model by mistake.
             return _BASE_MODEL
         return version
 
@@ -268,51 +268,54 @@ class InferenceSampler:
         self,
         version: str,
         published: _Version,
-        work: Callable[[Engine], Awaitable[T]],
+        work: Callable[[InferenceServer], Awaitable[T]],
     ) -> T:
-        """Do something on a server that has the weights of a version; try others if it is lost."""
-        # Inflight versions of one model belong together.
+        """Run a request on a server that has a version's weights; try others if it is lost."""
+        # Inflight versions of one model share a key.
         key = version.partition("@")[0]
         for attempt in range(1, _ATTEMPTS + 1):
-            # How long it was with a server that was lost says nothing of how long others are away.
+            # Time that a server took before it was lost is not time spent waiting for others.
             deadline = time.monotonic() + self._config.inference.recovery_seconds
-            engine = await self._choose(key, deadline)
-            engine.running += 1
+            server = await self._choose(key, deadline)
+            server.running += 1
             try:
-                return await self._on(engine, published, work)
+                return await self._on(server, published, work)
             except ServerUnreachable as error:
-                engine.look_after(error)
-                self._lost(engine)
+                server.begin_recovery(error)
+                self._lost(server)
                 if attempt == _ATTEMPTS:
                     raise
             except NotThere:
-                # An adapter has been loaded again by then; the weights under it have not.
-                if engine.url not in self._controls or attempt == _ATTEMPTS:
+                # The server has loaded the adapter again by then, but not the weights under it.
+                if server.url not in self._controls or attempt == _ATTEMPTS:
                     raise
-                self._lost(engine)
+                self._lost(server)
             finally:
-                engine.running -= 1
+                server.running -= 1
         raise AssertionError("the last attempt returns or raises")
 
     async def _on(
-        self, engine: Engine, published: _Version, work: Callable[[Engine], Awaitable[T]]
+        self,
+        server: InferenceServer,
+        published: _Version,
+        work: Callable[[InferenceServer], Awaitable[T]],
     ) -> T:
-        control = self._controls.get(engine.url)
+        control = self._controls.get(server.url)
         if control is None:
-            return await engine.run(published.adapter, lambda: work(engine))
-        async with control.turns.of(published.kind):
-            return await engine.run(published.adapter, lambda: work(engine))
+            return await server.run(published.adapter, lambda: work(server))
+        async with control.modes.use(published.mode):
+            return await server.run(published.adapter, lambda: work(server))
 
-    def _lost(self, engine: Engine) -> None:
-        if (control := self._controls.get(engine.url)) is not None:
+    def _lost(self, server: InferenceServer) -> None:
+        if (control := self._controls.get(server.url)) is not None:
             control.lost()
 
-    async def _choose(self, key: str, deadline: float) -> Engine:
+    async def _choose(self, key: str, deadline: float) -> InferenceServer:
         while True:
-            up = {url: e.running for url, e in self._engines.items() if e.is_up}
+            up = {url: each.running for url, each in self._servers.items() if each.is_up}
             if up:
-                return self._engines[routing.choose(key, up)]
-            recoveries = [asyncio.create_task(e.recovered()) for e in self._engines.values()]
+                return self._servers[routing.choose(key, up)]
+            recoveries = [asyncio.create_task(each.recovered()) for each in self._servers.values()]
             patience = max(deadline - time.monotonic(), 0)
             done, waiting = await asyncio.wait(
                 recoveries, timeout=patience, return_when=asyncio.FIRST_COMPLETED
@@ -321,12 +324,12 @@ class InferenceSampler:
                 task.cancel()
             if not done:
                 raise ServerUnreachable(
-                    f"no inference server answers ({', '.join(self._engines)}), and none came back"
+                    f"no inference server answers ({', '.join(self._servers)}), and none came back"
                     f" within {self._config.inference.recovery_seconds:.0f} s"
                 )
 
     async def _write(self, weights: WeightsSnapshot) -> str:
-        """Write weights and return their name; of those that nobody waits for nothing stays."""
+        """Write weights and return their name; when cancelled, remove what was written."""
         work = asyncio.to_thread(self._folder.write, weights, self._base_model)
         writing = asyncio.create_task(work)
         try:
@@ -339,7 +342,7 @@ class InferenceSampler:
         with suppress(WireError):
             await asyncio.to_thread(self._folder.remove, await writing)
 
-    def _let_go(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         self._users[name] -= 1
         if self._users[name] == 0:
             del self._users[name]
@@ -351,34 +354,34 @@ class InferenceSampler:
         task.add_done_callback(self._cleaning.discard)
 
     async def _clean(self, name: str) -> None:
-        await asyncio.gather(*[self._unload(engine, name) for engine in self._engines.values()])
+        await asyncio.gather(*[self._unload(server, name) for server in self._servers.values()])
         await asyncio.to_thread(self._folder.remove, name)
 
-    async def _unload(self, engine: Engine, name: str) -> None:
-        control = self._controls.get(engine.url)
-        if control is None or not engine.has(name):
-            await engine.unload(name)
+    async def _unload(self, server: InferenceServer, name: str) -> None:
+        control = self._controls.get(server.url)
+        if control is None or not server.has(name):
+            await server.unload(name)
             return
         try:
-            # An adapter lies in the memory that the engine gives away while the trainer computes.
-            async with control.turns.of(BASE):
-                await engine.unload(name)
+            # An adapter is in the memory that the server releases while the trainer computes.
+            async with control.modes.use(BASE):
+                await server.unload(name)
         except ServerError as error:
-            log.warning("an adapter stays loaded", url=engine.url, reason=error.message)
+            log.warning("an adapter stays loaded", url=server.url, reason=error.message)
 
 
 def _sampling(
     request: SamplingRequest, adapter: str | None
-) -> Callable[[Engine], Awaitable[SamplingResult]]:
-    """Return the work that a request is: drawing, and scoring the prompt beside it if asked."""
+) -> Callable[[InferenceServer], Awaitable[SamplingResult]]:
+    """Return what runs a request: drawing, and scoring the prompt concurrently if asked."""
 
-    async def sample(engine: Engine) -> SamplingResult:
+    async def sample(server: InferenceServer) -> SamplingResult:
         questions = request.questions
         asks = questions.first_position is not None or questions.targets is not None
         if not asks:
-            return await engine.dialect.draw(request, adapter)
-        drawing = asyncio.create_task(_drawn(engine, request, adapter))
-        scoring = asyncio.create_task(_scored(engine, request, adapter))
+            return await server.dialect.draw(request, adapter)
+        drawing = asyncio.create_task(_drawn(server, request, adapter))
+        scoring = asyncio.create_task(_scored(server, request, adapter))
         try:
             drawn, scores = await asyncio.gather(drawing, scoring)
             return SamplingResult(drawn.sequences, scores)
@@ -389,13 +392,17 @@ def _sampling(
     return sample
 
 
-async def _drawn(engine: Engine, request: SamplingRequest, adapter: str | None) -> SamplingResult:
-    return await engine.dialect.draw(request, adapter)
+async def _drawn(
+    server: InferenceServer, request: SamplingRequest, adapter: str | None
+) -> SamplingResult:
+    return await server.dialect.draw(request, adapter)
 
 
-async def _scored(engine: Engine, request: SamplingRequest, adapter: str | None) -> PromptScores:
-    return await engine.dialect.score(request, adapter)
+async def _scored(
+    server: InferenceServer, request: SamplingRequest, adapter: str | None
+) -> PromptScores:
+    return await server.dialect.score(request, adapter)
 
 
-async def _nothing(_: Engine) -> None:
-    """Ask nothing but what comes before."""
+async def _nothing(_: InferenceServer) -> None:
+    """Send no request: all that is wanted is that the weights are loaded."""

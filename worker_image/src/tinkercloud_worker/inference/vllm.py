@@ -5,22 +5,15 @@ an adapter rank and a number of logprobs (`--max-lora-rank`, `--max-logprobs`) t
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
-    EMPTY_TOP_LOGPROB,
-    EMPTY_TOP_TOKEN,
-    PromptScores,
-    SampledSequence,
-    TopLogprobs,
-)
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     InferenceClient,
@@ -28,7 +21,13 @@ from tinkercloud_worker.inference.client import (
     NotThere,
     ServerError,
 )
-from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
+from tinkercloud_worker.inference.dialect import (
+    SEED_MASK,
+    Ranked,
+    refuse_alternatives,
+    top_logprobs,
+)
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _COMPLETIONS = "/v1/completions"
 _LOAD_SECONDS = 600.0
@@ -39,8 +38,6 @@ _MOST_POSITIONS = 4096
 """Positions of one prompt that are scored at all: each is a request."""
 Scores = Mapping[int, float]
 """Token id to logprob."""
-Ranked = Sequence[tuple[int, float]]
-"""Token ids and logprobs, the most likely first."""
 
 # A server may have other defaults, from the model's generation configuration.
 _NEUTRAL = {
@@ -83,15 +80,15 @@ class VllmDialect:
                 f" {self._model!r}; set sampler.inference.model to its name for this model"
             )
 
-    async def load_adapter(self, adapter: Written) -> None:
+    async def load_adapter(self, adapter: SavedWeights) -> None:
         """See `Dialect.load_adapter`."""
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.there)}
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.server_dir)}
         try:
             with metrics.loading(self.client.url, "adapter", "file"):
                 await self.client.post("/v1/load_lora_adapter", body, seconds=_LOAD_SECONDS)
         except (InvalidRequest, ServerError) as error:
             if "already been loaded" not in error.message:
-                raise _meaning(error) from None
+                raise _load_error(error) from None
 
     async def unload_adapter(self, name: str) -> None:
         """See `Dialect.unload_adapter`."""
@@ -105,8 +102,8 @@ class VllmDialect:
     async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
         """See `Dialect.draw`. vLLM itself draws sample k with seed + k.
 
-        At temperature 0 it draws one sample and no more, which all are equal to. What it did not
-        have to read it tells if it runs with `--enable-prompt-tokens-details`.
+        At temperature 0 it draws one sample and no more, which all are equal to. It reports
+        cached tokens if it runs with `--enable-prompt-tokens-details`.
         """
         is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
@@ -201,14 +198,14 @@ class VllmDialect:
             tokens=choice["token_ids"],
             logprobs=logprobs["token_logprobs"],
             stopped=choice["finish_reason"] == "stop",
-            top=_table([_ranked(p, top_k) for p in logprobs["top_logprobs"]], top_k)
+            top=top_logprobs([_ranked(p, top_k) for p in logprobs["top_logprobs"]], top_k)
             if top_k
             else None,
         )
 
 
-def _meaning(refused: InvalidRequest | ServerError) -> Exception:
-    """Return what it means that an adapter was not loaded."""
+def _load_error(refused: InvalidRequest | ServerError) -> Exception:
+    """Translate the error with which an adapter was not loaded."""
     words = refused.message
     no_route = isinstance(refused, NotThere) and "Not Found" in words
     if no_route or "LoRA is not enabled" in words:
@@ -231,17 +228,8 @@ def _ranked(position: Mapping[str, float], k: int) -> Ranked:
     return sorted(entries, key=lambda entry: -entry[1])[:k]
 
 
-def _table(positions: Sequence[Ranked], k: int) -> TopLogprobs:
-    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
-    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
-    for row, ranked in enumerate(positions):
-        for column, (token, value) in enumerate(ranked):
-            ids[row, column], values[row, column] = token, value
-    return TopLogprobs(ids, values)
-
-
 def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]) -> PromptScores:
-    """Gather what was found at each position."""
+    """Combine the scores of each position."""
     asked, length = request.questions, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
     shape = (0, 0) if asked.targets is None else asked.targets.shape
@@ -256,6 +244,6 @@ def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]
             best[position] = ranked
     return PromptScores(
         logprobs=logprobs if asked.logprobs_from is not None else None,
-        top=_table(best, asked.top_k) if asked.top_k else None,
+        top=top_logprobs(best, asked.top_k) if asked.top_k else None,
         targets=targets if asked.targets is not None else None,
     )

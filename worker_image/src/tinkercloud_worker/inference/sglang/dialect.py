@@ -13,30 +13,28 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
-    EMPTY_TOP_LOGPROB,
-    EMPTY_TOP_TOKEN,
-    FloatArray,
-    PromptScores,
-    SampledSequence,
-    TopLogprobs,
-)
+from tinkercloud_protocol.tensors import FloatArray, PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
-from tinkercloud_worker.inference.dialect import SEED_MASK, refuse_alternatives
-from tinkercloud_worker.inference.sglang_adapters import SglangAdapters
+from tinkercloud_worker.inference.dialect import (
+    SEED_MASK,
+    Ranked,
+    refuse_alternatives,
+    top_logprobs,
+)
+from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 RELEASED = "+released"
-"""Ends the weight version of an engine that was told to give its memory away."""
+"""Suffix of the weight version of an engine that was told to release its memory."""
 _CALL_SECONDS = 60.0
 _MISSING = (
     "never been loaded",
     "not loaded",
-    # One that it has evicted, or was told to forget, it looks for where files would be.
+    # It looks for an evicted or unloaded adapter where its files would be.
     "Failed to implicitly load",
 )
-"""What it says of an adapter that it does not hold."""
+"""Parts of its messages about an adapter that it does not hold."""
 
 Entry = Sequence[Any]
 """[logprob, token id, text or None]; at the first position its logprob is None."""
@@ -49,12 +47,12 @@ class SglangDialect:
         self.client = client
         self._adapters = SglangAdapters(client)
         self.weight_version: str | None = None
-        """What the engine should say its weights are; None where nobody has said so."""
+        """Weight version that the engine's answers should have; None to accept any."""
 
     async def check_health(self) -> None:
-        """See `Dialect.check_health`. The engine draws a token for it, so it is asked rarely.
+        """See `Dialect.check_health`. The engine draws a token for it, so it is called rarely.
 
-        One that has given its memory away draws none until it is told to take it back.
+        An engine that has released its memory draws none until it is told to resume it.
         """
         info = await self.model_info()
         if not str(info.get("weight_version")).endswith(RELEASED):
@@ -66,7 +64,7 @@ class SglangDialect:
         if not info.get("is_generation", True):
             raise ServerError(f"{self.client.url} serves {info['model_path']}, which draws no text")
 
-    async def load_adapter(self, adapter: Written) -> None:
+    async def load_adapter(self, adapter: SavedWeights) -> None:
         """See `Dialect.load_adapter`."""
         await self._adapters.load(adapter)
 
@@ -90,7 +88,7 @@ class SglangDialect:
         items = await self._generate(body, adapter)
         return SamplingResult(
             [self._sequence(item, request.top_logprobs) for item in items],
-            # Of the first to be read: others may have found what that one has left.
+            # Of the first to be computed: others may have found its keys and values in the cache.
             PromptScores(cached_tokens=min(_cached_tokens(item["meta_info"]) for item in items)),
         )
 
@@ -114,7 +112,7 @@ class SglangDialect:
         return _scores(request, item["meta_info"], first)
 
     async def model_info(self) -> Json:
-        """Return what the engine says of its model, among it `model_path` and `weight_version`."""
+        """Return the engine's description of its model, with `model_path` and `weight_version`."""
         return await self.client.get("/model_info", seconds=_CALL_SECONDS)
 
     async def _generate(self, body: dict[str, Any], adapter: str | None) -> Sequence[Json]:
@@ -149,7 +147,7 @@ class SglangDialect:
             tokens=[int(token) for _, token, *_ in drawn],
             logprobs=[float(logprob) for logprob, *_ in drawn],
             stopped=meta["finish_reason"]["type"] == "stop",
-            top=_top(meta["output_top_logprobs"], top_k) if top_k else None,
+            top=top_logprobs(_ranked(meta["output_top_logprobs"]), top_k) if top_k else None,
         )
 
 
@@ -175,14 +173,9 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
     }
 
 
-def _top(positions: Sequence[Sequence[Entry] | None], k: int) -> TopLogprobs:
-    """Read the k best entries of each position; one that has none stays empty."""
-    ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
-    values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
-    for row, entries in enumerate(positions):
-        for column, (logprob, token, *_) in enumerate(entries or ()):
-            ids[row, column], values[row, column] = token, logprob
-    return TopLogprobs(ids, values)
+def _ranked(positions: Sequence[Sequence[Entry] | None]) -> list[Ranked]:
+    """Read the best entries of each position; one that has none has an empty list."""
+    return [[(token, logprob) for logprob, token, *_ in entries or ()] for entries in positions]
 
 
 def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
@@ -197,8 +190,8 @@ def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
         logprobs[: asked.logprobs_from] = np.nan
     if asked.top_k:
         start = asked.logprobs_from or 1
-        skipped = [None] * start
-        top = _top([*skipped, *meta["input_top_logprobs"][start - first :]], asked.top_k)
+        found = _ranked(meta["input_top_logprobs"][start - first :])
+        top = top_logprobs([()] * start + found, asked.top_k)
     if asked.targets is not None:
         targets = _targets(asked.targets, meta.get("input_token_ids_logprobs", ()), first)
     return PromptScores(

@@ -11,7 +11,7 @@ import torch
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.inference.adapters import AdapterFolder
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 MODULE = "model.layers.0.self_attn.q_proj"
 WEIGHTS = WeightsSnapshot(
@@ -35,7 +35,7 @@ def no_files_over(size_bytes: int) -> Iterator[None]:
 
 
 def test_of_weights_that_there_is_no_room_for_nothing_is_left(tmp_path: Path) -> None:
-    folder = AdapterFolder(tmp_path, there=None, owner="head", base_path=tmp_path)
+    folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
 
     with no_files_over(1 << 19), pytest.raises(Unavailable, match="File too large; have its"):
         folder.write(WEIGHTS, "tiny/llama")

@@ -1,9 +1,9 @@
 """Rank 0 of a process group with one SGLang engine: a process that broadcasts weights from files.
 
-It is apart from the head because it has to be ended whatever it waits for: NCCL may end the process
-that waits for a rank which has died, and whoever waits in a collective hears nothing else. Once it
-has ended, its connections are closed, and the engine waits for it no longer. No collective of a
-trainer can meet one of its own.
+It is a process of its own because it must be killed whatever it waits for: NCCL may end a process
+that waits for a rank which has died, and one that waits in a collective reads no input. Once it has
+ended, its connections are closed, and the engine stops waiting. Its collectives can never
+interleave with a trainer's.
 
 It reads lines of JSON, `{"file": a safetensors file, "most_bytes": of a part}`, and ends when there
 are no more to come, be it in the middle of a broadcast. It writes such lines:
@@ -34,11 +34,11 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
 )
 
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.inference.sglang_courier import Say, run
-from tinkercloud_worker.inference.sglang_tensors import buckets, run_of_bytes
+from tinkercloud_worker.inference.sender_process import Say, run_sender
+from tinkercloud_worker.inference.sglang.tensors import buckets, flatten
 
 Broadcast = Callable[[Tensor], None]
-"""Brings bytes to all other ranks; returns once it has let go of them."""
+"""Broadcasts bytes to all other ranks; returns once their memory may be reused."""
 _SET_BY_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang sets for itself, and NCCL needs to be alike at all ranks."""
 _SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
@@ -46,9 +46,9 @@ _SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
 
 
 def main() -> None:
-    """Send what is asked for until nobody asks any more."""
+    """Send the models that are asked for, until the input ends."""
     options = _options()
-    run(lambda say, asked: _work(options, say, asked))
+    run_sender(lambda say, asked: _work(options, say, asked))
 
 
 def _work(options: Namespace, say: Say, asked: "SimpleQueue[dict[str, Any]]") -> None:
@@ -101,7 +101,7 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
         whence = dist.BroadcastOptions()
         whence.rootRank, whence.rootTensor = 0, 0
         gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
-        return lambda run: gloo.broadcast([run], whence).wait()  # type: ignore[attr-defined] # as above
+        return lambda flat: gloo.broadcast([flat], whence).wait()  # type: ignore[attr-defined] # as above
     os.environ.update(_SET_BY_ENGINES)
     ranks_of_the_engine = options.world_size - 1
     if ranks_of_the_engine > 1:
@@ -110,8 +110,8 @@ def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
 
 
 def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:
-    """Send a part as one run of bytes, of which the engine is told what lies where."""
-    ordered, run = run_of_bytes(part)
+    """Send a part as one flat tensor of bytes; the engine is told what lies where in it."""
+    ordered, flat = flatten(part)
     say(
         {
             "names": list(ordered),
@@ -119,7 +119,7 @@ def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:
             "shapes": [list(tensor.shape) for tensor in ordered.values()],
         }
     )
-    broadcast(run)
+    broadcast(flat)
     return 1
 
 

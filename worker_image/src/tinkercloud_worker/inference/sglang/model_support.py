@@ -1,8 +1,8 @@
 """Models that SGLang computes otherwise than their configuration says, or adapts in part.
 
-Mostly without a word: then a trainer's logprobs and an engine's are those of two models. All is by
-the source of SGLang 0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is refused
-for it.
+Mostly it does so silently: then a trainer's logprobs and an engine's are those of two models. All
+is from the source of SGLang 0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is
+refused for it.
 """
 
 from typing import Any

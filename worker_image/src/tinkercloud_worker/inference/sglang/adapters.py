@@ -1,4 +1,4 @@
-"""How adapters get into an SGLang engine, and out of it."""
+"""Loads adapters into an SGLang engine, and unloads them."""
 
 import asyncio
 import json
@@ -10,25 +10,25 @@ from safetensors.torch import load_file
 from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient
-from tinkercloud_worker.inference.sglang_delivery import Delivery
-from tinkercloud_worker.inference.sglang_tensors import request_body
+from tinkercloud_worker.inference.sglang.delivery import Delivery
+from tinkercloud_worker.inference.sglang.tensors import request_body
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _SECONDS = 600.0
 _MOST_SENT_BYTES = 512 << 20
 
 
 class SglangAdapters:
-    """Of one engine. Belongs to one event loop."""
+    """The adapters of one engine. Belongs to one event loop."""
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
         self._delivery = Delivery(client, "adapters", most_sent_bytes=_MOST_SENT_BYTES)
-        # SGLang loads them one by one too, and bodies that wait for it would fill this process.
+        # SGLang loads them one by one too, and waiting bodies would fill this process's memory.
         self._sending = asyncio.Lock()
 
-    async def load(self, adapter: Written) -> None:
+    async def load(self, adapter: SavedWeights) -> None:
         """Load an adapter. It may be loaded already.
 
         Raises:
@@ -39,18 +39,20 @@ class SglangAdapters:
         await self._delivery.deliver(
             adapter.size_of(ADAPTER_WEIGHTS),
             send=lambda ranks: self._send(adapter, ranks),
-            read=partial(self._read, adapter.name, adapter.there) if adapter.there else None,
+            read=partial(self._read, adapter.name, adapter.server_dir)
+            if adapter.server_dir
+            else None,
         )
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter, once its requests have ended. It may be unknown."""
+        """Unload an adapter, once its requests have ended. It may be unknown."""
         try:
             await self._client.post("/unload_lora_adapter", {"lora_name": name}, seconds=_SECONDS)
         except InvalidRequest as error:
             if "does not exist" not in error.message and "not loaded" not in error.message:
                 raise
 
-    async def _send(self, adapter: Written, ranks: int) -> None:
+    async def _send(self, adapter: SavedWeights, ranks: int) -> None:
         async with self._sending:
             with metrics.loading(self._client.url, "adapter", "request"):
                 body = await asyncio.to_thread(_load_request, adapter, ranks)
@@ -69,7 +71,7 @@ class SglangAdapters:
                 raise
 
 
-def _load_request(adapter: Written, ranks: int) -> bytes:
-    tensors = load_file(adapter.here / ADAPTER_WEIGHTS)
-    config = json.loads((adapter.here / ADAPTER_CONFIG).read_bytes())
+def _load_request(adapter: SavedWeights, ranks: int) -> bytes:
+    tensors = load_file(adapter.local_dir / ADAPTER_WEIGHTS)
+    config = json.loads((adapter.local_dir / ADAPTER_CONFIG).read_bytes())
     return request_body({"lora_name": adapter.name, "config_dict": config}, tensors, ranks)

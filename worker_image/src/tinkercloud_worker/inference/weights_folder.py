@@ -1,7 +1,7 @@
 """Published weights as files, each folder under a name of its own.
 
-A name says who wrote it, down to the process, and is never used again. So a server that keeps
-prompts by the adapter's name never mixes two up. The files are what a server is given again after
+A name says who wrote it, down to the process, and is never used again. So a server that caches
+prompts by the adapter's name never confuses two. The files are what a server is given again after
 a restart, and what servers read that take no tensors in requests. Where the folder is in memory
 (/dev/shm, or a volume of that kind that a pod's containers share), nothing touches a disk.
 """
@@ -22,29 +22,29 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.architecture import as_in_files, from_files
 from tinkercloud_worker.checkpoints import formats, tensor_file
-from tinkercloud_worker.engine.trainer import PlacedModel, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import RemoteModel, WeightsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Weights that have been written."""
+class SavedWeights:
+    """Weights that have been saved as files."""
 
     name: str
-    here: Path
+    local_dir: Path
     """Their folder."""
-    there: Path | None
+    server_dir: Path | None
     """The same folder as servers see it; None if they don't."""
-    placed: PlacedModel | None = None
-    """What it is copied from, once it is needed here; None: it has been here from the beginning."""
+    remote: RemoteModel | None = None
+    """What `fetch` copies the files from; None if they were written to this folder."""
 
-    def bring(self) -> None:
-        """Have the files here. Repeating it is fine.
+    def fetch(self) -> None:
+        """Have the files in the local folder. Repeating it is fine.
 
         Raises:
             NotFound: they are gone.
         """
-        if self.placed is not None:
-            self.placed.fetch(self.here)
+        if self.remote is not None:
+            self.remote.fetch(self.local_dir)
 
     def tensor_names(self) -> Sequence[str]:
         """Return the names of a whole model's tensors, as in its file.
@@ -52,12 +52,12 @@ class Written:
         Raises:
             NotFound: somebody has removed it.
         """
-        if self.placed is not None:
-            return self.placed.tensor_names
+        if self.remote is not None:
+            return self.remote.tensor_names
         try:
-            return tensor_names(self.here / FULL_WEIGHTS)
+            return tensor_names(self.local_dir / FULL_WEIGHTS)
         except FileNotFoundError:
-            raise NotFound(f"{self.here} is gone: save the weights again") from None
+            raise NotFound(f"{self.local_dir} is gone: save the weights again") from None
 
     def size_of(self, file: str) -> int:
         """Return the bytes of one of its files.
@@ -66,9 +66,9 @@ class Written:
             NotFound: somebody has removed it.
         """
         try:
-            return (self.here / file).stat().st_size
+            return (self.local_dir / file).stat().st_size
         except FileNotFoundError:
-            raise NotFound(f"{self.here} is gone: save the weights again") from None
+            raise NotFound(f"{self.local_dir} is gone: save the weights again") from None
 
 
 def tensor_names(file: Path) -> Sequence[str]:
@@ -81,27 +81,29 @@ def tensor_names(file: Path) -> Sequence[str]:
         return list(opened.keys())
 
 
-class AdapterFolder:
+class WeightsFolder:
     """Files of published weights. Methods block; they may be called from several threads."""
 
-    def __init__(self, folder: Path, *, there: Path | None, owner: str, base_path: Path) -> None:
-        """Make a folder's keeper; the folder itself is made when first needed.
+    def __init__(
+        self, folder: Path, *, server_dir: Path | None, owner: str, base_path: Path
+    ) -> None:
+        """Take charge of a folder, which is made when first needed.
 
         Args:
             folder: where to write.
-            there: the same folder as servers see it; None if they don't.
+            server_dir: the same folder as servers see it; None if they don't.
             owner: differs between any two processes that ever write there.
             base_path: Hugging Face folder of the base model.
         """
         self._folder = folder
-        self._there = there
+        self._server_dir = server_dir
         self._owner = owner
         self._base_path = base_path
         self._numbers = itertools.count(1)
         self._written: set[str] = set()
-        """Names whose folders are there."""
-        self._placed: dict[str, PlacedModel] = {}
-        """What lies elsewhere, and has folders here only once they are needed."""
+        """Names whose folders were written here."""
+        self._remote: dict[str, RemoteModel] = {}
+        """Models whose files are elsewhere, and here only once they are needed."""
 
     def write(self, weights: WeightsSnapshot, base_model: str) -> str:
         """Write weights and return their name.
@@ -141,15 +143,15 @@ class AdapterFolder:
         with (target / FULL_WEIGHTS).open("wb") as file:
             tensor_file.write(as_in_files(str(self._base_path), tensors), file)
 
-    def adopt(self, model: PlacedModel) -> str:
-        """Take a whole model that lies elsewhere for one that was written here; return its name."""
-        self._placed[model.name] = model
+    def register_remote(self, model: RemoteModel) -> str:
+        """Register a whole model whose files are elsewhere; return its name."""
+        self._remote[model.name] = model
         return model.name
 
-    def find(self, name: str) -> Written:
-        """Return where lies what was written under a name."""
-        there = self._there / name if self._there is not None else None
-        return Written(name, self._folder / name, there, self._placed.get(name))
+    def find(self, name: str) -> SavedWeights:
+        """Return where the weights of a name are."""
+        server_dir = self._server_dir / name if self._server_dir is not None else None
+        return SavedWeights(name, self._folder / name, server_dir, self._remote.get(name))
 
     def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
         """Read weights back.
@@ -158,7 +160,7 @@ class AdapterFolder:
             NotFound: somebody has removed them.
         """
         file = FULL_WEIGHTS if config is None else ADAPTER_WEIGHTS
-        self.find(name).bring()
+        self.find(name).fetch()
         try:
             tensors = load_file(self._folder / name / file)
         except FileNotFoundError:
@@ -168,13 +170,13 @@ class AdapterFolder:
         return WeightsSnapshot(config, lora.from_peft_names(tensors))
 
     def remove(self, name: str) -> None:
-        """Remove what was written under a name, wherever it lies. It may be gone."""
-        if (placed := self._placed.pop(name, None)) is not None:
-            placed.remove()
+        """Remove the weights of a name, wherever they are. They may be gone."""
+        if (remote := self._remote.pop(name, None)) is not None:
+            remote.remove()
         shutil.rmtree(self._folder / name, ignore_errors=True)
         self._written.discard(name)
 
     def remove_all(self) -> None:
         """Remove all that was written here, and nothing of others who write to the same folder."""
-        for name in [*self._written, *self._placed]:
+        for name in [*self._written, *self._remote]:
             self.remove(name)

@@ -1,4 +1,4 @@
-"""Lays a whole model out in shared memory, part by part, for an SGLang engine on the same machine.
+"""Copies a whole model to shared memory, part by part, for an SGLang engine on the same machine.
 
 It writes lines of JSON:
 
@@ -6,10 +6,11 @@ It writes lines of JSON:
     {"done": true}                  all parts have been loaded
     {"error": "what went wrong"}    the last line, if anything did
 
-and reads one for each part that the engine has loaded, whose memory it then takes back.
+and reads one for each part that the engine has loaded, whose memory it then frees.
 
-A handle is what torch writes when a tensor is sent to another process, in a form that SGLang's list
-of names admits. It is good on one machine and for processes that see the same /dev/shm and /tmp.
+A handle is what torch pickles when a tensor is sent to another process, restricted to names that
+SGLang's unpickler allows. It is valid on one machine, for processes that see the same /dev/shm and
+/tmp.
 """
 
 import base64
@@ -27,16 +28,16 @@ from torch.multiprocessing import set_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from tinkercloud_worker import accelerator
-from tinkercloud_worker.inference.sglang_courier import Say, run
-from tinkercloud_worker.inference.sglang_tensors import bucket, buckets, run_of_bytes
+from tinkercloud_worker.inference.sender_process import Say, run_sender
+from tinkercloud_worker.inference.sglang.tensors import bucket, buckets, flatten
 
 
 def main() -> None:
-    """Lay out all parts of a file."""
+    """Share all parts of a file."""
     options = _options()
-    # The other strategy hands open files over, which only relatives of a process can take.
+    # The other strategy passes open files, which only related processes can receive.
     set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    run(lambda say, loaded: _work(options, say, loaded))
+    run_sender(lambda say, loaded: _work(options, say, loaded))
 
 
 def _options() -> Namespace:
@@ -51,9 +52,9 @@ def _options() -> Namespace:
 def _work(options: Namespace, say: Say, loaded: "SimpleQueue[dict[str, Any]]") -> None:
     being_read: Tensor | None = None
     for part in buckets(options.file, options.most_bytes):
-        ordered, values = run_of_bytes(part)
+        ordered, flat = flatten(part)
         # The engine still reads the part before.
-        shared = values.to(options.memory)
+        shared = flat.to(options.memory)
         handles = [_handle(ordered, shared) for _ in range(options.ranks)]
         if being_read is not None:
             loaded.get()
@@ -65,14 +66,14 @@ def _work(options: Namespace, say: Say, loaded: "SimpleQueue[dict[str, Any]]") -
 
 
 def _handle(ordered: dict[str, Tensor], shared: Tensor) -> str:
-    """Return a flattened bucket that says where its bytes are: one for each who opens it."""
+    """Return a pickled flattened bucket with a handle of its bytes; it can be opened once."""
     written = BytesIO()
     _Handles(written).dump(bucket(ordered, shared))
     return base64.b64encode(written.getvalue()).decode()
 
 
 class _Handles(ForkingPickler):
-    """Writes tensors as torch does for its own processes, and as suits others."""
+    """Pickles tensors as torch does for its own processes, in a form that others can open."""
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as in its base
         if isinstance(value, Tensor) and (handle := accelerator.ipc_handle(value)):
@@ -86,10 +87,10 @@ def _of_machine(
     storage: torch.UntypedStorage,
 ) -> tuple[Callable[..., torch.UntypedStorage], tuple[Any, ...]]:
     _, file, size = storage._share_filename_cpu_()
-    # Whoever opens the file lets go of this reference.
+    # The process that opens the file drops this reference.
     storage._shared_incref()  # type: ignore[no-untyped-call]
-    # A process of torch's removes the files of those who have ended, once all have who have asked
-    # it for one. With no name of ours, the engine asks its own, and ours ends with us.
+    # torch's manager process removes the files of processes that have ended, once all that use it
+    # have. Without the name of ours, the engine uses its own, and ours ends with us.
     return rebuild_storage_filename, (type(storage), b"", file, size)
 
 

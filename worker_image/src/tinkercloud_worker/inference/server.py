@@ -1,12 +1,12 @@
-"""One inference server, and what it holds of ours.
+"""One inference server, and the adapters of ours that it holds.
 
 Adapters are loaded when first needed, each once however many requests wait for it, while others go
 on. A server that restarts has forgotten them; that shows when it is asked for one, which is then
 loaded again, at most once for a request.
 
-A request may take as long as it takes, so no bound on its time tells one that will never be
-answered. While any runs, the server is asked now and then whether it is well. One that is not for
-long, or that is found lost otherwise, has its requests given up: whoever sent them may try again.
+Nothing bounds how long a request may take, so no timeout tells a slow one from one that will never
+be answered. While any runs, the server's health is checked now and then. If it stays unhealthy, or
+is lost otherwise, its requests are given up, and their callers may try again.
 """
 
 import asyncio
@@ -19,48 +19,47 @@ import structlog
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
-from tinkercloud_worker.inference.adapters import AdapterFolder
 from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _RECOVERY_SECONDS = 1.0
-"""Between two looks at a server that does not answer."""
+"""Between two health checks of a server that does not answer."""
 _SILENT_SECONDS = 60.0
-"""That a server may answer no request before it is asked how it is, and between two such questions.
-"""
+"""Without any answer, after which a server's health is checked, and between two such checks."""
 _HUNG_SECONDS = 300.0
-"""That a server with requests may not be well: SGLang's own watchdog gives one batch as long."""
+"""How long a server with requests may be unhealthy: what SGLang's watchdog allows a batch."""
 _UNWELL_SECONDS = 60.0
-"""That a lost server may not be well before all its requests are given up. SGLang says that it is
-not while it does nothing but load weights, or read a long prompt."""
+"""How long a lost server may be unhealthy before all its requests are given up. SGLang says that it
+is while it does nothing but load weights, or read a long prompt."""
 _PROBED_TOKENS = 16
 _TOLERANCE = 0.25
 """Mean difference of logprobs that rounding can explain, and another temperature can't."""
 
 
-class Engine:
+class InferenceServer:
     """One server. Belongs to one event loop."""
 
-    def __init__(self, dialect: Dialect, folder: AdapterFolder) -> None:
+    def __init__(self, dialect: Dialect, folder: WeightsFolder) -> None:
         self.dialect = dialect
         self.url = dialect.client.url
         self.running = 0
-        """Requests it has, or that wait for their turn with it; counted by who sends them."""
+        """Requests that it has, or that wait for its mode; counted by who sends them."""
         self._folder = folder
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._introduction: asyncio.Task[None] | None = None
+        self._verification: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._at_work = 0
-        self._heard = 0.0
-        """When it last did what it was asked, in the event loop's time."""
-        self._show()
+        self._last_success = 0.0
+        """When a request last succeeded, in the event loop's time."""
+        self._register_metrics()
 
-    def _show(self) -> None:
-        """Let what is known of it be read as metrics, also what has never happened."""
+    def _register_metrics(self) -> None:
+        """Let its state be read as metrics; counters begin at 0 before anything has happened."""
         requests = metrics.ENGINE_REQUESTS
         requests.labels(self.url, "running").set_function(lambda: self._at_work)
         requests.labels(self.url, "waiting").set_function(lambda: self.running - self._at_work)
@@ -81,13 +80,13 @@ class Engine:
             await asyncio.shield(self._recovery)
 
     async def run(self, adapter: str | None, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something with an adapter (None: with the base model), which is loaded for it.
+        """Run a request with an adapter, which is loaded first (None: with the base model).
 
         Raises:
             ServerUnreachable: the server does not answer.
-            ServerError: it does not do it.
+            ServerError: it fails.
         """
-        await self._introduced()
+        await self._verified()
         if adapter is None:
             return await self._do(work)
         await self._loaded(adapter)
@@ -108,7 +107,7 @@ class Engine:
             self._watching = asyncio.create_task(self._watch())
         try:
             result = await work()
-            self._heard = _now()
+            self._last_success = _now()
             return result
         finally:
             self._at_work -= 1
@@ -117,37 +116,37 @@ class Engine:
                 self._watching = None
 
     async def _watch(self) -> None:
-        """Notice, while it has requests, that it hangs. One that is slow is well."""
-        well = _now()
+        """Detect, while it has requests, that it hangs. A slow server is healthy."""
+        healthy = _now()
         while True:
             await asyncio.sleep(_SILENT_SECONDS)
-            if await self._is_well():
-                well = _now()
-            elif (silent := _now() - well) > _HUNG_SECONDS:
+            if await self._is_healthy():
+                healthy = _now()
+            elif (silent := _now() - healthy) > _HUNG_SECONDS:
                 reason = f"{self.url} has answered nothing for {silent:.0f} s"
-                self.look_after(ServerUnreachable(reason))
+                self.begin_recovery(ServerUnreachable(reason))
 
-    async def _is_well(self) -> bool:
-        if _now() - self._heard < _SILENT_SECONDS:
+    async def _is_healthy(self) -> bool:
+        if _now() - self._last_success < _SILENT_SECONDS:
             return True
         try:
             await self.dialect.check_health()
         except ServerUnreachable:
             return False
         except WireError:
-            # Whatever it is, it is an answer.
+            # An error is an answer too.
             return True
         return True
 
-    def look_after(self, error: ServerUnreachable) -> None:
+    def begin_recovery(self, error: ServerUnreachable) -> None:
         """Wait for the server to come back; until then it is not up.
 
-        Its other requests are given up if it does not say within a minute that it is well.
+        Its other requests are given up if it is not healthy within a minute.
         """
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
             metrics.ENGINE_LOSSES.labels(self.url).inc()
-            self._introduction = None
+            self._verification = None
             self._recovery = asyncio.create_task(self._recover())
 
     def has(self, adapter: str) -> bool:
@@ -155,7 +154,7 @@ class Engine:
         return adapter in self._loads
 
     async def unload(self, adapter: str) -> None:
-        """Let go of an adapter that nobody needs any more. It may not be loaded."""
+        """Unload an adapter that is not needed any more. It may not be loaded."""
         load = self._loads.pop(adapter, None)
         if load is None:
             return
@@ -167,12 +166,12 @@ class Engine:
             log.warning("an adapter stays loaded", url=self.url, adapter=adapter, reason=str(error))
 
     async def unload_all(self) -> None:
-        """Let go of all adapters, if the server is there to be told."""
+        """Unload all adapters, unless the server is down."""
         if self.is_up:
             await asyncio.gather(*[self.unload(adapter) for adapter in list(self._loads)])
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._recovery is not None:
             self._recovery.cancel()
         await self.dialect.client.close()
@@ -183,7 +182,7 @@ class Engine:
             load = asyncio.create_task(self.dialect.load_adapter(self._folder.find(adapter)))
             self._loads[adapter] = load
         try:
-            # One request that gives up must not end the load for the others.
+            # A request that is cancelled must not cancel the load for the others.
             await asyncio.shield(load)
         except Exception:
             self._forget(adapter, load)
@@ -193,21 +192,21 @@ class Engine:
         if self._loads.get(adapter) is load:
             del self._loads[adapter]
 
-    async def _introduced(self) -> None:
-        introduction = self._introduction
-        if introduction is None:
-            introduction = self._introduction = asyncio.create_task(self._do(self._introduce))
+    async def _verified(self) -> None:
+        verification = self._verification
+        if verification is None:
+            verification = self._verification = asyncio.create_task(self._do(self._verify))
         try:
-            await asyncio.shield(introduction)
+            await asyncio.shield(verification)
         except Exception:
-            if self._introduction is introduction:
-                self._introduction = None
+            if self._verification is verification:
+                self._verification = None
             raise
 
-    async def _introduce(self) -> None:
-        """Check, before anything is believed, that the server is what it should be.
+    async def _verify(self) -> None:
+        """Check, before any answer is used, that the server has the right model and logprobs.
 
-        A server that returns logprobs of the temperature it drew at would bias training in silence.
+        One that returns logprobs of the temperature it drew at would bias training silently.
         """
         await self.dialect.check_model()
         drawn = _probe([1], PromptQuestions())

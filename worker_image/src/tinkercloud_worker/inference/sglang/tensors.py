@@ -1,8 +1,8 @@
 """Tensors in the requests that SGLang takes them in.
 
-SGLang reads one form only: a pickle, of which it admits a list of names. That form is written here
-and never read, and names tensors, sizes and dtypes alone. Tensors travel by value, or, to an engine
-on the same machine, as handles of memory that both see.
+SGLang reads one format: a pickle restricted to a list of allowed names. It is written here and
+never read, and names tensors, sizes and dtypes alone. Tensors are passed by value, or, to an engine
+on the same machine, as handles of shared memory.
 """
 
 import base64
@@ -29,34 +29,34 @@ def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> byt
         tensors: at least one.
         ranks: of the engine; each reads a copy of its own.
     """
-    copies = [base64.b64encode(flattened(tensors)).decode()] * ranks
+    copies = [base64.b64encode(pickled_bucket(tensors)).decode()] * ranks
     carried = {"serialized_named_tensors": copies, "load_format": "flattened_bucket"}
     return orjson.dumps({**fields, **carried})
 
 
-def flattened(tensors: Tensors) -> bytes:
-    """Return a flattened bucket that carries its bytes."""
-    ordered, run = run_of_bytes(tensors)
-    return pickle.dumps(bucket(ordered, run), protocol=4)
+def pickled_bucket(tensors: Tensors) -> bytes:
+    """Return a pickled flattened bucket that carries its bytes."""
+    ordered, flat = flatten(tensors)
+    return pickle.dumps(bucket(ordered, flat), protocol=4)
 
 
-def bucket(ordered: Tensors, run: Tensor) -> dict[str, Any]:
-    """Return what SGLang calls a flattened bucket: one run of bytes, and what lies where in it.
+def bucket(ordered: Tensors, flat: Tensor) -> dict[str, Any]:
+    """Return what SGLang calls a flattened bucket: one flat tensor of bytes, and what lies where.
 
     Args:
         ordered: the tensors in the order in which they lie.
-        run: their bytes, uint8 [total size], on any device.
+        flat: their bytes, uint8 [total size], on any device.
     """
     metadata, start = [], 0
     for name, tensor in ordered.items():
         end = start + tensor.nbytes
-        place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
-        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+        span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         start = end
-    return {"flattened_tensor": run, "metadata": metadata}
+    return {"flattened_tensor": flat, "metadata": metadata}
 
 
-def run_of_bytes(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:
+def flatten(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:
     """Lay tensors one after another, as SGLang cuts them out again.
 
     Args:
@@ -67,8 +67,8 @@ def run_of_bytes(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:
     """
     # A slice is viewed as its dtype, so it must begin at a multiple of that one's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    flat = [tensor.detach().cpu().flatten().view(torch.uint8) for tensor in ordered.values()]
-    return ordered, torch.cat(flat)
+    parts = [tensor.detach().cpu().flatten().view(torch.uint8) for tensor in ordered.values()]
+    return ordered, torch.cat(parts)
 
 
 def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -81,7 +81,7 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
     size = 0
     with safe_open(path, framework="pt") as file:
-        for names in _kept_together(file.keys()):
+        for names in _grouped(file.keys()):
             tensors = {name: file.get_tensor(name) for name in names}
             more = sum(tensor.nbytes for tensor in tensors.values())
             if part and size + more > most_bytes:
@@ -93,11 +93,11 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
         yield part
 
 
-def _kept_together(names: Iterable[str]) -> Iterator[list[str]]:
-    """Return names by the alphabet, those that SGLang takes only in one part together.
+def _grouped(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield names in alphabetical order, grouped where SGLang takes several only together.
 
-    It makes one weight of a layer's two that compress queries and what keys and values come from,
-    and forgets one that comes without the other.
+    It fuses the two down-projections of a layer of latent attention, of queries and of keys and
+    values, and drops one that arrives without the other.
     """
     left = set(names)
     for name in sorted(left):

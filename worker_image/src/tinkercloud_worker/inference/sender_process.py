@@ -1,8 +1,8 @@
-"""A process that takes whole models from their folders to an engine.
+"""A process that sends whole models from their folders to an engine.
 
-It is apart from who starts it, so that it can be ended whatever it waits for, and takes nothing
-along when it ends. Both sides write lines of JSON: it says what it has done, or why it can't go on.
-The head starts it, or, where ranks train, a process beside the first of them (`actors.porter`).
+It is a process of its own, so that it can be killed whatever it waits for, and nothing else ends
+with it. Both sides write lines of JSON: it reports what it has done, or why it can't go on. The
+head starts it, or, where ranks train, an actor on the node of rank 0 (`actors.weight_store`).
 """
 
 import asyncio
@@ -21,20 +21,20 @@ import orjson
 from tinkercloud_worker.inference.client import Json, ServerError
 
 Say = Callable[[dict[str, Any]], None]
-"""Writes a line to who started the process."""
+"""Writes a line to the parent process."""
 
 _LONGEST_LINE = 16 << 20
 
 
-class CourierProcess:
-    """The process, as who started it has it; see `place.Courier`. Belongs to one event loop."""
+class SenderProcess:
+    """The parent's side; see `weight_host.WeightSender`. Belongs to one event loop."""
 
-    def __init__(self, process: Process, errand: str) -> None:
+    def __init__(self, process: Process, purpose: str) -> None:
         """Take a process that has been started; see `start`."""
         assert process.stdin is not None  # noqa: S101 - it is a pipe
         assert process.stdout is not None  # noqa: S101 - as above
         self._process = process
-        self._errand = errand
+        self._purpose = purpose
         self._input, self._output = process.stdin, process.stdout
 
     @classmethod
@@ -42,7 +42,7 @@ class CourierProcess:
         cls,
         module: str,
         options: Mapping[str, str],
-        errand: str,
+        purpose: str,
         environment: Mapping[str, str] | None = None,
     ) -> Self:
         """Start a process.
@@ -50,7 +50,7 @@ class CourierProcess:
         Args:
             module: that it runs.
             options: its command line.
-            errand: what it is for, for the words of errors.
+            purpose: of the process, for the messages of errors.
             environment: variables that it has besides this process's own.
 
         Raises:
@@ -66,19 +66,19 @@ class CourierProcess:
                 env={**os.environ, **(environment or {})},
             )
         except OSError as error:
-            raise ServerError(f"{errand} failed: {error}") from None
-        return cls(process, errand)
+            raise ServerError(f"{purpose} failed: {error}") from None
+        return cls(process, purpose)
 
     async def has_ended(self) -> bool:
-        """See `place.Courier.has_ended`."""
+        """See `weight_host.WeightSender.has_ended`."""
         return self._output.at_eof()
 
-    def tell(self, line: Json) -> None:
+    def send(self, line: Json) -> None:
         """Write it a line."""
         self._input.write(orjson.dumps(line) + b"\n")
 
-    async def heard(self, seconds: float) -> dict[str, Any]:
-        """See `place.Courier.heard`."""
+    async def receive(self, seconds: float) -> dict[str, Any]:
+        """See `weight_host.WeightSender.receive`."""
         try:
             async with asyncio.timeout(seconds):
                 line = await self._output.readline()
@@ -92,10 +92,10 @@ class CourierProcess:
         return said
 
     def failure(self, reason: str) -> ServerError:
-        """Return what to raise where the errand has failed."""
-        return ServerError(f"{self._errand} failed: {reason}")
+        """Return what to raise where its purpose has failed."""
+        return ServerError(f"{self._purpose} failed: {reason}")
 
-    async def end(self) -> None:
+    async def kill(self) -> None:
         """End it, whatever it is doing."""
         if self._process.returncode is None:
             self._process.kill()
@@ -103,10 +103,10 @@ class CourierProcess:
 
 
 async def address_towards(url: str) -> str:
-    """Return the address that connections to a server come from; none is made.
+    """Return the local address of connections to a server; none is made.
 
     Raises:
-        OSError: there is no way to it.
+        OSError: there is no route to it.
     """
     where = urlsplit(url)
     port = where.port or {"http": 80, "https": 443}[where.scheme]
@@ -120,14 +120,14 @@ async def address_towards(url: str) -> str:
     return address
 
 
-def run(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
-    """Do such a process's work, and say what goes wrong.
+def run_sender(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
+    """Do the work of a sender process, and report an error to its parent.
 
-    The process ends with who started it, whatever it does then. What else it prints, such as NCCL's
-    own words, goes to the log.
+    The process ends with its parent, whatever it does then. What else it prints, such as NCCL's own
+    messages, goes to the log.
 
     Args:
-        work: is given what writes to who started the process, and what they have written.
+        work: is called with a function that writes to the parent, and a queue of its lines.
     """
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -136,13 +136,13 @@ def run(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
         print(json.dumps(line), file=output)
 
     try:
-        work(say, _told())
+        work(say, _lines_of_parent())
     except Exception as error:  # noqa: BLE001 - whatever it is, the head logs it
         say({"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
 
 
-def _told() -> "SimpleQueue[dict[str, Any]]":
+def _lines_of_parent() -> "SimpleQueue[dict[str, Any]]":
     lines: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""How requests are divided over servers, and how kinds of work take turns."""
+"""How requests are divided over servers, and how modes of a server exclude each other."""
 
 import asyncio
 from typing import Any
@@ -10,29 +10,29 @@ from pydantic import ValidationError
 
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
 from tinkercloud_worker.inference.routing import choose, order
-from tinkercloud_worker.inference.turns import Turns
+from tinkercloud_worker.inference.server_modes import ModeSwitch
 
 SERVERS = dict.fromkeys(["a", "b", "c", "d"], 0)
 
 
-class Changes:
-    """Changes over, and remembers to what."""
+class Switches:
+    """Switches, and remembers to what."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
         self.fails = False
 
-    async def __call__(self, kind: str) -> None:
+    async def __call__(self, mode: str) -> None:
         await asyncio.sleep(0)
-        self.made.append(kind)
+        self.made.append(mode)
         if self.fails:
-            raise ValueError(f"can't change to {kind}")
+            raise ValueError(f"can't switch to {mode}")
 
 
-async def work(turns: Turns, kind: str, log: list[str], steps: int = 3) -> None:
-    async with turns.of(kind):
+async def work(modes: ModeSwitch, mode: str, log: list[str], steps: int = 3) -> None:
+    async with modes.use(mode):
         for _ in range(steps):
-            log.append(kind)
+            log.append(mode)
             await asyncio.sleep(0)
 
 
@@ -61,81 +61,81 @@ def test_no_server_gets_more_than_its_share_and_a_quarter(key: str, loads: list[
     assert choose(key, SERVERS) == order(key, SERVERS)[0]
 
 
-async def test_work_of_one_kind_runs_together_without_a_change() -> None:
-    changes = Changes()
+async def test_work_in_one_mode_runs_together_without_a_switch() -> None:
+    switches = Switches()
     log: list[str] = []
-    turns = Turns(changes, "a")
+    modes = ModeSwitch(switches, "a")
 
-    await asyncio.gather(*[work(turns, "a", log) for _ in range(3)])
+    await asyncio.gather(*[work(modes, "a", log) for _ in range(3)])
 
-    assert changes.made == []
+    assert switches.made == []
     assert log == ["a"] * 9
 
 
-async def test_kinds_exclude_each_other_and_who_came_first_goes_first() -> None:
-    changes = Changes()
+async def test_modes_exclude_each_other_and_who_came_first_goes_first() -> None:
+    switches = Switches()
     log: list[str] = []
-    turns = Turns(changes, "a")
+    modes = ModeSwitch(switches, "a")
 
-    await asyncio.gather(*[work(turns, kind, log) for kind in ["a", "b", "b", "a", "c"]])
+    await asyncio.gather(*[work(modes, mode, log) for mode in ["a", "b", "b", "a", "c"]])
 
     assert "".join(log) == "aaabbbbbbaaaccc"
-    assert changes.made == ["b", "a", "c"]
+    assert switches.made == ["b", "a", "c"]
 
 
-async def test_kinds_that_come_by_turns_are_changed_between_once_for_all_that_wait() -> None:
-    changes = Changes()
+async def test_modes_that_alternate_are_switched_between_once_for_all_that_wait() -> None:
+    switches = Switches()
     log: list[str] = []
-    turns = Turns(changes, None)
+    modes = ModeSwitch(switches, None)
 
-    await asyncio.gather(*[work(turns, kind, log) for kind in "ab" * 8])
+    await asyncio.gather(*[work(modes, mode, log) for mode in "ab" * 8])
 
-    assert changes.made == ["a", "b"]
+    assert switches.made == ["a", "b"]
     assert "".join(log) == "a" * 24 + "b" * 24
 
 
-async def test_what_comes_while_its_kind_has_the_turn_waits_behind_the_other_kinds() -> None:
-    changes = Changes()
+async def test_what_comes_while_its_mode_has_the_turn_waits_behind_the_other_modes() -> None:
+    switches = Switches()
     log: list[str] = []
-    turns = Turns(changes, "a")
-    async with turns.of("a"):
-        waiting = [asyncio.create_task(work(turns, kind, log)) for kind in "bcb"]
+    modes = ModeSwitch(switches, "a")
+    async with modes.use("a"):
+        waiting = [asyncio.create_task(work(modes, mode, log)) for mode in "bcb"]
         await asyncio.sleep(0)
-        late = asyncio.create_task(work(turns, "a", log))
+        late = asyncio.create_task(work(modes, "a", log))
         await asyncio.sleep(0)
         assert log == []
 
     await asyncio.gather(*waiting, late)
 
     assert "".join(log) == "bbbbbbcccaaa"
-    assert changes.made == ["b", "c", "a"]
+    assert switches.made == ["b", "c", "a"]
 
 
-async def test_a_change_that_fails_is_told_to_those_who_wait_for_it_and_tried_again() -> None:
-    changes = Changes()
+async def test_a_switch_that_fails_is_told_to_those_who_wait_for_it_and_tried_again() -> None:
+    switches = Switches()
     log: list[str] = []
-    turns = Turns(changes, "a")
-    changes.fails = True
+    modes = ModeSwitch(switches, "a")
+    switches.fails = True
 
     results = await asyncio.gather(
-        *[work(turns, "b", log) for _ in range(2)], return_exceptions=True
+        *[work(modes, "b", log) for _ in range(2)], return_exceptions=True
     )
-    changes.fails = False
-    await work(turns, "b", log)
+    switches.fails = False
+    await work(modes, "b", log)
 
-    assert [str(result) for result in results] == ["can't change to b"] * 2
+    assert [str(result) for result in results] == ["can't switch to b"] * 2
     assert log == ["b"] * 3
-    assert changes.made == ["b", "b"]
+    assert switches.made == ["b", "b"]
 
 
 @pytest.mark.parametrize("pauses", range(6))
 async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses: int) -> None:
-    changes = Changes()
+    switches = Switches()
     log: list[str] = []
-    turns = Turns(changes, "a")
-    first = asyncio.create_task(work(turns, "a", log))
-    given_up = asyncio.create_task(work(turns, "b", [], steps=50))
-    last = asyncio.create_task(work(turns, "a", log))
+    modes = ModeSwitch(switches, "a")
+    first = asyncio.create_task(work(modes, "a", log))
+    given_up = asyncio.create_task(work(modes, "b", [], steps=50))
+    last = asyncio.create_task(work(modes, "a", log))
     for _ in range(pauses):
         await asyncio.sleep(0)
 

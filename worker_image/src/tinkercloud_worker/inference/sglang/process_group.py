@@ -1,28 +1,28 @@
-"""A process group with one SGLang engine, over which it gets whole models.
+"""Sends whole models to one SGLang engine over a process group.
 
-Our end is a process of its own (`sglang_group_rank`), and is ended whenever anything takes
-too long: then its connections are closed, and an engine that waits for it goes on. An engine that
-is gone breaks off its answer, or gives none in time. So neither waits for the other longer than is
-said here.
+Our rank is a process of its own (`process_group_rank`), and is killed whenever anything takes too
+long: its connections close, and an engine that waits for it goes on. An engine that has died breaks
+its connection, or misses the deadline. So neither waits for the other longer than the timeouts
+here.
 """
 
 import asyncio
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import accelerator, metrics
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
-from tinkercloud_worker.inference.place import Courier, Place
+from tinkercloud_worker.inference.weight_host import WeightHost, WeightSender
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 NAME = "tinkercloud"
 """Of the group, in every engine."""
-_RANK = "tinkercloud_worker.inference.sglang_group_rank"
+_RANK = "tinkercloud_worker.inference.sglang.process_group_rank"
 _START_SECONDS = 120.0
 """For our rank to import torch, and listen."""
 _STEP_SECONDS = 60.0
 """For all ranks to meet, or for one part of a model to be sent and loaded."""
 _RELEASE_SECONDS = 10.0
-"""For an engine to say that our rank has gone."""
+"""For an engine to report that our rank has gone."""
 
 
 class SglangGroup:
@@ -30,27 +30,29 @@ class SglangGroup:
 
     way: metrics.Way = "group"
 
-    def __init__(self, client: InferenceClient, backend: accelerator.Backend, place: Place) -> None:
+    def __init__(
+        self, client: InferenceClient, backend: accelerator.Backend, host: WeightHost
+    ) -> None:
         """Make a group; nothing is started yet.
 
         Args:
             client: of the engine.
             backend: that both sides talk by.
-            place: where our rank is to be.
+            host: where our rank is to be.
         """
         self._client = client
         self._backend = backend
-        self._place = place
-        self._rank: Courier | None = None
+        self._host = host
+        self._rank: WeightSender | None = None
 
     async def join(self, ranks: int) -> None:
-        """Bring both sides together. Nothing is done if they are.
+        """Form the group. Nothing is done if there is one.
 
         Args:
             ranks: of the engine.
 
         Raises:
-            InvalidRequest: the engine does not want to.
+            InvalidRequest: the engine refuses.
             ServerError: it failed, or our rank did.
             ServerUnreachable: it is not there.
         """
@@ -61,12 +63,12 @@ class SglangGroup:
             await self._join(ranks)
         except OSError as error:
             await self.leave()
-            raise ServerError(f"{self._errand} failed: {error}") from None
+            raise ServerError(f"{self._purpose} failed: {error}") from None
         except BaseException:
             await self.leave()
             raise
 
-    async def send(self, model: Written, most_bytes: int) -> None:
+    async def send(self, model: SavedWeights, most_bytes: int) -> None:
         """Send all tensors of a whole model, between the beginning and the end of an update.
 
         Args:
@@ -80,10 +82,10 @@ class SglangGroup:
         rank = self._rank
         layout = {"group_name": NAME, "load_format": "flattened_bucket", "flush_cache": True}
         try:
-            async with self._place.weights_of(model) as file:
-                rank.tell({"file": str(file), "most_bytes": most_bytes})
+            async with self._host.weights_of(model) as file:
+                rank.send({"file": str(file), "most_bytes": most_bytes})
                 # Our rank reads and sends a part while the engine still loads the one before.
-                while "names" in (part := await rank.heard(_STEP_SECONDS)):
+                while "names" in (part := await rank.receive(_STEP_SECONDS)):
                     await self._ask(rank, "/update_weights_from_distributed", {**part, **layout})
         except (InvalidRequest, ServerError) as error:
             await self.leave()
@@ -93,13 +95,13 @@ class SglangGroup:
             raise
 
     async def leave(self) -> None:
-        """End our rank. The engine's keep nothing waiting, and go when it is next asked to join."""
+        """End our rank. The engine's ranks wait for nothing, and leave at the next `join`."""
         rank, self._rank = self._rank, None
         if rank is not None:
-            await rank.end()
+            await rank.kill()
 
     async def close(self) -> None:
-        """End the group on both sides, if the engine is there to be told."""
+        """End the group on both sides, if the engine can be reached."""
         if self._rank is None:
             return
         try:
@@ -118,14 +120,14 @@ class SglangGroup:
         return f" (NCCL here is {ours}; the engine's must be of the same version)"
 
     @property
-    def _errand(self) -> str:
+    def _purpose(self) -> str:
         return f"the process group with {self._client.url}"
 
     async def _join(self, ranks: int) -> None:
         await self._disband()
-        address = await self._place.address_towards(self._client.url)
+        address = await self._host.address_towards(self._client.url)
         self._rank = rank = await self._start(address, 1 + ranks)
-        port = (await rank.heard(_START_SECONDS))["port"]
+        port = (await rank.receive(_START_SECONDS))["port"]
         await self._ask(
             rank,
             "/init_weights_update_group",
@@ -138,10 +140,10 @@ class SglangGroup:
                 "backend": self._backend,
             },
         )
-        said = await rank.heard(_STEP_SECONDS)
+        said = await rank.receive(_STEP_SECONDS)
         assert "joined" in said, said  # noqa: S101 - our own program
 
-    async def _start(self, address: str, size: int) -> Courier:
+    async def _start(self, address: str, size: int) -> WeightSender:
         options = {
             "--backend": self._backend,
             "--address": address,
@@ -149,10 +151,10 @@ class SglangGroup:
             "--group-name": NAME,
             "--seconds": str(_STEP_SECONDS),
         }
-        return await self._place.start(_RANK, options, self._errand)
+        return await self._host.start(_RANK, options, self._purpose)
 
     async def _disband(self) -> None:
-        """Let the engine forget a group, which may be that of a head before this one."""
+        """Have the engine leave the group, which may be an earlier head's."""
         body = {"group_name": NAME}
         try:
             await self._client.post("/destroy_weights_update_group", body, seconds=_RELEASE_SECONDS)
@@ -160,8 +162,8 @@ class SglangGroup:
             if "does not exist" not in error.message:
                 raise
 
-    async def _ask(self, rank: Courier, path: str, body: Json) -> None:
-        """Ask the engine for its side of what our rank is doing."""
+    async def _ask(self, rank: WeightSender, path: str, body: Json) -> None:
+        """Call the engine for its side of what our rank does; end our rank at the deadline."""
         longest = _STEP_SECONDS + _RELEASE_SECONDS
         asked = asyncio.create_task(self._client.post(path, body, seconds=longest))
         try:

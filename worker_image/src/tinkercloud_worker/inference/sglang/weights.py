@@ -1,7 +1,7 @@
-"""How a whole model's weights get into an SGLang engine.
+"""Loads a whole model's weights into an SGLang engine.
 
-Weights that are sent replace those in place, part by part, so an engine to which that is happening
-has no weights that anything may be drawn from, and is marked so until the last part is there.
+Weights that are sent replace the engine's in place, part by part, so that nothing may be drawn
+meanwhile; its weight version says so until the last part has arrived.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ import structlog
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference.adapters import Written
 from tinkercloud_worker.inference.client import (
     InferenceClient,
     Json,
     ServerError,
     ServerUnreachable,
 )
-from tinkercloud_worker.inference.place import PlaceLost
-from tinkercloud_worker.inference.sglang_delivery import Delivery, Way
-from tinkercloud_worker.inference.sglang_tensors import buckets, request_body
+from tinkercloud_worker.inference.sglang.delivery import Delivery, TransferMethod
+from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
+from tinkercloud_worker.inference.weight_host import WeightHostLost
+from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 log = structlog.get_logger(__name__)
 
@@ -39,59 +39,61 @@ _GATE_OR_UP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
 """SGLang makes experts adaptable where one of these and `down_proj` are to be."""
 
 _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
-"""Lets something be sent between the beginning and the end of an update."""
+"""Sends something between the beginning and the end of an update."""
 
 
-class Carrier(Protocol):
-    """Brings whole models to one engine, neither in requests nor by a folder that it sees."""
+class DirectTransfer(Protocol):
+    """Transfers whole models to one engine, neither in requests nor by a folder that it sees."""
 
     way: metrics.Way
     """What it is called in metrics, and in the log."""
 
     async def join(self, ranks: int) -> None:
-        """Make ready for an engine of so many ranks. Raises as `send`."""
+        """Prepare for an engine of so many ranks. Raises as `send`."""
 
-    async def send(self, model: Written, most_bytes: int) -> None:
-        """Bring all tensors of a whole model, in parts, while the engine is in an update.
+    async def send(self, model: SavedWeights, most_bytes: int) -> None:
+        """Transfer all tensors of a whole model, in parts, while the engine is in an update.
 
         Raises:
             NotFound: its weights are gone.
-            PlaceLost: the machine is from which they should go.
-            InvalidRequest: the engine does not want them so.
+            WeightHostLost: the machine that holds them is.
+            InvalidRequest: the engine refuses this method.
             ServerError: it failed, or our side did.
             ServerUnreachable: it is not there.
         """
 
     async def leave(self) -> None:
-        """Take note that the engine knows nothing of us any more."""
+        """Drop local state: the engine restarted and left the group."""
 
     async def close(self) -> None:
-        """Let go of the engine."""
+        """Disconnect from the engine."""
 
 
 class SglangWeights:
-    """Of one engine, which draws nothing meanwhile. Belongs to one event loop."""
+    """Loads weights into one engine, which draws nothing meanwhile. Belongs to one event loop."""
 
-    def __init__(self, client: InferenceClient, carrier: Carrier | None) -> None:
-        """Make what loads weights; the engine is not asked yet.
+    def __init__(self, client: InferenceClient, direct: DirectTransfer | None) -> None:
+        """Make a loader of weights; the engine is not asked yet.
 
         Args:
             client: of the engine.
-            carrier: brings whole models, if it can; None for requests and files alone.
+            direct: transfers whole models, if it can; None for requests and files alone.
         """
         self._client = client
         self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MOST_SENT_BYTES)
-        self._carrier = carrier
-        self._carried = Way(client, _WHAT, "none" if carrier is None else carrier.way)
+        self._direct = direct
+        self._direct_method = TransferMethod(
+            client, _WHAT, "none" if direct is None else direct.way
+        )
 
-    async def check_experts(self, model: Written) -> None:
+    async def check_experts(self, model: SavedWeights) -> None:
         """Check that the engine takes a model's experts, if it has any.
 
         SGLang 0.5.23 looks for experts' weights where they were before it made them adaptable,
         finds none there, and says that it has loaded them.
 
         Raises:
-            InvalidRequest: it would leave experts as they are.
+            InvalidRequest: it would leave experts unchanged.
             ServerError: the engine failed, is not there, or does not say what may be adapted.
             NotFound: somebody has removed the model's folder.
         """
@@ -107,49 +109,62 @@ class SglangWeights:
                 " o_proj and lm_head, or save the model's weights under a name and sample elsewhere"
             )
 
-    async def load(self, model: Written, *, version: str, unfinished: str) -> None:
+    async def load(self, model: SavedWeights, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights.
 
         Args:
             model: a Hugging Face folder.
-            version: what the engine then says its weights are.
-            unfinished: what it says in between.
+            version: weight version that the engine then has.
+            unfinished: weight version in between.
 
         Raises:
             ServerError: the engine failed, or is not there; which weights it has is not certain.
             NotFound: somebody has removed the folder.
         """
         update = partial(self._update, version=version, unfinished=unfinished)
-        if self._carrier is not None and self._carried.is_open:
-            carrier = self._carrier
+        if self._direct is not None and self._direct_method.is_enabled:
+            direct = self._direct
             try:
                 ranks = await self._delivery.ranks()
-                await self._carried.go(lambda: self._carry(carrier, model, update, ranks))
+                await self._direct_method.attempt(
+                    lambda: self._send_directly(direct, model, update, ranks)
+                )
             except ServerUnreachable:
                 raise
-            except PlaceLost as loss:
+            except WeightHostLost as loss:
                 log.warning("a whole model goes another way", reason=loss.message)
             except (InvalidRequest, ServerError) as refusal:
-                self._carried.close(refusal.message)
+                self._direct_method.disable(refusal.message)
             else:
                 return
-        await asyncio.to_thread(model.bring)
+        await asyncio.to_thread(model.fetch)
         await self._delivery.deliver(
             model.size_of(FULL_WEIGHTS),
             send=lambda ranks: self._send(model, update, ranks),
-            read=partial(self.load_folder, model.there, version=version) if model.there else None,
+            read=partial(self.load_folder, model.server_dir, version=version)
+            if model.server_dir
+            else None,
         )
 
+    async def set_version(self, version: str) -> None:
+        """Set the engine's weight version.
+
+        Raises:
+            ServerError: the engine failed, or is not there.
+        """
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._call("/update_weight_version", body)
+
     async def forget(self) -> None:
-        """Take note that the engine has begun again: it is in no group, and may refuse less."""
-        if self._carrier is not None:
-            await self._carrier.leave()
-            self._carried.reopen()
+        """Drop local state: the engine restarted, is in no group, and may refuse less."""
+        if self._direct is not None:
+            await self._direct.leave()
+            self._direct_method.re_enable()
 
     async def close(self) -> None:
-        """Let go of the engine."""
-        if self._carrier is not None:
-            await self._carrier.close()
+        """Disconnect from the engine."""
+        if self._direct is not None:
+            await self._direct.close()
 
     async def load_folder(self, folder: Path, *, version: str) -> None:
         """Replace the engine's weights by those of a folder, as the engine sees it.
@@ -162,31 +177,33 @@ class SglangWeights:
         with metrics.loading(self._client.url, "model", "file"):
             await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _carry(self, carrier: Carrier, model: Written, update: _Update, ranks: int) -> None:
-        with metrics.loading(self._client.url, "model", carrier.way):
-            await carrier.join(ranks)
-            await update(lambda: carrier.send(model, _BUCKET_BYTES))
+    async def _send_directly(
+        self, direct: DirectTransfer, model: SavedWeights, update: _Update, ranks: int
+    ) -> None:
+        with metrics.loading(self._client.url, "model", direct.way):
+            await direct.join(ranks)
+            await update(lambda: direct.send(model, _BUCKET_BYTES))
 
-    async def _send(self, model: Written, update: _Update, ranks: int) -> None:
+    async def _send(self, model: SavedWeights, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):
             await update(lambda: self._send_parts(model, ranks))
 
     async def _update(
         self, send: Callable[[], Awaitable[None]], *, version: str, unfinished: str
     ) -> None:
-        """Have the engine's weights replaced part by part; it is marked until the last is there."""
-        await self._mark(unfinished)
+        """Replace the engine's weights part by part; its version says so meanwhile."""
+        await self.set_version(unfinished)
         await self._begin()
         try:
             await send()
         except ServerUnreachable:
-            # Whom it asks next ends what has been begun.
+            # The next update ends the one that is open.
             raise
         except BaseException:
             await self._call("/end_weight_update", {})
             raise
         await self._call("/end_weight_update", {})
-        await self._mark(version)
+        await self.set_version(version)
 
     async def _begin(self) -> None:
         try:
@@ -194,26 +211,18 @@ class SglangWeights:
         except ServerError as error:
             if "already open" not in error.message:
                 raise
-            # Whoever began it has gone.
+            # Another process began it and has ended.
             await self._call("/end_weight_update", {})
             await self._call("/begin_weight_update", {})
 
-    async def _send_parts(self, model: Written, ranks: int) -> None:
-        parts = buckets(model.here / FULL_WEIGHTS, _BUCKET_BYTES // ranks)
+    async def _send_parts(self, model: SavedWeights, ranks: int) -> None:
+        parts = buckets(model.local_dir / FULL_WEIGHTS, _BUCKET_BYTES // ranks)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             body = await asyncio.to_thread(request_body, {"flush_cache": True}, part, ranks)
             await self._call("/update_weights_from_tensor", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _mark(self, version: str) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
-        await self._call("/update_weight_version", body)
-
     async def _call(self, path: str, body: Json | bytes, *, seconds: float = _CALL_SECONDS) -> None:
-        try:
-            await self._client.post(path, body, seconds=seconds)
-        except InvalidRequest as error:
-            # Nothing of this is in a user's hands.
-            raise ServerError(f"{self._client.url}{path}: {error.message}") from None
+        await self._client.command(path, body, seconds=seconds)
 
 
 def _adapts_experts(info: Json) -> bool:

@@ -1,0 +1,53 @@
+"""What an engine refuses of a head's own commands, which no user has asked for."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from tinkercloud_worker.inference.client import InferenceClient, ServerError
+from tinkercloud_worker.inference.sglang.control import TRAINING, SglangControl
+from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.weights_folder import WeightsFolder
+
+
+@pytest.fixture(
+    params=["/update_weight_version", "/pause_generation", "/release_memory_occupation"]
+)
+def refused(request: pytest.FixtureRequest) -> str:
+    path: str = request.param
+    return path
+
+
+@pytest.fixture
+async def url(refused: str) -> AsyncIterator[str]:
+    """An engine that was just started, and answers 400 to one command."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == refused:
+            return web.json_response({"error": {"message": "unknown field"}}, status=400)
+        return web.json_response({"weight_version": "default", "model_path": "/model"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_a_command_that_an_engine_refuses_is_the_servers_error_not_the_users(
+    url: str, refused: str, tmp_path: Path
+) -> None:
+    client = InferenceClient(url, key=None, max_concurrent=1)
+    folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
+    control = SglangControl(
+        SglangDialect(client), folder, owner="head", base_path="/model", direct=None
+    )
+
+    with pytest.raises(ServerError, match=rf"{refused}: .* unknown field"):
+        async with control.modes.use(TRAINING):
+            pass
+    await client.close()
