@@ -44,6 +44,6 @@ def trainer_of(cluster: None) -> Iterator[TrainerOf]:
 
         def trainer(ranks: int, factory: Callable[[], AdamTrainer]) -> RankedTrainer:
             group(ranks).call("become", factory)
-            return RankedTrainer(lambda: group(ranks))
+            return RankedTrainer(lambda _: group(ranks))
 
         yield trainer

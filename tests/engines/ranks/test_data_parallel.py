@@ -1,6 +1,8 @@
 """The torch trainer at several ranks against itself at one."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def ranked(cluster: None) -> Iterator[RankedTrainer]:
-    trainer = RankedTrainer(lambda: RankGroup(GroupShape(RANKS), MortalTrainer))
+    trainer = RankedTrainer(lambda _: RankGroup(GroupShape(RANKS), MortalTrainer))
     yield trainer
     trainer.close()
 
@@ -349,9 +351,9 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
     possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
     starts = iter([(possible, None), (impossible, GroupTimings(start=1)), (possible, None)])
 
-    def start() -> RankGroup:
+    def start(give_up: threading.Event) -> RankGroup:
         shape, timings = next(starts)
-        return RankGroup(shape, MortalTrainer, timings)
+        return RankGroup(shape, MortalTrainer, timings, give_up)
 
     trainer = RankedTrainer(start)
     trainer.add_model("m", LORA)
@@ -365,6 +367,41 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
 
     run(trainer, random_data([4, 5]))
     assert_equal(trainer.snapshot("m").tensors, before, atol=0)
+    trainer.close()
+
+
+def test_a_model_can_be_saved_though_a_request_waits_for_room_for_another_group(
+    cluster: None,
+) -> None:
+    possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
+    shapes, starts_again = [impossible, possible], threading.Event()
+
+    def start(give_up: threading.Event) -> RankGroup:
+        shape = shapes.pop()
+        if not shapes:
+            starts_again.set()
+        return RankGroup(shape, MortalTrainer, GroupTimings(start=600), give_up)
+
+    trainer = RankedTrainer(start)
+    for name in ("m", "other"):
+        trainer.add_model(name, LORA)
+    before = trainer.snapshot("m").tensors
+    kill_in(trainer, "forward_backward", 0)
+    with pytest.raises(GradientLost):
+        run(trainer, random_data([4, 5]))
+
+    with ThreadPoolExecutor(1) as engine_thread:
+        waiting = engine_thread.submit(run, trainer, random_data([4, 5]))
+        assert starts_again.wait(timeout=60)
+        trainer.stop_waiting()
+        saving = engine_thread.submit(trainer.export_state, "m")
+
+        with pytest.raises(RanksUnavailable, match="head is stopping"):
+            waiting.result(timeout=60)
+        assert_equal(saving.result(timeout=60).weights.tensors, before, atol=0)
+    trainer.remove_model("m")
+    trainer.remove_model("other")
+    assert trainer._salvaged == {}
     trainer.close()
 
 

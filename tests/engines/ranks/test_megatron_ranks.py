@@ -78,7 +78,7 @@ def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
     cluster: None, tmp_path: Path
 ) -> None:
     factory = megatron_factory(str(save(tiny_llama(), tmp_path)), tensor=2, pipeline=1)
-    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
+    ranked = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=2), factory))
     ranked.add_model("m", None)
     run(ranked, random_data(LENGTHS))
     ranked.optim_step("m", ADAM)

@@ -62,7 +62,7 @@ def test_experts_of_a_killed_rank_take_their_model_along_and_no_other(
 ) -> None:
     folder = save(tiny_qwen3_moe(), tmp_path)
     factory = megatron_factory(str(folder), tensor=1, pipeline=1, expert=2)
-    ranked = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), factory))
+    ranked = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=2), factory))
     for name, config in {"experts": LORA, "attention": OF_ATTENTION}.items():
         ranked.add_model(name, config)
         run(ranked, random_data(LENGTHS), model_id=name)

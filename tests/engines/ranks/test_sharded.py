@@ -363,7 +363,7 @@ def test_a_whole_model_that_is_removed_takes_its_memory_along(trainers: Trainers
 
 
 def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(cluster: None) -> None:
-    sharded = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MeasuredTrainer))
+    sharded = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=2), MeasuredTrainer))
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
     saved = sharded.export_state("m")

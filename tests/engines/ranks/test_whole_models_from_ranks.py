@@ -107,7 +107,7 @@ def ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         tmp_path_factory.mktemp("ranks") / "models", 1 << 30, model_folder, MODEL
     )
     host = RankWeightHost(config)
-    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=2), MortalTrainer), host)
+    trainer = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=2), MortalTrainer), host)
     yield Ranks(trainer, host, config)
     last = senders()
     trainer.close()
@@ -169,7 +169,7 @@ async def test_what_lies_beside_ranks_is_of_the_dtype_that_they_compute_in(
 ) -> None:
     host = RankWeightHost(WeightStoreConfig(tmp_path, 1 << 30, model_folder, MODEL))
     make = partial(MeasuredTrainer, 0, make=a_llama_in_half)
-    trainer = RankedTrainer(lambda: RankGroup(GroupShape(ranks=1), make), host)
+    trainer = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=1), make), host)
     trainer.add_model("m", None)
 
     kept = await published(trainer, "m")
@@ -281,7 +281,7 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
 ) -> None:
     group = ranks.trainer._group
     tight = RankWeightHost(replace(ranks.config, folder=tmp_path / "tight", max_bytes=1000))
-    trainer = RankedTrainer(lambda: group, tight)
+    trainer = RankedTrainer(lambda _: group, tight)
     trainer.add_model("whole", None)
 
     weights = await published(trainer, "whole")

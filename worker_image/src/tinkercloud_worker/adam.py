@@ -129,6 +129,9 @@ class AdamTrainer(ABC):
         """See `Trainer.release_memory`."""
         accelerator.release_memory()
 
+    def stop_waiting(self) -> None:  # noqa: B027 - what the interface asks, done by doing nothing
+        """See `Trainer.stop_waiting`: nothing here waits for other processes to start."""
+
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
         model = self._models[model_id]

@@ -92,7 +92,7 @@ def build_trainer(
     )
     timings = GroupTimings(start=config.trainer.start_timeout_seconds)
     connect(shape)
-    return RankedTrainer(lambda: RankGroup(shape, factory, timings), weight_host)
+    return RankedTrainer(lambda give_up: RankGroup(shape, factory, timings, give_up), weight_host)
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import ray
@@ -54,6 +55,10 @@ _MORE_TIME = "raise trainer.start_timeout_seconds (of a BaseModel: trainer.start
 _ECHO_SECONDS = 2.0
 """A rank that waits for one that dies may fail before that death is known. How long to wait for
 the news of it, to tell the cause from its consequence."""
+
+_STOPPING = "no ranks are started any more: this session head is stopping"
+_SLICE_SECONDS = 1.0
+"""Of a wait that another thread may end: Ray has none that can be ended."""
 
 
 class RanksUnavailable(Unavailable):
@@ -141,7 +146,11 @@ class RankGroup:
     """See the module. Threads may share it: their commands wait for each other."""
 
     def __init__(
-        self, shape: GroupShape, factory: Callable[[], Worker], timings: GroupTimings | None = None
+        self,
+        shape: GroupShape,
+        factory: Callable[[], Worker],
+        timings: GroupTimings | None = None,
+        give_up: threading.Event | None = None,
     ) -> None:
         """Start the ranks, and return when each has made its worker object.
 
@@ -150,12 +159,14 @@ class RankGroup:
             factory: called once in each rank's process, where `torch.distributed` is ready; it
                 is sent there, so it must be importable.
             timings: deadlines.
+            give_up: the start fails within `_SLICE_SECONDS` once another thread sets it.
 
         Raises:
             RanksUnavailable: resources lack, or a rank failed to start; nothing is left behind.
         """
         self.shape = shape
         self._timings = timings or GroupTimings()
+        self._give_up = give_up or threading.Event()
         self._one_at_a_time = threading.Lock()
         self._loss: str | None = None
         self._ranks: list[ActorHandle[Rank]] = []
@@ -261,8 +272,10 @@ class RankGroup:
 
     def _start(self, factory: Callable[[], Worker], deadline: float) -> None:
         size = self.shape.ranks
+        if self._give_up.is_set():
+            raise RanksUnavailable(_STOPPING)
         self._places = placement_group([self.shape.bundle] * size, strategy=self.shape.strategy)
-        if not self._places.wait(max(0.0, deadline - time.monotonic())):
+        if not self._wait_until(self._places.wait, deadline):
             raise RanksUnavailable(
                 f"no room for {size} ranks of {self.shape.bundle} within"
                 f" {self._timings.start:.0f} s: {_resources()}; add workers, ask for fewer or"
@@ -299,14 +312,13 @@ class RankGroup:
     def _wait_for(self, refs: list[Any], step: str, deadline: float) -> list[Any]:
         pending = list(refs)
         while pending:
-            seconds = max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=seconds)
-            if not done:
+            if not self._wait_until(partial(_is_any_done, pending), deadline):
                 late = [refs.index(ref) for ref in pending]
                 raise RanksUnavailable(
                     f"ranks {late} of {self.shape.ranks} did not {step} within"
                     f" {self._timings.start:.0f} s; {_MORE_TIME}"
                 )
+            done, pending = ray.wait(pending, num_returns=1)
             try:
                 ray.get(done)
             except RayError as error:
@@ -315,6 +327,23 @@ class RankGroup:
                     f"rank {rank} of {self.shape.ranks} failed to {step}: {_reason(error)}"
                 ) from error
         return list(ray.get(refs))
+
+    def _wait_until(self, wait: Callable[[float], bool], deadline: float) -> bool:
+        """Wait for something, in slices; return whether it came about in time.
+
+        Args:
+            wait: for as many seconds; returns whether it has come about.
+            deadline: by the monotonic clock.
+
+        Raises:
+            RanksUnavailable: nobody wants the group any more.
+        """
+        while not wait(min(_SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if self._give_up.is_set():
+                raise RanksUnavailable(_STOPPING)
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def _command(self, method: str, submit: Callable[[int, "ActorHandle[Rank]"], Any]) -> list[Any]:
         with self._one_at_a_time:
@@ -366,6 +395,11 @@ class RankGroup:
             except RayError:
                 log.warning("a rank of a lost group says nothing", rank=rank, exc_info=True)
         self.close()
+
+
+def _is_any_done(refs: list[Any], seconds: float) -> bool:
+    done, _ = ray.wait(refs, num_returns=1, timeout=seconds)
+    return bool(done)
 
 
 def neighbours_together(nodes: Mapping[int, str]) -> list[int]:

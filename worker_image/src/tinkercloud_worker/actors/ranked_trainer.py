@@ -12,6 +12,7 @@ of which no living rank holds all is lost, and calls about it raise StateLost fr
 salvaged can be saved without another group, for which there may be no room any more.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -47,12 +48,15 @@ class RankedTrainer:
     """See `engine.trainer.Trainer`, whose contract this class fulfils."""
 
     def __init__(
-        self, start: Callable[[], RankGroup], weight_host: RankWeightHost | None = None
+        self,
+        start: Callable[[threading.Event], RankGroup],
+        weight_host: RankWeightHost | None = None,
     ) -> None:
         """Start the ranks.
 
         Args:
-            start: starts a group whose worker objects are RankTrainers; called again after a loss.
+            start: starts a group whose worker objects are RankTrainers, unless the event is set
+                meanwhile; called again after a loss.
             weight_host: where published whole models stay; None: they come to the head.
 
         Raises:
@@ -63,7 +67,8 @@ class RankedTrainer:
         self._models: set[str] = set()
         self._whole: set[str] = set()
         """Those of `_models` that are no adapters."""
-        self._salvaged: Mapping[str, TrainingState] = {}
+        self._no_more_starts = threading.Event()
+        self._salvaged: dict[str, TrainingState] = {}
         """States of the models of a lost group, until another group has them."""
         self._unapplied: set[str] = set()
         """Models that have a gradient."""
@@ -71,7 +76,7 @@ class RankedTrainer:
         """Models that have lost a gradient, and why, until their client is told."""
         self._lost: dict[str, str] = {}
         """Models that are lost, and why."""
-        self._group = start()
+        self._group = start(self._no_more_starts)
         try:
             self._memberships = _memberships(self._group)
             if weight_host is not None:
@@ -87,6 +92,10 @@ class RankedTrainer:
         if self._weight_host is not None:
             self._weight_host.close()
         self._group.close()
+
+    def stop_waiting(self) -> None:
+        """See `Trainer.stop_waiting`: no other group is started after this one."""
+        self._no_more_starts.set()
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`.
@@ -105,6 +114,7 @@ class RankedTrainer:
         self._lost.pop(model_id, None)
         if model_id in self._models:
             self._models.remove(model_id)
+            self._salvaged.pop(model_id, None)
             self._forget_gradient(model_id)
             self._call_if_alive("remove_model", model_id)
 
@@ -283,7 +293,7 @@ class RankedTrainer:
         Raises:
             RanksUnavailable: it could not be started, or was lost at once.
         """
-        group = self._start()
+        group = self._start(self._no_more_starts)
         try:
             for model_id in self._models & self._salvaged.keys():
                 state = self._salvaged[model_id]

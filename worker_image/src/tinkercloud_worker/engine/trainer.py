@@ -136,6 +136,13 @@ class Trainer(Protocol):
     def release_memory(self) -> None:
         """Free GPU memory that is cached for later passes: other processes share the GPU."""
 
+    def stop_waiting(self) -> None:
+        """Have calls fail that wait for other processes to start, from now on.
+
+        Models can still be exported, and do not wait behind such a call. May be called on any
+        thread, unlike all else here.
+        """
+
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights."""
 

@@ -305,7 +305,9 @@ class HeadService:
         return latest.tinker_path if latest is not None else None
 
     async def checkpoint(self) -> list[str]:
-        """Write a training checkpoint of every model; return their paths."""
+        """Write a last training checkpoint of every model; return their paths."""
+        # What is there is to be saved, however long others would wait for what it lacks.
+        self._backend.trainer.stop_waiting()
         async with self._saving:
             models = [m for m in self._models.values() if m.operations.refused is None]
             return [await model.operations.save_last() for model in models]
@@ -319,6 +321,7 @@ class HeadService:
             Unavailable: some could not be written; the message says which, the log says why.
         """
         self._is_draining = True
+        self._backend.trainer.stop_waiting()
         async with self._suspending:
             await self._drain()
             left = [model for name, model in self._models.items() if name not in self._suspended]
