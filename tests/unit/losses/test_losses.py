@@ -116,6 +116,15 @@ def test_masked_tokens_do_not_count_in_the_gspo_ratio() -> None:
     assert float(total) == pytest.approx(-2 * math.exp(0.1), rel=1e-5)
 
 
+def test_the_gspo_ratio_is_a_weighted_mean_whatever_its_weights_add_up_to() -> None:
+    inputs = inputs_of("gspo", [-1.0, -5.0], [1.0, 1.0])
+    inputs.values["sequence_ratio_mask"][:] = torch.tensor([[0.25], [0.0]])
+
+    total, _ = losses.derivative(LOSSES["gspo"], column([-0.9, -1.0]), inputs)
+
+    assert float(total) == pytest.approx(-2 * math.exp(0.1), rel=1e-5)
+
+
 def test_thresholds_may_differ_from_token_to_token() -> None:
     inputs = inputs_of("ppo", [-1.0, -1.0], [1.0, 1.0])
     inputs.values["clip_high_threshold"][1] = 3.0

@@ -135,6 +135,29 @@ def check_tied(embedding: Tensor, head: Tensor) -> None:
         )
 
 
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names under which families have the cap of their logits."""
+_NO_CAP = 1e4
+"""Logits of hundreds are further below such a cap than float32 rounds."""
+
+
+def check_uncapped(config: Any) -> None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Check that a model's logits are the output layer's, and not squeezed below a cap.
+
+    Comparing logits of a few tokens would not tell: only confident ones come near the cap.
+
+    Raises:
+        UnsupportedModelError: they are capped.
+    """
+    for name in _CAPS:
+        cap = getattr(config, name, None)
+        if isinstance(cap, int | float) and 0 < cap < _NO_CAP:
+            raise UnsupportedModelError(
+                f"{name}: the model caps its logits at {cap:g}, which this engine does not compute;"
+                " it can't be served"
+            )
+
+
 def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the longest sequence that a model's configuration allows, in tokens."""
     return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
@@ -197,7 +220,8 @@ def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> lis
     """Return the weights of a model that can be adapted, in the order of its modules.
 
     They are those that Tinker adapts: all linear ones but routers, and of latent attention (MLA)
-    those that compress, but not those that expand again.
+    those that compress, but not those that expand again. Layers that compute otherwise than their
+    class's name says, and weights that are read without calling their layer, are left out too.
 
     Args:
         model: any Hugging Face causal LM, also one without weights.
@@ -223,20 +247,32 @@ def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> lis
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and _is_plain(type(module)):
         return module.in_features, module.out_features
     if isinstance(module, Conv1D):
         return module.nx, module.nf
     return None
 
 
-_NOT_ADAPTED = frozenset({"gate", "shared_expert_gate", "router", "q_b_proj", "kv_b_proj"})
+def _is_plain(kind: type[nn.Linear]) -> bool:
+    """Whether a class of linear layers is computed as any is; Falcon's only writes it out."""
+    return kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
+
+
+_ROUTERS = frozenset({"gate", "router", "router_gate", "shared_expert_gate"})
+"""Names of routers, or of modules that hold one."""
+_NOT_ADAPTED = frozenset({"q_b_proj", "kv_b_proj", "dt_proj"})
+"""Leaves of other names; Mamba reads the weight of `dt_proj` without calling it."""
 
 
 def _is_in_a_layer(name: str) -> bool:
     """Whether a module belongs to one of the numbered layers, and is one that is adapted there."""
     parts = name.split(".")
-    return any(part.isdigit() for part in parts) and parts[-1] not in _NOT_ADAPTED
+    return (
+        any(part.isdigit() for part in parts)
+        and _ROUTERS.isdisjoint(parts)
+        and parts[-1] not in _NOT_ADAPTED
+    )
 
 
 def _group(name: str) -> Group:

@@ -134,7 +134,7 @@ def gspo(lp: Tensor, x: LossInputs) -> Tensor:
     # In float64, which a sequence's sum stays within, whatever float32 numbers are added up.
     sums = _by_datum(log_ratio, x)
     counts = _by_datum(mask, x)
-    mean = (sums / counts.clamp(min=1.0)).float()[x.datum_of_row].unsqueeze(1)
+    mean = torch.where(counts > 0, sums / counts, 0.0).float()[x.datum_of_row].unsqueeze(1)
     return _pessimistic(_ratio(mean + (lp - lp.detach())), x)
 
 
