@@ -26,7 +26,11 @@ from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.engine_image import a_server_of_others, engine_image
+from tinkercloud_testing.cluster.engine_image import (
+    a_server_of_others,
+    asked_of_engines,
+    engine_image,
+)
 from tinkercloud_testing.cluster.installation import a_secret
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode, head_process
@@ -174,13 +178,6 @@ def first_tokens(drawn: pb.SampleResponse) -> list[int]:
 def lengths(drawn: pb.SampleResponse) -> list[int]:
     """Return how many tokens each sequence has."""
     return [len(np.frombuffer(sequence.tokens, "<i4")) for sequence in drawn.sequences]
-
-
-def asked_of_engines(session: Session) -> set[str]:
-    """Return the paths that the stand-ins for engines were asked."""
-    where = (f"--namespace={session.namespace}", "--container=engine", "--tail=-1")
-    selector = f"--selector={labels.COMPONENT_LABEL}=sampler"
-    return set(session.cluster.kubectl("logs", selector, *where).split())
 
 
 def some_data(run_id: str, seq_id: int) -> bytes:
@@ -372,7 +369,9 @@ def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_h
         drawn = session.sample(0)
 
         assert lengths(drawn) == [4, 4]
-        assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked_of_engines(session)
+        assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked_of_engines(
+            session.cluster, session.namespace
+        )
 
         whole = dataclasses.replace(session, run_id="s:train:1")
         whole.create_run(ModelSpec(owner="ada", lora=None))
@@ -382,7 +381,7 @@ def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_h
 
         # Which follows the prompt in the data of all those steps.
         assert first_tokens(whole.sample(1)) == [8, 8]
-        asked = asked_of_engines(session)
+        asked = asked_of_engines(session.cluster, session.namespace)
         assert {"/init_weights_update_group", "/update_weights_from_distributed"} <= asked
         assert not {"/update_weights_from_tensor", "/update_weights_from_disk"} & asked
         assert len(session.whole_models("trainer")) == 1

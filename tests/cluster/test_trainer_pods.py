@@ -19,7 +19,7 @@ from tinker import types
 
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster, Refused
-from tinkercloud_testing.cluster.engine_image import engine_image
+from tinkercloud_testing.cluster.engine_image import asked_of_engines, engine_image
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -67,6 +67,7 @@ TWO_PODS: dict[str, Any] = {
             "replicas": 1,
             "gpusPerReplica": 1,
             "resources": {"cpu": "100m", "memory": "2Gi"},
+            "engines": {},
         },
     },
 }
@@ -204,6 +205,8 @@ def test_the_engine_has_what_the_trainer_pods_learn_whenever_it_is_published(
     assert second != pytest.approx(first, abs=1e-2)
     assert sampled_first == pytest.approx(first, abs=1e-4)
     assert sampled_second == pytest.approx(second, abs=1e-4)
+    asked = asked_of_engines(installation.cluster, installation.namespace)
+    assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked
 
 
 def test_each_trainer_pod_has_its_rank_and_the_head_has_none(

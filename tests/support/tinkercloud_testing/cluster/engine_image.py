@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tinkercloud_crds import labels
+from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.images import (
     USER,
     Image,
@@ -48,6 +50,13 @@ def engine_image() -> Image:
     )
 
 
+def asked_of_engines(cluster: Cluster, namespace: str) -> set[str]:
+    """Return the paths that the engines of a namespace's sessions were asked."""
+    where = (f"--namespace={namespace}", "--container=engine", "--tail=-1")
+    selector = f"--selector={labels.COMPONENT_LABEL}=sampler"
+    return set(cluster.kubectl("logs", selector, *where).split())
+
+
 def a_server_of_others(
     name: str, key: str, adapters_folder: str, refuses: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -59,17 +68,17 @@ def a_server_of_others(
         adapters_folder: where it has the volume `adapters`.
         refuses: paths of requests.
     """
-    labels, port = {"app": name}, 30000
+    selector, port = {"app": name}, 30000
     service = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": name},
-        "spec": {"selector": labels, "ports": [{"port": port}]},
+        "spec": {"selector": selector, "ports": [{"port": port}]},
     }
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "labels": labels},
+        "metadata": {"name": name, "labels": selector},
         "spec": {
             "terminationGracePeriodSeconds": 1,
             "securityContext": {
