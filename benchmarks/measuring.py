@@ -3,11 +3,12 @@
 Absolute times on a shared machine mean nothing; a ratio of two things that took turns does.
 """
 
+import math
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +41,12 @@ class Measurement:
 def _holds(value: float, bound: str) -> bool:
     operator, number = bound.split()
     return value <= float(number) if operator == "<=" else value >= float(number)
+
+
+def largest_error(errors: Iterable[float]) -> float:
+    """Return the largest; infinity if one is not finite, since `max` passes over most NaN."""
+    known = [float(error) for error in errors]
+    return max(known) if all(map(math.isfinite, known)) else math.inf
 
 
 def medians(*works: Callable[[], object], rounds: int = ROUNDS) -> list[float]:

@@ -15,12 +15,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from prometheus_client import REGISTRY
 
 from benchmarks.gpu.bench import Bench, Skipped
-from benchmarks.gpu.engines import (
-    a_request,
-)
+from benchmarks.gpu.engines import a_request
 from benchmarks.gpu.sglang_proof import (
     BASE,
     DRAWN,
@@ -32,11 +29,12 @@ from benchmarks.gpu.sglang_proof import (
     WIDE,
     Proof,
     a_proof,
+    gone_by,
     head_config,
     latent,
     prompt,
 )
-from benchmarks.measuring import Measurement
+from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import TrainerConfig
 from tinkercloud_protocol.tensors import FloatArray
@@ -68,8 +66,8 @@ def served(bench: Bench) -> Iterator[Measurement]:
         for check in SERVED:
             yield check(proof)
         # The last ones, since several heads then have changed the server's weights.
-        yield _whole(proof, "S8", "in requests", proof.sampler)
-        yield _whole(proof, "S9", "from its folder", proof.reader)
+        yield _whole(proof, "S8", "in requests", proof.sampler, "request")
+        yield _whole(proof, "S9", "from its folder", proof.reader, "file")
         yield _forsaken(proof)
         yield _carried(proof, "S13", "over a process group", proof.joined, "group")
         yield _carried(proof, "S15", _shared(bench), proof.shared, "shared_memory")
@@ -80,8 +78,8 @@ def mixture(bench: Bench) -> Iterator[Measurement]:
     with a_proof(bench, MIXTURE.build, torch.float32) as proof:
         yield _alone_and_together(proof, "S16", "a mixture, adapters of its experts too")
     with a_proof(bench, MIXTURE.build, torch.float32, modules=OUTSIDE_EXPERTS) as proof:
-        yield _whole(proof, "S17", "of a mixture in requests", proof.sampler)
-        yield _whole(proof, "S18", "of a mixture from its folder", proof.reader)
+        yield _whole(proof, "S17", "of a mixture in requests", proof.sampler, "request")
+        yield _whole(proof, "S18", "of a mixture from its folder", proof.reader, "file")
 
 
 def latent_attention(bench: Bench) -> Iterator[Measurement]:
@@ -90,7 +88,9 @@ def latent_attention(bench: Bench) -> Iterator[Measurement]:
         yield _alone_and_together(proof, "S19", "latent attention, adapters of it and of experts")
     small_parts = patch.object(sglang_weights, "_BUCKET_BYTES", _SMALL_PART)
     with a_proof(bench, latent, torch.float32, modules=OUTSIDE_EXPERTS) as proof, small_parts:
-        yield _whole(proof, "S20", "with latent attention in many requests", proof.sampler)
+        yield _whole(
+            proof, "S20", "with latent attention in many requests", proof.sampler, "request"
+        )
 
 
 def two_ranks(bench: Bench) -> Iterator[Measurement]:
@@ -103,7 +103,7 @@ def two_ranks(bench: Bench) -> Iterator[Measurement]:
         raise Skipped("two ranks need two GPUs")
     with a_proof(bench, SMALL.build, torch.float32, ranks=_RANKS) as proof:
         yield _alone_and_together(proof, "S21", "two ranks, a base and adapters")
-        yield _whole(proof, "S22", "to two ranks in requests", proof.sampler)
+        yield _whole(proof, "S22", "to two ranks in requests", proof.sampler, "request")
         yield _carried(proof, "S23", "to two ranks over a process group", proof.joined, "group")
         yield _carried(
             proof, "S24", f"to two ranks {_shared(bench)}", proof.shared, "shared_memory"
@@ -131,7 +131,8 @@ def _shared(bench: Bench) -> str:
 
 def _alone(proof: Proof) -> Measurement:
     gaps = [proof.gap(version) for version in VERSIONS]
-    return _adapted(proof, "S1", "a base, an adapter, another", np.concatenate(gaps))
+    figure = _adapted(proof, "S1", "a base, an adapter, another", np.concatenate(gaps))
+    return gone_by(figure, proof.loads, "adapter", "request")
 
 
 def _alone_and_together(proof: Proof, figure: str, what: str) -> Measurement:
@@ -144,7 +145,7 @@ def _adapted(proof: Proof, figure: str, what: str, gap: np.ndarray) -> Measureme
     note = f"mean {gap.mean():.1e}; from another adapter's {apart:.2f}"
     return Measurement(
         figure, f"SGLang's logprobs - our trainer's: {what}, float32",
-        float(gap.max()), "", "<= 1e-3", "<= 1e-5", note,
+        largest_error(gap), "", "<= 1e-3", "<= 1e-5", note,
     )  # fmt: skip
 
 
@@ -152,20 +153,21 @@ def _together(proof: Proof) -> Measurement:
     gap = proof.gap("two", "base", "one", "two")
     off = int((gap > _OFF).sum())
     return Measurement(
-        "S2", "the same, all in one batch", float(gap.max()), "", "<= 1e-3", "<= 1e-5",
+        "S2", "the same, all in one batch", largest_error(gap), "", "<= 1e-3", "<= 1e-5",
         f"mean {gap.mean():.1e}; {off} of {gap.size} tokens are off by more than {_OFF}",
     )  # fmt: skip
 
 
 def _from_files(proof: Proof) -> Measurement:
-    proof.publish("one", sampler=proof.reader)
+    loads = proof.publish("one", sampler=proof.reader)
     request = replace(a_request(prompt(7), 1), questions=PromptQuestions(logprobs_from=1))
     [sent] = proof.sample(("one", request))
     [read] = proof.sample(("one", request), sampler=proof.reader)
-    return Measurement(
+    figure = Measurement(
         "S3", "an adapter that SGLang read from files - the same one sent to it",
         _gap(read.prompt.logprobs, sent.prompt.logprobs), "", "<= 1e-5",
     )  # fmt: skip
+    return gone_by(figure, loads, "adapter", "file")
 
 
 def _scored(proof: Proof) -> Measurement:
@@ -186,7 +188,7 @@ def _scored(proof: Proof) -> Measurement:
     ]
     return Measurement(
         "S4", "a prompt's logprobs, named and most likely tokens - our sampler's, float32",
-        float(max(gaps)), "", "<= 1e-3", "<= 1e-4",
+        largest_error(gaps), "", "<= 1e-3", "<= 1e-4",
         ", ".join(f"{gap:.1e}" for gap in gaps),
     )  # fmt: skip
 
@@ -198,7 +200,7 @@ def _gap(theirs: FloatArray | None, ours: FloatArray | None) -> float:
     known = ~np.isnan(ours)
     if (known != ~np.isnan(theirs)).any():
         return math.inf
-    return float(np.abs(theirs[known] - ours[known]).max())
+    return largest_error(np.abs(theirs[known] - ours[known]))
 
 
 def _seeds(proof: Proof) -> Measurement:
@@ -301,22 +303,25 @@ def _of_others(proof: Proof) -> Measurement:
     left = proof.gap(*VERSIONS).max()
     return Measurement(
         "S30", "SGLang's logprobs - our trainer's: as a server of others (backend external), float32",
-        float(gap.max()) if is_refused else math.inf, "", "<= 1e-3", "<= 1e-5",
+        largest_error(gap) if is_refused else math.inf, "", "<= 1e-3", "<= 1e-5",
         f"whole models refused by name: {is_refused}; of the head whose engine it is {left:.1e}",
     )  # fmt: skip
 
 
-def _whole(proof: Proof, figure: str, how: str, sampler: InferenceSampler) -> Measurement:
-    proof.publish("whole", BASE, sampler=sampler)
-    gap = proof.gap("whole", sampler=sampler).max()
+def _whole(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
+    """Replace the server's weights, and have it take the base and an adapter again."""
+    loads = proof.publish("whole", BASE, sampler=sampler)
+    gap = largest_error(proof.gap("whole", sampler=sampler))
     apart = proof.gap("whole", against=BASE, sampler=sampler).mean()
     others = [version for version in (BASE, "one") if version in proof.versions]
-    back = max(proof.gap(version, sampler=sampler).max() for version in others)
-    note = f"from the base model's {apart:.2f}; {' and '.join(others)} afterwards {back:.1e}"
-    return Measurement(
-        figure, f"SGLang's logprobs - our trainer's: a whole model {how}, float32",
-        float(gap), "", "<= 1e-3", "<= 1e-5", note,
+    back = largest_error(np.concatenate([proof.gap(each, sampler=sampler) for each in others]))
+    after = " and ".join(others)
+    note = f"from the base model's {apart:.2f}; the model {gap:.1e}, {after} afterwards {back:.1e}"
+    figure = Measurement(
+        name, f"SGLang's logprobs - our trainer's: a whole model {how}, {after} after it, float32",
+        largest_error([gap, back]), "", "<= 1e-3", "<= 1e-5", note,
     )  # fmt: skip
+    return gone_by(figure, loads, "model", way)
 
 
 def _forsaken(proof: Proof) -> Measurement:
@@ -349,14 +354,9 @@ def _forsaken(proof: Proof) -> Measurement:
     )  # fmt: skip
 
 
-def _carried(
-    proof: Proof, figure_name: str, how: str, sampler: InferenceSampler, way: Way
-) -> Measurement:
+def _carried(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
     proof.publish("one", sampler=sampler)
-    figure = _whole(proof, figure_name, how, sampler)
-    labels = {"engine": proof.dialect.client.url, "what": "model", "way": way}
-    loads = REGISTRY.get_sample_value("tinkercloud_engine_load_seconds_count", labels)
-    return figure if loads else replace(figure, value=math.inf, note="it went another way")
+    return _whole(proof, name, how, sampler, way)
 
 
 def _rounded(proof: Proof, dtype: str) -> Measurement:
@@ -407,7 +407,7 @@ def _afterwards(proof: Proof) -> Measurement:
     ]
     return Measurement(
         "S12", "logprobs of base, adapters and a whole model after that - before",
-        float(max(gaps)), "", "<= 1e-6",
+        largest_error(gaps), "", "<= 1e-6",
     )  # fmt: skip
 
 

@@ -1,18 +1,22 @@
 """A real SGLang server with our client, and our trainer with the same weights."""
 
 import asyncio
+import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from prometheus_client import REGISTRY
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.gpu.bench import SGLANG_PYTHON, Bench, Skipped
@@ -26,6 +30,7 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
+from benchmarks.measuring import Measurement
 from tinkercloud_operator.children.pods import Json
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
@@ -55,6 +60,7 @@ from tinkercloud_worker.inference.sglang import adapters as sglang_adapters
 from tinkercloud_worker.inference.sglang import weights as sglang_weights
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
+from tinkercloud_worker.metrics import Way, What
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
@@ -93,6 +99,8 @@ _LATENT = {
 }
 
 Build = Callable[[torch.device, torch.dtype], PreTrainedModel]
+Loads = Counter[tuple[What, Way]]
+"""How often weights of a kind got into a server, by the way that they went."""
 
 
 @dataclass
@@ -116,12 +124,17 @@ class Proof:
     runner: asyncio.Runner
     versions: tuple[str, ...]
     """What is published at first."""
+    loads: Loads = field(default_factory=Counter)
+    """Of what was published at first."""
 
-    def publish(self, *models: str, sampler: InferenceSampler | None = None) -> None:
-        """Publish the trainer's weights of models under their own names."""
+    def publish(self, *models: str, sampler: InferenceSampler | None = None) -> Loads:
+        """Publish the trainer's weights of models under their own names, and return the loads."""
+        url = self.dialect.client.url
+        before = loads_of(url)
         for model in models:
             weights = self.trainer.snapshot(model) if model != BASE else None
             self.runner.run((sampler or self.sampler).publish(model, weights))
+        return loads_of(url) - before
 
     def sample(
         self, *asked: tuple[str, SamplingRequest], sampler: InferenceSampler | None = None
@@ -160,6 +173,25 @@ class Proof:
                 for s in result.sequences
             ]
         )
+
+
+def loads_of(url: str) -> Loads:
+    """Return what heads in this process have loaded into a server so far, as metrics say."""
+    found: Loads = Counter()
+    for what, way in product(get_args(What), get_args(Way)):
+        labels = {"engine": url, "what": what, "way": way}
+        loads = REGISTRY.get_sample_value("tinkercloud_engine_load_seconds_count", labels)
+        found[what, way] = int(loads or 0)
+    return found
+
+
+def gone_by(figure: Measurement, loads: Loads, what: What, way: Way) -> Measurement:
+    """Return a figure about a way; infinity unless all weights of the kind went that way."""
+    ways = sorted(each for kind, each in loads if kind == what)
+    if ways == [way]:
+        return figure
+    note = f"went another way than {way}: {', '.join(ways) or 'none'}"
+    return replace(figure, value=math.inf, note=note)
 
 
 def prompt(seed: int, length: int = _PROMPT) -> list[int]:
@@ -236,7 +268,7 @@ def a_proof(
         versions = (BASE,) if modules else VERSIONS
         trainer = _trainer(base)
         proof = Proof(*samplers, server, dialect, folder, reference, trainer, runner, versions)
-        proof.publish(*versions)
+        proof.loads = proof.publish(*versions)
         yield proof
 
 

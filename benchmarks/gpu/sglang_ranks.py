@@ -12,11 +12,20 @@ from typing import Never
 
 import ray
 import torch
-from prometheus_client import REGISTRY
 
 from benchmarks.gpu.bench import Bench, Skipped
-from benchmarks.gpu.sglang_proof import BASE, RANK, SEEDS, SMALL, Proof, a_proof, head_config
-from benchmarks.measuring import Measurement
+from benchmarks.gpu.sglang_proof import (
+    BASE,
+    RANK,
+    SEEDS,
+    SMALL,
+    Proof,
+    a_proof,
+    gone_by,
+    head_config,
+    loads_of,
+)
+from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import TrainerConfig
 from tinkercloud_worker.build_sampler import inference_sampler
@@ -97,22 +106,22 @@ def _adapters(proof: Proof, ranks: Ranks) -> Measurement:
     gap = proof.gap(*SEEDS, sampler=sampler)
     return Measurement(
         "S26", f"SGLang's logprobs - our torch trainer's: adapters of {ranks.how}, float32",
-        float(gap.max()), "", "<= 1e-3", "<= 1e-5", f"mean {gap.mean():.1e}",
+        largest_error(gap), "", "<= 1e-3", "<= 1e-5", f"mean {gap.mean():.1e}",
     )  # fmt: skip
 
 
 def _whole(proof: Proof, ranks: Ranks, figure: str, how: str, way: Way) -> Measurement:
     sampler = ranks.samplers[way]
     published = ranks.trainer.publication(WHOLE)()
+    before = loads_of(proof.dialect.client.url)
     proof.runner.run(sampler.publish(WHOLE, published))
+    loads = loads_of(proof.dialect.client.url) - before
     gap = proof.gap(WHOLE, sampler=sampler)
     apart = proof.gap(WHOLE, against=BASE, sampler=sampler).mean()
     measured = Measurement(
         figure, f"the same: a whole model of those ranks {how}, past the head",
-        float(gap.max()), "", "<= 1e-3", "<= 1e-5", f"from the base model's {apart:.2f}",
+        largest_error(gap), "", "<= 1e-3", "<= 1e-5", f"from the base model's {apart:.2f}",
     )  # fmt: skip
-    labels = {"engine": proof.dialect.client.url, "what": "model", "way": way}
-    loads = REGISTRY.get_sample_value("tinkercloud_engine_load_seconds_count", labels)
-    if isinstance(published, WeightsSnapshot) or not loads:
-        return replace(measured, value=math.inf, note="it went another way")
-    return measured
+    if isinstance(published, WeightsSnapshot):
+        return replace(measured, value=math.inf, note="it went through the head")
+    return gone_by(measured, loads, "model", way)

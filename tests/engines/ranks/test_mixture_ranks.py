@@ -134,13 +134,15 @@ def test_ten_steps_of_unequal_batches_go_alike(trainers: Trainers) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-# Engines hold what compresses for latent attention whole, which megatron divides.
-@pytest.mark.parametrize(("lora", "least"), [(LORA, 1.0), (None, 0.9)], ids=["adapter", "whole"])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "whole"])
 def test_a_rank_holds_what_is_planned(
-    trainers: Trainers, shape: Shape, lora: LoraConfig | None, least: float
+    trainers: Trainers, shape: Shape, lora: LoraConfig | None
 ) -> None:
     ranked, _ = trainers
     name, tensor, pipeline, context, expert, ranks = shape
+    # Engines hold what compresses for latent attention whole, which megatron divides.
+    is_less = lora is None and name == "deepseek" and tensor > 1
+    least = 0.93 if is_less else 1.0
     layout = Layout(tensor, pipeline, context, expert, ranks // (tensor * pipeline * context))
     ranked.add_model("m", lora)
     ranked.optim_step("m", ADAM)

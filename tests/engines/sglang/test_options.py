@@ -1,23 +1,51 @@
 """What an engine's pod tells SGLang's server is what that server can be told."""
 
+import re
+
 import pytest
 
 from tinkercloud_operator.children.engines import engines
 from tinkercloud_testing.sessions import COLOCATED, ENGINES, TRAINERS, Json, a_base_model, a_build
-from tinkercloud_testing.sglang_definitions import server_options
+from tinkercloud_testing.sglang_definitions import server_options, server_variables
 
 pytestmark = pytest.mark.slow
 
 MEMORY = {"gpuMemoryPercent": 60, "maxCachedTokens": 4096}
 
 
-@pytest.mark.parametrize("sampler", [ENGINES, COLOCATED])
-def test_every_option_of_an_engine_is_one_of_sglang_s(sampler: Json) -> None:
-    offered = a_base_model(
-        trainer=TRAINERS, sampler={**sampler, "engines": {**sampler["engines"], **MEMORY}}
-    )
+@pytest.fixture(params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Of the weights; SGLang has kernels of its own choice for one of them only."""
+    return str(request.param)
 
-    for engine in engines(a_build(offered)):
+
+@pytest.fixture(params=[ENGINES, COLOCATED], ids=["engines", "colocated"])
+def containers(request: pytest.FixtureRequest, dtype: str) -> list[Json]:
+    sampler: Json = request.param
+    offered = a_base_model(
+        trainer={**TRAINERS, "dtype": dtype},
+        sampler={**sampler, "engines": {**sampler["engines"], **MEMORY}},
+    )
+    return engines(a_build(offered))
+
+
+def test_every_option_of_an_engine_is_one_of_sglang_s(containers: list[Json], dtype: str) -> None:
+    for engine in containers:
         given = {word for word in engine["args"] if word.startswith("--")}
         assert "--model-path" in given
+        assert ("--attention-backend" in given) == (dtype == "float32")
         assert given <= server_options()
+
+
+def test_every_option_that_the_pod_s_shell_adds_is_one_of_sglang_s(containers: list[Json]) -> None:
+    for engine in containers:
+        added = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", " ".join(engine["command"])))
+        assert {"--attention-backend", "--api-key", "--admin-api-key"} == added
+        assert added <= server_options()
+
+
+def test_every_variable_for_sglang_is_one_that_it_reads(containers: list[Json]) -> None:
+    for engine in containers:
+        given = {each["name"] for each in engine["env"] if each["name"].startswith("SGLANG_")}
+        assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in given
+        assert given <= server_variables()

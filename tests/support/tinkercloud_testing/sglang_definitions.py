@@ -45,10 +45,11 @@ _BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
 _NETWORK = "sglang/srt/utils/network.py"
 _UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
 _OPTIONS = "sglang/srt/arg_groups/field_order.py"
+_VARIABLES = "sglang/srt/environ.py"
 _METADATA = f"sglang-{SGLANG}.dist-info/METADATA"
 _FILES = (
     *(_MESSAGES, SAMPLING, COMMON, ROUTES, CONTRACT, API_TYPES, MANAGER, CONTROL, COMMUNICATOR),
-    *(BATCH, REGISTRY, LOCKS, _BUCKET, _NETWORK, _UPDATER, _OPTIONS, _METADATA),
+    *(BATCH, REGISTRY, LOCKS, _BUCKET, _NETWORK, _UPDATER, _OPTIONS, _VARIABLES, _METADATA),
 )
 _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
@@ -133,6 +134,15 @@ def server_fields() -> tuple[str, ...]:
 def server_options() -> frozenset[str]:
     """Return the options that SGLang's server has, such as `--model-path`."""
     return frozenset("--" + name.replace("_", "-") for name in server_fields())
+
+
+@cache
+def server_variables() -> frozenset[str]:
+    """Return the variables that SGLang's server reads, such as `SGLANG_RETURN_ORIGINAL_LOGPROB`."""
+    [variables] = cut(_VARIABLES, "Envs")
+    assert isinstance(variables, ast.ClassDef)
+    assigned = [node for node in variables.body if isinstance(node, ast.Assign)]
+    return frozenset(ast.unparse(node.targets[0]) for node in assigned)
 
 
 def _type(node: ast.expr) -> Any:

@@ -5,6 +5,7 @@ engine's numbers, is what these tests are about.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +30,19 @@ EVERY_FIGURE = {
     *MEGATRON,
     *MEMORY,
 }
+SPOILING = """
+from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
+
+exported = MegatronTrainer.export_gradient
+
+def spoilt(self, model_id):
+    gradient = dict(exported(self, model_id))
+    last = sorted(gradient)[-1]
+    return {**gradient, last: gradient[last] * float("nan")}
+
+MegatronTrainer.export_gradient = spoilt
+"""
+"""Gives a gradient one tensor, not the first, that is no number."""
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,6 +98,17 @@ def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do
     assert verdicts["G2m"] == "not compared"
     assert {verdicts[f"M{number}"] for number in (1, 2, 3, 4, 6, 7)} == {"strong"}
     assert verdicts["M5"] == "pass"
+
+
+def test_a_gradient_that_is_no_number_fails_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+
+    done = run(SPOILING, "--out", str(out), "--device", "cpu", "--only", "M3")
+
+    measured = {m["id"]: m for m in json.loads(out.read_text())["measurements"]}
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert measured["M3"]["verdict"] == "strong"
+    assert (measured["M4"]["value"], measured["M4"]["verdict"]) == (math.inf, "below")
 
 
 def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(

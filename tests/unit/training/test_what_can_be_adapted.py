@@ -1,5 +1,7 @@
 """Which layers of a family are adapted, and which models are not computed at all."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from tinkercloud_worker.architecture import (
 )
 from tinkercloud_worker.base_model import BaseModel
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
