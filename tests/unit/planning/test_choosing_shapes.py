@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
-from tinkercloud_crds.planning.architecture import Architecture
+from tinkercloud_crds.planning.architecture import Architecture, UnknownArchitecture
 from tinkercloud_crds.planning.families import read
 from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
-from tinkercloud_crds.planning.layouts import layouts
+from tinkercloud_crds.planning.layouts import engine_sizes, layouts
 from tinkercloud_crds.planning.memory import adapter_parameters, kv_bytes_per_token, training
 from tinkercloud_crds.planning.offer import Plan, plan
 from tinkercloud_crds.planning.planner import Demand, divide, micro_batch_tokens
@@ -27,12 +27,13 @@ from tinkercloud_crds.planning.refusal import DoesNotFit, fewest_gpus
 from tinkercloud_crds.shapes import MAX_TOKENS
 from tinkercloud_crds.structural import structural_schema
 
-MODELS: dict[str, Architecture] = {
-    name: read(model["config"])
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: model["config"]
     for name, model in json.loads(
         (Path(__file__).parent / "public_models.json").read_text()
     ).items()
 }
+MODELS: dict[str, Architecture] = {name: read(config) for name, config in CONFIGS.items()}
 UNEVEN = {"tensor": 3, "pipeline": 1, "context": 1, "expert": 1}
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64)
 REST_OF_THE_SPEC = {
@@ -384,6 +385,36 @@ def test_the_rules_that_plans_are_checked_against_can_be_broken(
     assert message in " ".join(broken)
 
 
+def test_engines_cut_no_block_of_quantized_weights() -> None:
+    config = CONFIGS["Qwen/Qwen3-30B-A3B"]
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+    stored = read({**config, "quantization_config": blocks})
+
+    # Experts are 768 wide: six blocks.
+    assert config["moe_intermediate_size"] == 768
+    assert engine_sizes(read(config), 8) == [1, 2, 4, 8]
+    assert engine_sizes(stored, 8) == [1, 2]
+
+
+@pytest.mark.parametrize("sides", [[128], "128", [0, 128], [128.0, 128]], ids=str)
+def test_blocks_that_are_none_are_refused(sides: object) -> None:
+    blocks = {"quant_method": "fp8", "weight_block_size": sides}
+
+    with pytest.raises(UnknownArchitecture, match=r"two positive whole numbers"):
+        read({**CONFIGS["Qwen/Qwen3-8B"], "quantization_config": blocks})
+
+
+def test_a_plan_for_mixtral_says_that_engines_take_no_adapters_of_its_experts() -> None:
+    model = MODELS["mistralai/Mixtral-8x7B-v0.1"]
+
+    adapted = plan(model, parse("16xH100"), sequence_length=4096, lora_rank=8)
+    whole = plan(model, parse("64xH100"), sequence_length=4096, lora_rank=None)
+
+    assert "with train_mlp=False" in [reason.value for reason in adapted.reasons]
+    assert "with train_mlp=False" not in [reason.value for reason in whole.reasons]
+
+
 @pytest.mark.parametrize(
     ("text", "name", "count", "gib"),
     [
@@ -402,9 +433,10 @@ def test_gpus_are_written_as_people_write_them(text: str, name: str, count: int,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("H100", "expected a number, x and a kind"),
+        ("H100", "expected a number from 1 on, x and a kind"),
         ("8xA100", "accepted: .*A100-40, A100-80"),
-        ("0xH100", "nodes of 8"),
+        ("0xH100", "expected a number from 1 on"),
+        ("2x8xH100", "as 16xH100"),
         ("12xH100", "multiple of 8"),
     ],
 )

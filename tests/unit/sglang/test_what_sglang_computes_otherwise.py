@@ -135,6 +135,17 @@ async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_lea
     await sampler.close()
 
 
+async def test_adapters_of_mixtrals_experts_are_refused_as_sglang_takes_none(
+    tmp_path: Path,
+) -> None:
+    folder = a_folder(tmp_path / "model", {"model_type": "mixtral"})
+    sampler = inference_sampler(a_head(folder), HeadWeightHost())
+
+    with pytest.raises(InvalidRequest, match="train_mlp=False"):
+        await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
+    await sampler.close()
+
+
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 async def test_adapters_of_queries_that_are_not_compressed_are_refused_as_sglang_takes_none(
     family: str, tmp_path: Path
@@ -153,6 +164,7 @@ async def test_adapters_of_queries_that_are_not_compressed_are_refused_as_sglang
         ({"model_type": "gemma2"}, LoraConfig(rank=1, train_unembed=False)),
         ({"model_type": "gemma4_text"}, LoraConfig(rank=1)),
         ({"model_type": "llama"}, LoraConfig(rank=1)),
+        ({"model_type": "mixtral"}, LoraConfig(rank=1, train_mlp=False)),
         ({"model_type": "deepseek_v2", "q_lora_rank": 8}, LoraConfig(rank=1)),
         (
             {"model_type": "deepseek_v2", "q_lora_rank": None},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.low_rank import LowRankTerms, Parts, Term, add_terms
+from tinkercloud_worker.low_rank import LowRankTerms, Term, TermSpans, add_terms
 
 SCALE = 4.0
 ALL = slice(None)
@@ -21,7 +21,7 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return x, weight, bias, a, b
 
 
-def by_autograd(x: Tensor, weight: Tensor, bias: Tensor, parts: Parts) -> Tensor:
+def by_autograd(x: Tensor, weight: Tensor, bias: Tensor, parts: TermSpans) -> Tensor:
     """Return the same by the formula, in float32, left to autograd."""
     flat = x.flatten(0, -2)
     product = nn.functional.linear(flat, weight, bias)
@@ -66,14 +66,14 @@ def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
 def test_each_part_of_the_positions_gets_its_own_term() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
     other = Term(2 * a.detach()[:5], b.detach()[:, :5], 1.0)
-    parts: Parts = [
+    parts: TermSpans = [
         (slice(0, 3), Term(a, b, SCALE)),
         (slice(3, 6), None),
         (slice(6, 10), other),
     ]
     output = LowRankTerms().linear(x, weight, bias, parts)
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
-    parts32: Parts = [(slice(0, 3), Term(a32, b32, SCALE)), *parts[1:]]
+    parts32: TermSpans = [(slice(0, 3), Term(a32, b32, SCALE)), *parts[1:]]
     exact = by_autograd(x32, weight32, bias32, parts32)
 
     errors = relative_errors(
@@ -99,7 +99,7 @@ def test_a_fresh_adapter_changes_no_bit() -> None:
     assert torch.equal(output, nn.functional.linear(x, weight, bias))
 
 
-def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: Parts) -> Tensor:
+def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: TermSpans) -> Tensor:
     """Return the product of a float32 layer with the terms of its input."""
     return add_terms(x, nn.functional.linear(x, weight, bias), parts)
 
@@ -113,7 +113,7 @@ def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: fl
         trained = (x, a, b, other_a, other_b)
         for tensor in trained:
             tensor.requires_grad_().grad = torch.full_like(tensor, held)
-        parts: Parts = [
+        parts: TermSpans = [
             (slice(0, 3), Term(a, b, SCALE)),
             (slice(3, 6), None),
             (slice(6, 10), Term(other_a, other_b, 1.0)),

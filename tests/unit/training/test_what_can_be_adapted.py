@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import HunYuanMoEV1Config, JambaConfig, JetMoeConfig
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import tiny_gemma2, tiny_llama
 from tinkercloud_worker.architecture import (
@@ -27,7 +28,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def leaves_of(model: nn.Module) -> set[str]:
+def leaves_of(model: PreTrainedModel) -> set[str]:
     """Return the names within their layers of what is adapted."""
     trunk, head = trunk_and_head(model)
     targets = find_targets(model, name_of(model, trunk), name_of(model, head))

@@ -41,7 +41,7 @@ from tinkercloud_worker.experts import (
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.load import load_pretrained
 from tinkercloud_worker.lora import Target
-from tinkercloud_worker.low_rank import LowRankTerms, Parts, add_terms
+from tinkercloud_worker.low_rank import LowRankTerms, TermSpans, add_terms
 from tinkercloud_worker.packing import (
     PackedSequences,
     mask_kinds,
@@ -345,7 +345,7 @@ class BaseModel:
         parts = self._parts(target)
         return add_terms(inputs[0], output, parts) if any(t for _, t in parts) else output
 
-    def _parts(self, target: Target) -> Parts:
+    def _parts(self, target: Target) -> TermSpans:
         return [(route.rows, term_of(target, route.weights)) for route in self._routes]
 
     def _make_recomputable(self, prefix: str, layer: nn.Module) -> None:

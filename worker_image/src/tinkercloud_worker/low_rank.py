@@ -45,11 +45,11 @@ def may_be_beside_others(weights: Iterable[Tensor]) -> bool:
     return bool((largest <= _LARGEST_BESIDE_OTHERS).all())
 
 
-Parts = Sequence[tuple[slice, Term | None]]
+TermSpans = Sequence[tuple[slice, Term | None]]
 """Consecutive positions, all of them between them, and the term that is theirs."""
 
 
-def add_terms(x: Tensor, y: Tensor, parts: Parts) -> Tensor:
+def add_terms(x: Tensor, y: Tensor, parts: TermSpans) -> Tensor:
     """Return a float32 layer's product with the terms of its input.
 
     Differentiable with respect to x and y. Gradients of the terms' A and B are added to their
@@ -136,7 +136,7 @@ class LowRankTerms:
     def __init__(self) -> None:
         self._factors: dict[tuple[tuple[int, int, int, float | Tensor], ...], Tensor] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: TermSpans) -> Tensor:
         """Return the product [..., out] of a layer, with the terms of its input.
 
         Differentiable with respect to x. Gradients of the terms' A and B are added to their

@@ -95,6 +95,10 @@ class Architecture:
     trains it."""
     engines_adapt_attention: bool = True
     """Whether SGLang takes adapters of all of its attention."""
+    engines_adapt_mlp: bool = True
+    """Whether SGLang takes adapters of its MLPs, or experts."""
+    weight_block: int = 1
+    """Rows and columns of the blocks that its weights are quantized in; 1: they are not."""
 
     @property
     def layers(self) -> int:

@@ -69,6 +69,25 @@ def _check_weights(fields: Fields) -> None:
         )
 
 
+def weight_block(fields: Fields) -> int:
+    """Return the larger side of the blocks that weights are quantized in; 1 if they are not.
+
+    Raises:
+        UnknownArchitecture: the configuration names no blocks of two sides.
+    """
+    sides = fields.part("quantization_config").get("weight_block_size") or [1, 1]
+    if not (isinstance(sides, list) and len(sides) == 2 and all(_is_size(side) for side in sides)):
+        raise UnknownArchitecture(
+            f"quantization_config.weight_block_size: {sides} can't be planned for; accepted: two"
+            " positive whole numbers, as [128, 128]"
+        )
+    return max(sides)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
 def window(fields: Fields) -> int | None:
     """Return how many positions the narrowest layer attends to; None if each attends to all."""
     family = fields.config.get("model_type")
@@ -120,3 +139,8 @@ def refused_by_megatron(fields: Fields) -> str | None:
 def engines_adapt_attention(fields: Fields) -> bool:
     """Return whether SGLang takes adapters of all attention: not where it compresses no queries."""
     return not fields.count("kv_lora_rank") or bool(fields.count("q_lora_rank"))
+
+
+def engines_adapt_mlp(fields: Fields) -> bool:
+    """Return whether SGLang takes adapters of MLPs: not of Mixtral's experts, by their names."""
+    return fields.config.get("model_type") != "mixtral"

@@ -94,6 +94,8 @@ def _assembled(
         repeats=layers - len(leading),
         only_torch=computed.refused_by_megatron(fields),
         engines_adapt_attention=computed.engines_adapt_attention(fields),
+        engines_adapt_mlp=computed.engines_adapt_mlp(fields),
+        weight_block=computed.weight_block(fields),
     )
 
 

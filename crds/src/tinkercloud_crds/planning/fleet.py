@@ -16,6 +16,7 @@ MEMORY_GIB = {
 """Memory that the driver shows, in GiB, rounded down."""
 _ALIASES = {"L4": "L4-24", "H100": "H100-80", "H200": "H200-141", "B200": "B200-192"}
 _TEXT = re.compile(r"([0-9]{1,4})x(.+)")
+_NODES = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x(.+)")
 _MEMORY = re.compile(r"([0-9]{1,4})GiB")
 _CONTEXT_BYTES = 3 << 29
 """CUDA context, NCCL's and cuBLAS's buffers of one process."""
@@ -88,7 +89,15 @@ def parse(text: str, per_node: int = 8) -> Fleet:
     Raises:
         UnknownGpus: it means none.
     """
+    if nodes := _NODES.fullmatch(text.strip()):
+        total = int(nodes[1]) * int(nodes[2])
+        raise UnknownGpus(
+            f"GPUs {text!r}: say how many there are in all, as {total}x{nodes[3]}, and how many a"
+            " node has apart from that"
+        )
     match = _TEXT.fullmatch(text.strip())
-    if match is None:
-        raise UnknownGpus(f"GPUs {text!r}: expected a number, x and a kind, such as 8xH100")
+    if match is None or int(match[1]) == 0:
+        raise UnknownGpus(
+            f"GPUs {text!r}: expected a number from 1 on, x and a kind, such as 8xH100"
+        )
     return Fleet(gpu(match[2]), int(match[1]), per_node)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tinkercloud_crds.planning.architecture import Architecture, Matrix
+from tinkercloud_crds.planning.architecture import Architecture
 
 _MAX_PIPELINE = 16
 _MAX_CONTEXT = 16
@@ -63,13 +63,16 @@ def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Lay
 def engine_sizes(architecture: Architecture, per_pod: int) -> list[int]:
     """Return the numbers of GPUs that an engine can be split over.
 
-    Unlike training, an engine may copy key-value heads to several GPUs.
+    Unlike training, an engine may copy key-value heads to several GPUs. But it computes with
+    weights as they are stored: it cuts no block of them.
     """
     heads = architecture.cached.heads
     return [
         tensor
         for tensor in divisors(per_pod)
-        if (not heads % tensor or not tensor % heads) and _cuts_evenly(architecture, tensor)
+        if (not heads % tensor or not tensor % heads)
+        and _cuts_evenly(architecture, tensor)
+        and (tensor == 1 or _cuts_between_blocks(architecture, tensor))
     ]
 
 
@@ -108,11 +111,21 @@ def _trains_divided(architecture: Architecture, tensor: int) -> bool:
 
 def _cuts_evenly(architecture: Architecture, tensor: int) -> bool:
     """Return whether heads and inner widths can be divided so."""
-    kinds = (*architecture.leading[:1], architecture.repeated)
-    cut = (_inner_width(matrix) for layer in kinds for matrix in layer.matrices)
-    return not architecture.heads % tensor and not any(width % tensor for width in cut)
+    widths = _inner_widths(architecture)
+    return not architecture.heads % tensor and not any(width % tensor for width in widths)
 
 
-def _inner_width(matrix: Matrix) -> int:
+def _cuts_between_blocks(architecture: Architecture, tensor: int) -> bool:
+    """Return whether each part of an inner width is whole blocks of quantized weights.
+
+    SGLang refuses to start otherwise (`Fp8LinearMethod` and `Fp8MoEMethod.create_weights`).
+    """
+    parts = (width // tensor for width in _inner_widths(architecture))
+    return not any(part % architecture.weight_block for part in parts)
+
+
+def _inner_widths(architecture: Architecture) -> list[int]:
     """Return what tensor parallelism divides; key-value heads are judged by their number."""
-    return matrix.inputs if matrix.split == "row" else 0
+    kinds = (*architecture.leading[:1], architecture.repeated)
+    matrices = [matrix for layer in kinds for matrix in layer.matrices]
+    return [matrix.inputs for matrix in matrices if matrix.split == "row"]

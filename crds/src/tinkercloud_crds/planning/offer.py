@@ -274,7 +274,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
         _why_engines(demand, fleet, division),
-        *_why_without_attention(demand),
+        *_why_adapted_in_part(demand),
         *_why_memory(demand, division),
         *_what_sharing_needs(division),
     ]
@@ -290,11 +290,17 @@ def _why_layout(demand: Demand, fleet: Fleet, trainer: Trainer) -> list[Reason]:
     ]
 
 
-def _why_without_attention(demand: Demand) -> list[Reason]:
-    if demand.lora_rank is None or demand.architecture.engines_adapt_attention:
+def _why_adapted_in_part(demand: Demand) -> list[Reason]:
+    if demand.lora_rank is None:
         return []
-    why = "SGLang takes none of queries that are not compressed (q_lora_rank: null)"
-    return [Reason("adapters", "with train_attn=False", why)]
+    reasons = []
+    if not demand.architecture.engines_adapt_attention:
+        why = "SGLang takes none of queries that are not compressed (q_lora_rank: null)"
+        reasons.append(Reason("adapters", "with train_attn=False", why))
+    if not demand.architecture.engines_adapt_mlp:
+        why = "SGLang takes none of the experts of this family, by their names (w1, w2, w3)"
+        reasons.append(Reason("adapters", "with train_mlp=False", why))
+    return reasons
 
 
 def _why_torch(demand: Demand) -> list[Reason]:

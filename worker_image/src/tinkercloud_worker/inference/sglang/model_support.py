@@ -60,6 +60,8 @@ def unadapted(path: str) -> dict[str, str]:
         found["train_unembed"] = (
             "leaves out what adapters add to the output layer of its family (Gemma)"
         )
+    if config.model_type == "mixtral":
+        found["train_mlp"] = "takes no adapters of the experts of its family, by their names"
     if getattr(config, "kv_lora_rank", None) and not getattr(config, "q_lora_rank", None):
         found["train_attn"] = (
             "takes no adapters of latent attention whose queries are not compressed"
