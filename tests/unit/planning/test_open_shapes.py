@@ -16,6 +16,7 @@ from tinkercloud_operator.shape import Refusal, Shape, resolve
 from tinkercloud_testing.sessions import (
     COLOCATED,
     SAMPLERS,
+    Json,
     a_base_model,
     a_build,
     a_session,
@@ -36,6 +37,11 @@ def an_open_base_model(
         sampler=SAMPLERS,
         maxContextLength=8192,
     )
+
+
+def with_sampler(base_model: BaseModelSpec, sampler: Json, **fields: Any) -> BaseModelSpec:
+    update = {"sampler": SamplerShape.model_validate(sampler), **fields}
+    return base_model.model_copy(update=update)
 
 
 def chosen(base_model: BaseModelSpec, **session: Any) -> Shape:
@@ -88,9 +94,7 @@ def test_a_session_of_fewer_pods_gets_a_plan_of_its_own() -> None:
 
 
 def test_with_engines_on_its_gpus_a_session_of_fewer_pods_is_refused_by_name() -> None:
-    sharing = an_open_base_model().model_copy(
-        update={"sampler": SamplerShape.model_validate({**COLOCATED, "gpusPerReplica": 2})}
-    )
+    sharing = with_sampler(an_open_base_model(), COLOCATED)
 
     found = resolve(a_session(trainer={"replicas": 1}), sharing, 0)
 
@@ -125,11 +129,8 @@ def test_micro_batches_are_what_fits_and_never_more_than_was_allowed() -> None:
 
 def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
     alone = chosen(an_open_base_model(LARGE)).trainer
-    sharing = an_open_base_model(LARGE).model_copy(
-        update={"sampler": SamplerShape(backend="sglang", replicas=1, colocated=True)}
-    )
 
-    beside = chosen(sharing).trainer
+    beside = chosen(with_sampler(an_open_base_model(LARGE), COLOCATED)).trainer
 
     assert alone is not None
     assert beside is not None
@@ -137,14 +138,11 @@ def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
 
 
 def test_the_larger_the_adapters_of_an_engine_on_the_same_gpus_the_less_room_it_leaves() -> None:
-    sampler = SamplerShape(backend="sglang", replicas=1, colocated=True)
-
     tokens = []
     for rank in (32, 256):
         limits = Limits(max_lora_rank=rank)
-        trainer = chosen(
-            an_open_base_model(LARGE).model_copy(update={"sampler": sampler, "limits": limits})
-        ).trainer
+        offered = with_sampler(an_open_base_model(LARGE), COLOCATED, limits=limits)
+        trainer = chosen(offered).trainer
         assert trainer is not None
         tokens.append(trainer.max_batch_tokens)
 
