@@ -23,6 +23,8 @@ Quantity = Annotated[
 ]
 Size = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+MAX_GPUS = 16
+"""GPUs of a pod."""
 MAX_REPLICAS = 512
 """Trainer pods of a session."""
 MAX_ENGINES = 64
@@ -68,8 +70,8 @@ class Planning(Part):
     """What the operator needs to know to choose how a model is split."""
 
     gpu: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")]
-    """Kind of the trainers' GPUs as `tinkercloud plan` knows it, such as `H100` or `A100-40`; of
-    any other, its memory: `48GiB`."""
+    """Kind of the trainers' and the engines' GPUs as `tinkercloud plan` knows it, such as `H100` or
+    `A100-40`; of any other, its memory: `48GiB`."""
     config: Annotated[str, Field(min_length=2, max_length=16384)]
     """Content of the model's `config.json`."""
 
@@ -148,7 +150,7 @@ class TrainerShape(Part):
     """Container image of the workers; the head's unless given."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Worker pods; 0 means that the head trains, on its CPU."""
-    gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
+    gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
     """GPUs of each worker pod, and its ranks: each has a GPU to itself."""
     cpu_ranks_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
     """Ranks of each worker pod that has no GPUs: processes that train together, on its cores."""
@@ -310,7 +312,7 @@ class SamplerShape(Part):
     """Container image of the engines, which holds SGLang."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Sampler pods, each a whole engine; colocated engines, which have no pods of their own."""
-    gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
+    gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
     """GPUs of each sampler pod or colocated engine, over which the engine is divided."""
     resources: Resources = Resources()
     """What each engine's container needs besides GPUs."""

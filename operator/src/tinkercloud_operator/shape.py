@@ -12,10 +12,17 @@ from tinkercloud_crds.extras import ExtendedResource, total
 from tinkercloud_crds.planning.offer import TrainerPlan
 from tinkercloud_crds.planning.planner import Engine
 from tinkercloud_crds.planning.refusal import DoesNotFit
-from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.shapes import (
+    Idle,
+    Placement,
+    Planning,
+    Resources,
+    SamplerShape,
+    TrainerShape,
+)
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.split import split
+from tinkercloud_operator.split import check_engine, split
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
 """What Ray's own processes need beside an engine that is none of Ray's."""
@@ -163,7 +170,8 @@ def resolve(
     ]
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
-    return _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
+    shape = _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
+    return (_engine_refusal(shape) or shape) if isinstance(shape, Shape) else shape
 
 
 def lacking(base_model: BaseModelSpec) -> list[str]:
@@ -375,6 +383,18 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
     )
 
 
+def _engine_refusal(shape: Shape) -> Refusal | None:
+    """Return why engines with GPUs of their own can't hold the model, where that is known."""
+    planning, engines = shape.base_model.trainer.planning, shape.sampler.engines
+    if planning is None or engines is None or shape.engines_per_trainer:
+        return None
+    # Slots are smaller for some modules than for all; of those that are named it is not known how
+    # much.
+    rank = 1 if engines.lora_target_modules else shape.base_model.limits.max_lora_rank
+    gpus = shape.sampler.gpus_per_replica
+    return _engine(planning, shape.base_model.max_context_length, rank, gpus)
+
+
 # Sessions are looked at often, and those of a BaseModel mostly ask for the same. What does not fit
 # takes the longest to find out.
 @functools.lru_cache(maxsize=256)
@@ -387,3 +407,16 @@ def _plan(
         return Refusal(Reason.NEVER_FITS, str(error))
     except ValueError as error:
         return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+
+
+@functools.lru_cache(maxsize=256)
+def _engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> Refusal | None:
+    try:
+        check_engine(planning, sequence_length, lora_rank, gpus)
+    except DoesNotFit as error:
+        message = f"the BaseModel's sampler.gpusPerReplica: {error}"
+        return Refusal(Reason.NEVER_FITS, message)
+    except ValueError:
+        # A session that trains was refused for it; others need no plan.
+        return None
+    return None
