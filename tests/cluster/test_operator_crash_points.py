@@ -41,9 +41,9 @@ IDLE_SECONDS = 60
 """The shortest time after which a session may be idle."""
 ENDLESS_SECONDS = 300
 """Nothing here takes that long, however busy the machine is."""
-RUNNING_CHILDREN = 11
-"""RayCluster, head, two trainers, sampler; Service, Secret and its witness, ConfigMap,
-NetworkPolicy, budget."""
+RUNNING_CHILDREN = 12
+"""RayCluster, head, two trainers, sampler; Services of the head and of the engine, Secret and its
+witness, ConfigMap, NetworkPolicy, budget."""
 SUSPENDED_CHILDREN = RUNNING_CHILDREN - 5
 """Without the RayCluster and its pods."""
 

@@ -101,14 +101,14 @@ class BaseModelSpec(Part):
                 "sampler.gpusPerReplica: an sglang engine of its own needs 1 or more",
             ),
             (
-                "!has(self.sampler) || !has(self.sampler.engines) || !self.sampler.colocated"
+                "!has(self.sampler) || self.sampler.backend != 'sglang' || !self.sampler.colocated"
                 " || (self.sampler.gpusPerReplica >= 1"
                 " && self.trainer.gpusPerReplica % self.sampler.gpusPerReplica == 0)",
                 "sampler.gpusPerReplica: colocated engines lie within trainer pods; it must divide"
                 " trainer.gpusPerReplica",
             ),
             (
-                "!has(self.sampler) || !has(self.sampler.engines) || !self.sampler.colocated"
+                "!has(self.sampler) || self.sampler.backend != 'sglang' || !self.sampler.colocated"
                 " || self.sampler.replicas * self.sampler.gpusPerReplica"
                 " == self.trainer.replicas * self.trainer.gpusPerReplica",
                 "sampler.replicas: colocated engines share all GPUs of the trainers; it must be"

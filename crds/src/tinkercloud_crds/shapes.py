@@ -1,8 +1,9 @@
 """Parts that both resources use: worker shapes, parallelism, placement, limits, idleness."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from tinkercloud_crds.extras import FOR_PODS, Environment, ExtendedResources
 from tinkercloud_crds.structural import Part, rules
@@ -22,10 +23,12 @@ Quantity = Annotated[
 ]
 Size = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+MAX_GPUS = 16
+"""GPUs of a pod."""
 MAX_REPLICAS = 512
-"""Trainer pods, or sampler pods, of a session."""
+"""Trainer pods of a session."""
 MAX_ENGINES = 64
-"""Sampler pods of a session, or colocated samplers, that run engines."""
+"""Engines of a session: sampler pods, or containers of trainer pods."""
 ADAPTER_SLOTS = 3
 """Adapters that an engine draws with at a time, and has room for on its GPUs; the base is one."""
 OBJECT_STORE_SHARE = 0.8
@@ -67,8 +70,8 @@ class Planning(Part):
     """What the operator needs to know to choose how a model is split."""
 
     gpu: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")]
-    """Kind of the trainers' GPUs as `tinkercloud plan` knows it, such as `H100` or `A100-40`; of
-    any other, its memory: `48GiB`."""
+    """Kind of the trainers' and the engines' GPUs as `tinkercloud plan` knows it, such as `H100` or
+    `A100-40`; of any other, its memory: `48GiB`."""
     config: Annotated[str, Field(min_length=2, max_length=16384)]
     """Content of the model's `config.json`."""
 
@@ -147,7 +150,7 @@ class TrainerShape(Part):
     """Container image of the workers; the head's unless given."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Worker pods; 0 means that the head trains, on its CPU."""
-    gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
+    gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
     """GPUs of each worker pod, and its ranks: each has a GPU to itself."""
     cpu_ranks_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
     """Ranks of each worker pod that has no GPUs: processes that train together, on its cores."""
@@ -183,7 +186,7 @@ class TrainerShape(Part):
 
 
 class EnginesShape(Part):
-    """What engines that run in the sampler pods need to know."""
+    """What engines that run in the sampler pods, or beside trainers, are told."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -279,7 +282,8 @@ class SamplerShape(Part):
                 "engines: is for backend sglang; leave it out",
             ),
             (
-                "!has(self.engines) || self.colocated == has(self.engines.deviceClassName)",
+                "self.backend != 'sglang' || self.colocated"
+                " == (has(self.engines) && has(self.engines.deviceClassName))",
                 "engines.deviceClassName: colocated engines share GPUs through devices of a class,"
                 " others have GPUs of their own; give colocated and deviceClassName, or neither",
             ),
@@ -293,9 +297,9 @@ class SamplerShape(Part):
                 " leave it out, or set engines.processGroup",
             ),
             (
-                f"!has(self.engines) || (has(self.image) && self.replicas <= {MAX_ENGINES})",
-                "engines: they need an image that holds SGLang, and are"
-                f" {MAX_ENGINES} at most; set image and replicas",
+                f"self.backend != 'sglang' || (has(self.image) && self.replicas <= {MAX_ENGINES})",
+                "image, replicas: engines of backend sglang need an image that holds SGLang, and"
+                f" are {MAX_ENGINES} at most; set image and replicas",
             ),
             FOR_PODS,
         )
@@ -303,13 +307,12 @@ class SamplerShape(Part):
 
     backend: Literal["torch", "sglang", "external"] = "torch"
     """What samples. `torch`: the head, with the trainer's own weights. `sglang`: engines in pods of
-    their own. `external`: running servers of someone else's."""
+    their own, or `colocated` in the trainer pods. `external`: running servers of someone else's."""
     image: Image | None = None
-    """Container image of the engines, which holds SGLang; without `engines` that of the workers,
-    the head's unless given."""
+    """Container image of the engines, which holds SGLang."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Sampler pods, each a whole engine; colocated engines, which have no pods of their own."""
-    gpus_per_replica: Annotated[int, Field(ge=0, le=16)] = 0
+    gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
     """GPUs of each sampler pod or colocated engine, over which the engine is divided."""
     resources: Resources = Resources()
     """What each engine's container needs besides GPUs."""
@@ -320,10 +323,19 @@ class SamplerShape(Part):
     colocated: bool = False
     """Whether the sampler shares the trainers' GPUs instead of having its own."""
     engines: EnginesShape | None = None
-    """With it, SGLang runs in each sampler pod, or `colocated` in the trainer pods, and the head
-    asks it. Without it, the pods are there and the head samples by itself."""
+    """What engines of backend `sglang` are told; absent means `{}`: all of it as its fields say."""
     external: ExternalServers | None = None
     """The servers of backend `external`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_of_sglang(cls, given: object) -> object:
+        """Have engines be told something exactly if there are any."""
+        if not isinstance(given, Mapping):
+            return given
+        told = given.get("engines")
+        has_any = given.get("backend") == "sglang"
+        return {**given, "engines": (told if told is not None else {}) if has_any else None}
 
 
 class Toleration(Part):

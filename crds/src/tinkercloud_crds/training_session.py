@@ -80,7 +80,7 @@ class SamplerOverride(Part):
     """What a session may change of the sampler's shape: only downwards."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Fewer worker pods."""
+    """Fewer engines."""
 
 
 class TrainingSessionSpec(Part):

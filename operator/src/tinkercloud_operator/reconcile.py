@@ -148,7 +148,7 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
 def children(build: Build) -> list[Json]:
     """Return the children of a running session, without their owner, in the order they are made."""
     policies = [surroundings.network_policy(build)] if build.settings.network_policies else []
-    has_engines = build.shape.sampler.engines is not None
+    has_engines = build.shape.sampler.backend == "sglang"
     services = [engines.engines_service(build)] if has_engines else []
     return [
         surroundings.config_map(build),

@@ -12,10 +12,17 @@ from tinkercloud_crds.extras import ExtendedResource, total
 from tinkercloud_crds.planning.offer import TrainerPlan
 from tinkercloud_crds.planning.planner import Engine
 from tinkercloud_crds.planning.refusal import DoesNotFit
-from tinkercloud_crds.shapes import Idle, Placement, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.shapes import (
+    Idle,
+    Placement,
+    Planning,
+    Resources,
+    SamplerShape,
+    TrainerShape,
+)
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.split import split
+from tinkercloud_operator.split import check_engine, split
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
 """What Ray's own processes need beside an engine that is none of Ray's."""
@@ -72,24 +79,20 @@ class Shape:
     def head_computes(self) -> bool:
         """Whether the head itself trains or samples, and so holds the base model."""
         trains = self.trainer is not None and self.trainer.replicas == 0
-        return trains or (self.sampler.engines is None and self.sampler.external is None)
+        return trains or self.sampler.backend == "torch"
 
     @property
     def engines_per_trainer(self) -> int:
         """Engines in each trainer pod; none if engines have pods of their own, or if none run."""
-        if self.trainer is None or self.sampler.engines is None or not self.sampler.colocated:
+        if self.trainer is None or self.sampler.backend != "sglang" or not self.sampler.colocated:
             return 0
         return self.trainer.gpus_per_replica // self.sampler.gpus_per_replica
 
     @property
     def samplers(self) -> int:
-        """Sampler pods."""
-        return 0 if self.engines_per_trainer else self.sampler.replicas
-
-    @property
-    def gpus_per_sampler(self) -> int:
-        """GPUs of each sampler pod; none if they share the trainers'."""
-        return 0 if self.sampler.colocated else self.sampler.gpus_per_replica
+        """Sampler pods, each with an engine."""
+        is_alone = self.sampler.backend == "sglang" and not self.engines_per_trainer
+        return self.sampler.replicas if is_alone else 0
 
     @property
     def devices(self) -> Devices | None:
@@ -104,13 +107,13 @@ class Shape:
     def gpus(self) -> int:
         """GPUs of all pods together."""
         trainers = self.trainers * (self.trainer.gpus_per_replica if self.trainer else 0)
-        return trainers + self.samplers * self.gpus_per_sampler
+        return trainers + self.samplers * self.sampler.gpus_per_replica
 
     @property
     def groups(self) -> int:
         """Groups of equal pods; one with engines is one of its own, for the sake of its name."""
         trainers = self.trainers if self.engines_per_trainer else min(1, self.trainers)
-        return 1 + trainers + (self.samplers if self.sampler.engines else min(1, self.samplers))
+        return 1 + trainers + self.samplers
 
     @property
     def pods(self) -> list[PodRequest]:
@@ -125,10 +128,8 @@ class Shape:
             extended = total(each.extended_resources for each in containers)
             kinds.append(PodRequest("trainer", self.trainers, needed, gpus, extended))
         if self.samplers:
-            needed = self.sampler.resources
-            if self.sampler.engines is not None:
-                needed = _together(needed, RAY_NODE)
-            gpus = self.gpus_per_sampler if is_counted else 0
+            needed = _together(self.sampler.resources, RAY_NODE)
+            gpus = self.sampler.gpus_per_replica if is_counted else 0
             extended = self.sampler.extended_resources
             kinds.append(PodRequest("sampler", self.samplers, needed, gpus, extended))
         return kinds
@@ -160,7 +161,7 @@ def resolve(
             Reason.BASE_MODEL_NOT_FOUND,
             f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
         )
-    problems = without_ranks(base_model) or [
+    problems = lacking(base_model) or [
         *_too_large(spec, base_model),
         *_unlike_trainers(spec, base_model),
         *_planned_anew(spec, base_model),
@@ -169,11 +170,12 @@ def resolve(
     ]
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
-    return _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
+    shape = _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
+    return (_engine_refusal(shape) or shape) if isinstance(shape, Shape) else shape
 
 
-def without_ranks(base_model: BaseModelSpec) -> list[str]:
-    """Return which pods of a BaseModel would hold nothing: older definitions let that pass."""
+def lacking(base_model: BaseModelSpec) -> list[str]:
+    """Return what pods of a BaseModel would lack: older definitions let that pass."""
     trainer, sampler = base_model.trainer, base_model.sampler
     found = []
     if trainer.replicas and not trainer.ranks_per_replica:
@@ -181,8 +183,17 @@ def without_ranks(base_model: BaseModelSpec) -> list[str]:
             f"the BaseModel's trainer.replicas: {trainer.replicas}, without gpusPerReplica and"
             " cpuRanksPerReplica; give one of them"
         )
-    if sampler.colocated and sampler.engines is not None and not sampler.gpus_per_replica:
+    if sampler.engines is None:
+        return found
+    if sampler.image is None:
+        found.append("the BaseModel's sampler.image: engines need one that holds SGLang")
+    if sampler.colocated and not sampler.gpus_per_replica:
         found.append("the BaseModel's sampler.gpusPerReplica: colocated engines need 1 or more")
+    if sampler.colocated and sampler.engines.device_class_name is None:
+        found.append(
+            "the BaseModel's sampler.engines.deviceClassName: colocated engines share GPUs through"
+            " devices of a class; give it"
+        )
     return found
 
 
@@ -338,7 +349,7 @@ def _sampler(
     """Return what samples. Engines go with trainer pods, and are on their own without any."""
     chosen = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
     sampler = offered.model_copy(update=chosen)
-    if sampler.engines is None or not sampler.colocated:
+    if sampler.backend != "sglang" or not sampler.colocated:
         return sampler
     if trainer is None:
         return sampler.model_copy(update={"colocated": False})
@@ -357,7 +368,7 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
         trainer,
         base_model.max_context_length,
         lora_rank,
-        engine if sampler.colocated else None,
+        engine if shape.engines_per_trainer else None,
     )
     if isinstance(plan, Refusal):
         return plan
@@ -372,6 +383,18 @@ def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
     )
 
 
+def _engine_refusal(shape: Shape) -> Refusal | None:
+    """Return why engines with GPUs of their own can't hold the model, where that is known."""
+    planning, engines = shape.base_model.trainer.planning, shape.sampler.engines
+    if planning is None or engines is None or shape.engines_per_trainer:
+        return None
+    # Slots are smaller for some modules than for all; of those that are named it is not known how
+    # much.
+    rank = 1 if engines.lora_target_modules else shape.base_model.limits.max_lora_rank
+    gpus = shape.sampler.gpus_per_replica
+    return _engine(planning, shape.base_model.max_context_length, rank, gpus)
+
+
 # Sessions are looked at often, and those of a BaseModel mostly ask for the same. What does not fit
 # takes the longest to find out.
 @functools.lru_cache(maxsize=256)
@@ -384,3 +407,16 @@ def _plan(
         return Refusal(Reason.NEVER_FITS, str(error))
     except ValueError as error:
         return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+
+
+@functools.lru_cache(maxsize=256)
+def _engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> Refusal | None:
+    try:
+        check_engine(planning, sequence_length, lora_rank, gpus)
+    except DoesNotFit as error:
+        message = f"the BaseModel's sampler.gpusPerReplica: {error}"
+        return Refusal(Reason.NEVER_FITS, message)
+    except ValueError:
+        # A session that trains was refused for it; others need no plan.
+        return None
+    return None

@@ -8,7 +8,8 @@ from tinkercloud_crds.planning import families
 from tinkercloud_crds.planning.architecture import Architecture
 from tinkercloud_crds.planning.fleet import Fleet, Gpu, gpu
 from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
-from tinkercloud_crds.planning.planner import Demand, Engine
+from tinkercloud_crds.planning.planner import Demand, Engine, can_sample
+from tinkercloud_crds.planning.refusal import engine_refusal
 from tinkercloud_crds.shapes import Planning, TrainerShape
 
 
@@ -40,6 +41,25 @@ def split(
     demand = Demand(known.model, sequence_length, lora_rank)
     fleet = Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
     return plan_trainer(demand, fleet, beside=beside)
+
+
+def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> None:
+    """Check that an engine with GPUs of its own holds the model.
+
+    Args:
+        planning: what is known of the model, and of all GPUs.
+        sequence_length: tokens of the longest sequence.
+        lora_rank: the largest of the adapters that it has slots for.
+        gpus: how many it spans.
+
+    Raises:
+        DoesNotFit: it does not.
+        ValueError: nothing is known, see `planning_problem`.
+    """
+    known = _read(planning, sequence_length)
+    demand = Demand(known.model, sequence_length, lora_rank)
+    if not can_sample(demand, known.gpu, gpus):
+        raise engine_refusal(demand, known.gpu, gpus)
 
 
 def planning_problem(base_model: BaseModelSpec) -> str | None:

@@ -14,7 +14,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, SessionPolicy
 from tinkercloud_crds.shapes import TrainerShape
 from tinkercloud_operator.observed import Observed
-from tinkercloud_operator.shape import Refusal, Shape, without_ranks
+from tinkercloud_operator.shape import Refusal, Shape, lacking
 
 _NAMED_CHANGES = 8
 """In a message, at most."""
@@ -32,7 +32,7 @@ def started_with(observed: Observed) -> Shape | None:
         description = BaseModelSpec.model_validate_json(text)
     except ValidationError:
         return None
-    if without_ranks(description):
+    if lacking(description):
         return None
     return Shape(
         base_model=description,

@@ -169,7 +169,8 @@ def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:
         )
 
     trains = shape.trainer is not None
-    trainers, samplers = shape.trainers or int(trains), shape.sampler.replicas or 1
+    trainers = shape.trainers or int(trains)
+    samplers = shape.sampler.replicas if shape.sampler.backend == "sglang" else 1
     trainers_ready = ready("trainer", shape.trainers) if trains else 0
     # A pod is ready when all of its containers are, engines among them.
     beside = trainers_ready * shape.engines_per_trainer

@@ -22,15 +22,10 @@ GPU_TAINT: Json = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSch
 """Keeps pods off nodes with GPUs that do not ask for some."""
 TRAINERS: Json = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 4}
 """A trainer's shape with worker pods."""
-SAMPLERS: Json = {"backend": "sglang", "replicas": 1, "gpusPerReplica": 2}
-"""A sampler's shape with worker pods."""
-ENGINES: Json = {
-    **SAMPLERS,
-    "replicas": 2,
-    "image": "sglang:1",
-    "engines": {"adaptersClaimName": "adapters"},
-}
-"""A sampler's shape with SGLang engines."""
+SAMPLERS: Json = {"backend": "sglang", "image": "sglang:1", "replicas": 1, "gpusPerReplica": 2}
+"""A sampler's shape with an SGLang engine, of which nothing else is said."""
+ENGINES: Json = {**SAMPLERS, "replicas": 2, "engines": {"adaptersClaimName": "adapters"}}
+"""A sampler's shape with SGLang engines that read adapters from a volume."""
 COLOCATED: Json = {
     **ENGINES,
     "replicas": 4,

@@ -291,10 +291,14 @@ def test_a_model_from_elsewhere_is_downloaded_by_our_image_and_not_by_the_engine
         (ENGINES, "Trainer", ["description"]),
         (EXTERNAL, "Trainer", ["description"]),
         (ENGINES, "Sampler", ["description"]),
-        (SAMPLERS, "Trainer", []),
+        (SAMPLERS, "Trainer", ["description"]),
+        ({}, "Trainer", []),
         ({}, "Sampler", []),
     ],
-    ids=["engines", "servers of others", "a sampler", "pods without engines", "the head samples"],
+    ids=[
+        *("engines", "servers of others", "a sampler", "an engine, nothing said of it"),
+        *("the head samples", "the head of a sampler samples"),
+    ],
 )
 def test_a_head_that_computes_nothing_downloads_no_weights(
     sampler: Json, role: str, part: list[str]
@@ -370,6 +374,14 @@ def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
     )
 
 
+def test_sglang_means_engines_whether_anything_is_said_of_them_or_not() -> None:
+    nothing_said = a_build_with(SAMPLERS)
+
+    assert children(nothing_said) == children(a_build_with({**SAMPLERS, "engines": {}}))
+    assert sampling(nothing_said).backend == "sglang"
+    assert list(sampling(nothing_said).inference.urls) == ["http://sampler-0.one-samplers:30000"]
+
+
 def test_a_session_of_fewer_engines_asks_those_it_has() -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=ENGINES)
 
@@ -379,12 +391,8 @@ def test_a_session_of_fewer_engines_asks_those_it_has() -> None:
     assert [group["groupName"] for group in engine_groups(build)] == ["sampler-0"]
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [{}, SAMPLERS, {**SAMPLERS, "colocated": True}],
-    ids=["torch", "pods without engines", "colocated"],
-)
-def test_without_engines_the_head_samples_by_itself(sampler: Json) -> None:
+@pytest.mark.parametrize("sampler", [{}, {"colocated": True}], ids=["torch", "colocated"])
+def test_with_torch_the_head_samples_by_itself(sampler: Json) -> None:
     build = a_build_with(sampler)
 
     services = [child for child in children(build) if child["kind"] == "Service"]

@@ -80,7 +80,7 @@ def of_samplers() -> tuple[Json, Json]:
 @pytest.mark.parametrize(
     ("build", "trainers", "samplers"),
     [
-        (a_build_with(SAMPLERS), {"trainer worker"}, {"sampler worker"}),
+        (a_build_with(SAMPLERS), {"trainer worker"}, {"sampler-0 engine"}),
         (
             a_build_with(ENGINES),
             {"trainer worker"},
@@ -97,7 +97,7 @@ def of_samplers() -> tuple[Json, Json]:
             {f"sampler-{number} engine" for number in range(4)},
         ),
     ],
-    ids=["samplers without engines", "engines", "colocated engines", "samplers alone"],
+    ids=["an engine", "engines", "colocated engines", "samplers alone"],
 )
 def test_the_containers_that_compute_have_what_their_shape_names_and_no_other_has_any(
     build: Build, trainers: set[str], samplers: set[str]

@@ -30,7 +30,6 @@ PLACEMENT = {
 }
 VOLUME = {"volume": {"claimName": "models", "path": "qwen/3-8b"}}
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
-SHARED_GPUS = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": True})
 ENGINES_BESIDE = a_base_model(
     trainer={**TRAINERS, "replicas": 1}, sampler={**COLOCATED, "replicas": 2}
 )
@@ -45,7 +44,6 @@ FAST_NETWORK = a_base_model(
 BUILDS = {
     "head alone": a_build(),
     "workers": a_build(WORKERS),
-    "colocated": a_build(SHARED_GPUS),
     "engines": a_build(a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 1})),
     "colocated engines": a_build(ENGINES_BESIDE),
     "servers of others": a_build(a_base_model(trainer=TRAINERS, sampler=EXTERNAL)),
@@ -195,16 +193,19 @@ def test_a_head_has_time_to_save_its_state_before_it_is_killed(build: Build) -> 
     ("build", "gpus"),
     [
         ("head alone", {"head": None}),
-        ("workers", {"head": None, "trainer": "4", "sampler": "2"}),
-        ("colocated", {"head": None, "trainer": "4", "sampler": None}),
-        ("samplers alone", {"head": None, "sampler": "2"}),
+        ("workers", {"head": None, "trainer": "4", "sampler-0": None, "sampler-0 engine": "2"}),
+        ("samplers alone", {"head": None, "sampler-0": None, "sampler-0 engine": "2"}),
     ],
 )
-def test_workers_ask_for_gpus_and_the_head_does_not(
+def test_trainers_and_engines_ask_for_gpus_and_nobody_else_does(
     build: str, gpus: dict[str, str | None]
 ) -> None:
     asked = {
-        name: pod["containers"][0]["resources"] for name, pod in pod_specs(BUILDS[build]).items()
+        name if container["name"] in {"head", "worker"} else f"{name} {container['name']}": (
+            container["resources"]
+        )
+        for name, pod in pod_specs(BUILDS[build]).items()
+        for container in pod["containers"]
     }
 
     limits = {name: resources["limits"].get("nvidia.com/gpu") for name, resources in asked.items()}
@@ -306,12 +307,11 @@ def test_checkpoints_on_a_volume_are_mounted_where_the_head_writes_them() -> Non
 
 
 ALL_WITH_A_STORE = [
-    {"trainer": TRAINERS, "sampler": SAMPLERS},
     {"trainer": TRAINERS, "sampler": ENGINES},
     {"trainer": TRAINERS, "sampler": COLOCATED},
 ]
 with_workers = pytest.mark.parametrize(
-    "shapes", ALL_WITH_A_STORE, ids=["workers", "engines", "colocated engines"]
+    "shapes", ALL_WITH_A_STORE, ids=["engines", "colocated engines"]
 )
 
 
@@ -419,9 +419,17 @@ def test_images_are_pulled_with_the_given_secrets() -> None:
     assert [pod["imagePullSecrets"] for pod in pods.values()] == [[{"name": "registry"}]] * 3
 
 
-def test_workers_run_their_own_image_or_the_heads() -> None:
-    build = a_build(a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "image": "sampler:2"}))
+@pytest.mark.parametrize("own", ["trainer:2", None], ids=["their own", "the head's"])
+def test_workers_run_their_own_image_or_the_heads(own: str | None) -> None:
+    build = a_build(a_base_model(trainer={**TRAINERS, "image": own}, sampler=SAMPLERS))
 
-    images = {name: pod["containers"][0]["image"] for name, pod in pod_specs(build).items()}
+    images = {
+        name: [container["image"] for container in pod["containers"]]
+        for name, pod in pod_specs(build).items()
+    }
 
-    assert images == {"head": "worker:1", "trainer": "worker:1", "sampler": "sampler:2"}
+    assert images == {
+        "head": ["worker:1"],
+        "trainer": [own or "worker:1"],
+        "sampler-0": ["worker:1", "sglang:1"],
+    }

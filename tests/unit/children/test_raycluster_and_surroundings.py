@@ -73,7 +73,14 @@ def test_each_child_of_a_session_has_a_key_of_its_own() -> None:
 
     kinds = [key_of(manifest).kind for manifest in children(build)]
 
-    assert kinds == ["ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "RayCluster"]
+    assert kinds == [
+        "ConfigMap",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+        "Service",
+        "RayCluster",
+    ]
 
 
 def test_without_network_policies_there_is_none() -> None:
@@ -86,9 +93,9 @@ def test_without_network_policies_there_is_none() -> None:
     ("build", "counts"),
     [
         (a_build(), {}),
-        (a_build(WORKERS), {"trainer": 2, "sampler": 1}),
-        (a_build(WORKERS, a_session(trainer={"replicas": 1})), {"trainer": 1, "sampler": 1}),
-        (a_build(WORKERS, a_session(role="Sampler", lora=None)), {"sampler": 1}),
+        (a_build(WORKERS), {"trainer": 2, "sampler-0": 1}),
+        (a_build(WORKERS, a_session(trainer={"replicas": 1})), {"trainer": 1, "sampler-0": 1}),
+        (a_build(WORKERS, a_session(role="Sampler", lora=None)), {"sampler-0": 1}),
     ],
     ids=["head alone", "workers", "fewer trainers", "samplers alone"],
 )
@@ -104,13 +111,13 @@ def test_groups_have_a_fixed_number_of_pods_as_kuberay_wants_it_written(
     assert sizes == {name: (count, count, count) for name, count in counts.items()}
 
 
-def test_each_group_has_one_container_which_is_rays() -> None:
+def test_the_first_container_of_each_group_is_rays_and_only_engines_have_others() -> None:
     spec = ray_cluster(a_build(WORKERS))["spec"]
 
     templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
 
     names_found = [[item["name"] for item in pod["spec"]["containers"]] for pod in templates]
-    assert names_found == [["head"], ["worker"], ["worker"]]
+    assert names_found == [["head"], ["worker"], ["worker", "engine"]]
     assert "command" not in templates[1]["spec"]["containers"][0]
 
 
@@ -152,7 +159,7 @@ def test_ranks_have_room_on_trainers_alone_one_for_each_gpu() -> None:
     params = ray_params(a_build(WORKERS))
 
     rooms = {name: told["num-cpus"] for name, told in params.items()}
-    assert rooms == {"head": "0", "trainer": "4", "sampler": "0"}
+    assert rooms == {"head": "0", "trainer": "4", "sampler-0": "0"}
     assert params["head"]["num-gpus"] == "0"
 
 

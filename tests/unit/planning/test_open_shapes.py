@@ -15,7 +15,9 @@ from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Refusal, Shape, resolve
 from tinkercloud_testing.sessions import (
     COLOCATED,
+    ENGINES,
     SAMPLERS,
+    Json,
     a_base_model,
     a_build,
     a_session,
@@ -33,9 +35,14 @@ def an_open_base_model(
     counts = {"backend": "megatron", "replicas": replicas, "gpusPerReplica": 4}
     return a_base_model(
         trainer={**counts, "planning": planning, "maxBatchTokens": 1 << 20, **trainer},
-        sampler=SAMPLERS,
+        sampler={**SAMPLERS, "gpusPerReplica": 16 if gpu == "L4" else 8},
         maxContextLength=8192,
     )
+
+
+def with_sampler(base_model: BaseModelSpec, sampler: Json, **fields: Any) -> BaseModelSpec:
+    update = {"sampler": SamplerShape.model_validate(sampler), **fields}
+    return base_model.model_copy(update=update)
 
 
 def chosen(base_model: BaseModelSpec, **session: Any) -> Shape:
@@ -88,9 +95,7 @@ def test_a_session_of_fewer_pods_gets_a_plan_of_its_own() -> None:
 
 
 def test_with_engines_on_its_gpus_a_session_of_fewer_pods_is_refused_by_name() -> None:
-    sharing = an_open_base_model().model_copy(
-        update={"sampler": SamplerShape.model_validate({**COLOCATED, "gpusPerReplica": 2})}
-    )
+    sharing = with_sampler(an_open_base_model(), COLOCATED)
 
     found = resolve(a_session(trainer={"replicas": 1}), sharing, 0)
 
@@ -101,7 +106,8 @@ def test_with_engines_on_its_gpus_a_session_of_fewer_pods_is_refused_by_name() -
     assert "sampler.engines have the memory that 2 pods leave them" in found.message
     for spec in ({}, {"trainer": {"replicas": 2}}):
         assert chosen(sharing, **spec).engines_per_trainer == 2
-    assert chosen(sharing, role="Sampler", lora=None).samplers == 4
+    sampling = with_sampler(an_open_base_model(SMALL), COLOCATED)
+    assert chosen(sampling, role="Sampler", lora=None).samplers == 4
 
 
 def test_a_full_fine_tune_needs_more_than_an_adapter() -> None:
@@ -125,11 +131,8 @@ def test_micro_batches_are_what_fits_and_never_more_than_was_allowed() -> None:
 
 def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
     alone = chosen(an_open_base_model(LARGE)).trainer
-    sharing = an_open_base_model(LARGE).model_copy(
-        update={"sampler": SamplerShape(backend="sglang", replicas=1, colocated=True)}
-    )
 
-    beside = chosen(sharing).trainer
+    beside = chosen(with_sampler(an_open_base_model(LARGE), COLOCATED)).trainer
 
     assert alone is not None
     assert beside is not None
@@ -137,14 +140,11 @@ def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
 
 
 def test_the_larger_the_adapters_of_an_engine_on_the_same_gpus_the_less_room_it_leaves() -> None:
-    sampler = SamplerShape(backend="sglang", replicas=1, colocated=True)
-
     tokens = []
     for rank in (32, 256):
         limits = Limits(max_lora_rank=rank)
-        trainer = chosen(
-            an_open_base_model(LARGE).model_copy(update={"sampler": sampler, "limits": limits})
-        ).trainer
+        offered = with_sampler(an_open_base_model(LARGE), COLOCATED, limits=limits)
+        trainer = chosen(offered).trainer
         assert trainer is not None
         tokens.append(trainer.max_batch_tokens)
 
@@ -178,6 +178,67 @@ def test_a_sampler_needs_no_plan() -> None:
     shape = chosen(an_open_base_model(LARGE, "L4", 1), role="Sampler", lora=None)
 
     assert shape.plan is None
+
+
+@pytest.mark.parametrize(
+    "session", [{}, {"role": "Sampler", "lora": None}], ids=["runs", "samplers"]
+)
+@pytest.mark.parametrize("gpus", [1, 2], ids=str)
+def test_engines_that_could_never_hold_the_model_are_refused_with_what_would_do(
+    gpus: int, session: Json
+) -> None:
+    offered = with_sampler(an_open_base_model(LARGE), {**ENGINES, "gpusPerReplica": gpus})
+
+    found = resolve(a_session(**session), offered, 0)
+
+    assert isinstance(found, Refusal)
+    assert found.reason is Reason.NEVER_FITS
+    assert found.message.startswith(
+        f"the BaseModel's sampler.gpusPerReplica: {gpus}, but an engine"
+    )
+    assert "of each H100-80 (weights " in found.message
+    assert found.message.endswith("which has 79.0 GiB; take 4")
+    assert len(found.message) <= MAX_MESSAGE_LENGTH
+    enough = with_sampler(an_open_base_model(LARGE), {**ENGINES, "gpusPerReplica": 4})
+    assert isinstance(resolve(a_session(**session), enough, 0), Shape)
+
+
+def test_engines_that_could_not_divide_the_model_are_refused_with_what_would_do() -> None:
+    found = refusal(with_sampler(an_open_base_model(SMALL), {**ENGINES, "gpusPerReplica": 3}))
+
+    assert found.reason is Reason.NEVER_FITS
+    assert found.message == (
+        "the BaseModel's sampler.gpusPerReplica: 3, but an engine can't divide this model (qwen3)"
+        " over so many; take 1"
+    )
+
+
+def test_engines_that_no_number_of_gpus_is_enough_for_are_refused_with_what_else_there_is() -> None:
+    found = refusal(with_sampler(an_open_base_model(SMALL, "4GiB", 16), ENGINES))
+
+    assert found.reason is Reason.NEVER_FITS
+    assert found.message.endswith(
+        "no number up to 16 is enough: take larger GPUs, shorter sequences or a smaller"
+        " limits.maxLoraRank"
+    )
+
+
+def test_slots_for_adapters_of_named_modules_are_not_held_against_an_engine() -> None:
+    """An L4 holds the model, and no three slots at rank 256 for all modules."""
+    offered = an_open_base_model(SMALL, "L4", 8)
+    named = {"loraTargetModules": ["q_proj", "v_proj"]}
+
+    of_all = refusal(with_sampler(offered, {**ENGINES, "gpusPerReplica": 1}))
+    of_some = with_sampler(offered, {**ENGINES, "gpusPerReplica": 1, "engines": named})
+
+    assert of_all.message.endswith("which has 22.0 GiB; take 2")
+    assert chosen(of_some).plan
+
+
+def test_where_nothing_can_be_planned_samplers_are_not_refused_for_it() -> None:
+    offered = an_open_base_model(planning={"gpu": "H100", "config": "{}"})
+
+    assert chosen(offered, role="Sampler", lora=None).samplers == 1
 
 
 def test_a_model_that_fits_no_way_is_refused_with_what_it_would_need() -> None:

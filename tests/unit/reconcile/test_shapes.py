@@ -236,9 +236,29 @@ def test_a_sampler_has_no_trainer() -> None:
 
 
 def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
-    base_model = a_base_model(trainer=TRAINERS, sampler={**SAMPLERS, "colocated": True})
+    base_model = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 
     assert shape(a_session(), base_model).gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("sampler", "lacked"),
+    [
+        ({"image": None}, "sampler.image: engines need one that holds SGLang"),
+        ({"engines": None}, "sampler.engines.deviceClassName: colocated engines share GPUs"),
+        ({"gpusPerReplica": 0}, "sampler.gpusPerReplica: colocated engines need 1 or more"),
+    ],
+    ids=["an image", "a class of devices", "GPUs"],
+)
+def test_what_older_definitions_let_engines_lack_is_refused_by_name(
+    sampler: Json, lacked: str
+) -> None:
+    offered = a_base_model(trainer=TRAINERS, sampler=COLOCATED | sampler)
+
+    refused = refusal(a_session(), offered)
+
+    assert refused.reason is Reason.NOT_ALLOWED
+    assert refused.message.startswith(f"the BaseModel's {lacked}")
 
 
 @pytest.mark.parametrize(
@@ -339,15 +359,10 @@ def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
     assert isinstance(allowed, Shape)
 
 
-def test_without_a_queue_engines_are_not_counted_and_other_samplers_are_one_group() -> None:
-    many = {"replicas": 30}
-    no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, **many})
-    no_engines = a_base_model(
-        trainer=TRAINERS, sampler={**SAMPLERS, **many}, placement={"queueName": "research"}
-    )
+def test_without_a_queue_engines_are_not_counted() -> None:
+    no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 30})
 
     assert isinstance(admitted(shape(a_session(), no_queue), max_groups=8), Shape)
-    assert isinstance(admitted(shape(a_session(), no_engines), max_groups=8), Shape)
 
 
 def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:

@@ -11,7 +11,7 @@ from tinkercloud_crds.planning.blocks import Fields
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 BY_HAND = (
     ". If the torch trainer takes it, offer it by a BaseModel of your own, with trainer.backend"
-    " torch and without sampler.engines"
+    " torch, and leave out sampler"
 )
 """What to do about a model that can't be planned for."""
 _SWITCHED = frozenset({"qwen2", "qwen3", "qwen3_moe"})

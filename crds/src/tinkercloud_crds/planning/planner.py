@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_crds.planning.architecture import Architecture
-from tinkercloud_crds.planning.fleet import Fleet
+from tinkercloud_crds.planning.fleet import Fleet, Gpu
 from tinkercloud_crds.planning.layouts import Layout, engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import (
     GpuMemory,
@@ -253,6 +253,19 @@ def best_sampler(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:
         key=lambda s: (s.sequences < FEW_SEQUENCES, s.tensor),
         default=None,
     )
+
+
+def can_sample(demand: Demand, gpu: Gpu, gpus: int) -> bool:
+    """Return whether an engine holds a model and one longest sequence on GPUs of its own.
+
+    Args:
+        demand: what is to be sampled.
+        gpu: what they are.
+        gpus: how many the engine spans.
+    """
+    if gpus not in engine_sizes(demand.architecture, gpus):
+        return False
+    return _sampler(demand, Fleet(gpu, gpus, per_node=gpus), 1, gpus, None).sequences > 0
 
 
 def _engine_sizes(demand: Demand, fleet: Fleet, gpus: int) -> list[int]:

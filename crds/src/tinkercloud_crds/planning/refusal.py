@@ -6,8 +6,8 @@ from dataclasses import replace
 from tinkercloud_crds.planning.fleet import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_crds.planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_crds.planning.memory import GpuMemory, kv_bytes_per_token, sampling
-from tinkercloud_crds.planning.planner import Demand, Engine, divide
-from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS
+from tinkercloud_crds.planning.planner import Demand, Engine, can_sample, divide
+from tinkercloud_crds.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
 
 _SUGGESTED_RANK = 32
 _MOST_NODES = 8
@@ -51,6 +51,29 @@ def trainer_refusal(demand: Demand, fleet: Fleet, beside: Engine | None) -> Does
         f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)}). Take"
         " more GPUs or shorter sequences"
     )
+
+
+def engine_refusal(demand: Demand, kind: Gpu, gpus: int) -> DoesNotFit:
+    """Return what to say when an engine that has so many GPUs to itself can't sample a model."""
+    model = demand.architecture
+    if gpus not in engine_sizes(model, gpus):
+        problem = f"an engine can't divide this model ({model.model_type}) over so many"
+    else:
+        needed = _sampling_need(demand, Fleet(kind, gpus, per_node=gpus), gpus, None)
+        problem = (
+            f"an engine of this model ({model.model_type}, {model.parameters / 1e9:.1f}B"
+            f" parameters) with sequences of {demand.sequence_length} tokens would need"
+            f" {gib(needed.total)} of each {kind.name} ({describe(needed)}), which has"
+            f" {gib(kind.memory)}"
+        )
+    enough = next((n for n in range(1, MAX_GPUS + 1) if can_sample(demand, kind, n)), None)
+    remedy = (
+        f"take {enough}"
+        if enough is not None
+        else f"no number up to {MAX_GPUS} is enough: take larger GPUs, shorter sequences or"
+        " a smaller limits.maxLoraRank"
+    )
+    return DoesNotFit(f"{gpus}, but {problem}; {remedy}")
 
 
 def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:

@@ -165,8 +165,8 @@ def engines(build: Build) -> list[Json]:
 def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
     shape = build.shape
     sampler, is_colocated = shape.sampler, bool(shape.engines_per_trainer)
-    image = sampler.image or shape.base_model.head.image
-    body = container(build, name, image, sampler.resources, sampler.gpus_per_replica)
+    assert sampler.image is not None  # noqa: S101 - without one, a session is refused
+    body = container(build, name, sampler.image, sampler.resources, sampler.gpus_per_replica)
     mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _OF_ENGINES]
     adapters = [
         {"name": volume["name"], "mountPath": ADAPTERS_FOLDER, "readOnly": True}
@@ -183,7 +183,7 @@ def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
         probes = _beside_trainers(probes, port)
     body = body | {
         "command": ["/bin/bash", "-c", _START, name],
-        "args": _arguments(build, port),
+        "args": _arguments(build, told, port),
         "env": [{"name": variable, "value": value} for variable, value in environment.items()],
         "volumeMounts": [*mounts, *adapters],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
@@ -258,7 +258,7 @@ def _adapters_folder(build: Build) -> str:
     return f"{ADAPTERS_FOLDER}/{build.names.session}"
 
 
-def _arguments(build: Build, port: int) -> list[str]:
+def _arguments(build: Build, told: EnginesShape, port: int) -> list[str]:
     base_model, sampler = build.shape.base_model, build.shape.sampler
     options = {
         "--model-path": model_path(base_model),
@@ -270,12 +270,12 @@ def _arguments(build: Build, port: int) -> list[str]:
         # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
         # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
         "--moe-runner-backend": "triton",
-        **_memory(sampler.engines),
+        **_memory(told),
     }
     if base_model.trainer.dtype == "float32":
         # Of itself SGLang takes fa3, and flashinfer on Blackwell, which know half precision only.
         options["--attention-backend"] = "triton"
-    switches = ["--enable-deterministic-inference", *_adapters(build)]
+    switches = ["--enable-deterministic-inference", *_adapters(build, told)]
     if build.shape.engines_per_trainer:
         # Every container of the pod sees all of its GPUs; SGLang counts from this one.
         options["--base-gpu-id"] = (port - ENGINE_PORT) * sampler.gpus_per_replica
@@ -285,10 +285,8 @@ def _arguments(build: Build, port: int) -> list[str]:
     return [*(str(word) for option in options.items() for word in option), *switches]
 
 
-def _adapters(build: Build) -> list[str]:
+def _adapters(build: Build, told: EnginesShape) -> list[str]:
     """Return the options about adapters."""
-    engines = build.shape.sampler.engines
-    modules = engines.lora_target_modules if engines is not None else None
     options = {
         "--max-lora-rank": build.shape.base_model.limits.max_lora_rank,
         # What plans count, as each is as large as the largest adapter. Others wait in the engine's
@@ -298,16 +296,17 @@ def _adapters(build: Build) -> list[str]:
         "--lora-drain-wait-threshold": _WAITED_SECONDS,
     }
     words = [str(word) for option in options.items() for word in option]
-    return ["--enable-lora", "--lora-target-modules", *(modules or ["all"]), *words]
+    modules = told.lora_target_modules or ["all"]
+    return ["--enable-lora", "--lora-target-modules", *modules, *words]
 
 
-def _memory(engines: EnginesShape | None) -> Json:
+def _memory(told: EnginesShape) -> Json:
     """Return the options about memory that are chosen."""
     found: Json = {}
-    if engines is not None and engines.gpu_memory_percent is not None:
-        found["--mem-fraction-static"] = engines.gpu_memory_percent / 100
-    if engines is not None and engines.max_cached_tokens is not None:
-        found["--max-total-tokens"] = engines.max_cached_tokens
+    if told.gpu_memory_percent is not None:
+        found["--mem-fraction-static"] = told.gpu_memory_percent / 100
+    if told.max_cached_tokens is not None:
+        found["--max-total-tokens"] = told.max_cached_tokens
     return found
 
 

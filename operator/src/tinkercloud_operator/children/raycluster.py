@@ -194,12 +194,7 @@ def _with_room_for_engines(shape: Shape, own: Resources) -> Resources:
 
 
 def _samplers(build: Build) -> list[Json]:
-    sampler = build.shape.sampler
-    if sampler.engines is not None:
-        return [_engine(build, number) for number in range(build.shape.samplers)]
-    if sampler.replicas == 0:
-        return []
-    return [_group(build, "sampler", sampler, build.shape.gpus_per_sampler, ranks=0)]
+    return [_engine(build, number) for number in range(build.shape.samplers)]
 
 
 def _engine(build: Build, number: int) -> Json:

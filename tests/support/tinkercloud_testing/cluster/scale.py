@@ -171,7 +171,7 @@ def prepare(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) ->
     """Make nodes for this many sessions, and the BaseModel that they are of."""
     for number in range(-(-sessions // _SESSIONS_PER_NODE)):
         kwok.add(f"scale-{number}", gpus=_SESSIONS_PER_NODE * _GPUS_PER_SESSION)
-    sampler = {"backend": "sglang", "replicas": 2, "gpusPerReplica": 1}
+    sampler = {"backend": "sglang", "image": "sglang", "replicas": 2, "gpusPerReplica": 1}
     cluster.apply(a_base_model(namespace, sampler=sampler), *a_volume(namespace))
     # An API server that has just learned of a kind does not list it at once.
     wait_until(lambda: _can_list(cluster, namespace), "sessions can be listed")

@@ -91,7 +91,7 @@ def a_base_model(namespace: str, name: str = "qwen3-8b", **spec: object) -> dict
         "maxContextLength": 4096,
         "head": {"image": "tinkercloud-worker"},
         "trainer": {"backend": "megatron", "replicas": 2, "gpusPerReplica": 1},
-        "sampler": {"backend": "sglang", "replicas": 1, "gpusPerReplica": 1},
+        "sampler": {"backend": "sglang", "image": "sglang", "replicas": 1, "gpusPerReplica": 1},
         "placement": PLACEMENT,
     }
     return {

@@ -51,6 +51,11 @@ def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
     return base_model(trainer=TRAINERS, sampler={"backend": backend, **counts, **others})
 
 
+def sglang(replicas: int, gpus: int = 1, **others: Any) -> Json:
+    """Return one whose engines have an image, and of which nothing else is said."""
+    return sampler("sglang", replicas, gpus, image="sglang:1", **others)
+
+
 def engines(**others: Any) -> Json:
     return base_model(trainer=TRAINERS, sampler=ENGINES | others)
 
@@ -252,14 +257,14 @@ BASE_MODEL_RULES = (
         " a session (0); sglang needs 1 or more",
         {
             "torch": sampler("torch", 0, 0),
-            "one engine": sampler("sglang", 1),
-            "many engines": sampler("sglang", 512),
+            "one engine": sglang(1),
+            "many engines": sglang(64),
             "external": external(),
         },
         {
             "torch with a pod": sampler("torch", 1),
             "torch with pods": sampler("torch", 8),
-            "sglang without": sampler("sglang", 0),
+            "sglang without": sglang(0),
             "external with a pod": external(replicas=1),
         },
     ),
@@ -269,7 +274,7 @@ BASE_MODEL_RULES = (
         {
             "both": external(),
             "neither": sampler("torch", 0, 0),
-            "neither, with engines": engines(),
+            "neither, with engines": sglang(1),
         },
         {
             "backend alone": base_model(sampler={"backend": "external"}),
@@ -284,7 +289,7 @@ BASE_MODEL_RULES = (
         {
             "external": external(),
             "engines with GPUs": engines(gpusPerReplica=8),
-            "colocated ones": sampler("sglang", 1, colocated=True),
+            "colocated ones": colocated(),
         },
         {
             "a GPU": external(gpusPerReplica=1),
@@ -300,7 +305,7 @@ BASE_MODEL_RULES = (
             "with a part of the memory": engines(
                 engines={**ENGINES["engines"], "gpuMemoryPercent": 80, "maxCachedTokens": 65536}
             ),
-            "without": sampler("sglang", 1),
+            "without": sglang(1),
             "colocated": colocated(),
         },
         {
@@ -331,10 +336,12 @@ BASE_MODEL_RULES = (
             "both": colocated(),
             "another class": colocated(deviceClassName="mig.nvidia.com"),
             "neither": engines(),
-            "colocated without engines": sampler("sglang", 1, colocated=True),
+            "neither, and nothing said of engines": sglang(1),
+            "colocated torch": sampler("torch", 0, 0, colocated=True),
         },
         {
             "colocated alone": colocated(sampler={"engines": {}}),
+            "colocated, and nothing said of engines": sglang(8, colocated=True),
             "colocated with a volume": colocated(sampler={"engines": ENGINES["engines"]}),
             "a class alone": engines(engines=COLOCATED["engines"]),
         },
@@ -412,15 +419,18 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "engines: they need an image that holds SGLang, and are 64 at most; set image and replicas",
+        "image, replicas: engines of backend sglang need an image that holds SGLang, and are 64 at"
+        " most; set image and replicas",
         {
             "one": engines(),
+            "one, and nothing said of engines": sglang(1),
             "64": engines(replicas=64),
-            "more that are none": sampler("sglang", 65),
         },
         {
             "no image": sampler("sglang", 2, engines=ENGINES["engines"]),
+            "no image, and nothing said of engines": sampler("sglang", 2),
             "65": engines(replicas=65),
+            "65, and nothing said of engines": sglang(65),
             "512": engines(replicas=512),
         },
     ),
@@ -428,7 +438,7 @@ BASE_MODEL_RULES = (
         "spec",
         "sampler.colocated: there are no trainer GPUs to share; set trainer.gpusPerReplica",
         {
-            "with trainers": sampler("sglang", 1, colocated=True),
+            "with trainers": colocated(),
             "of its own": base_model(sampler=SAMPLERS),
             "torch with trainers": sampler("torch", 0, 0, colocated=True),
         },
@@ -445,14 +455,16 @@ BASE_MODEL_RULES = (
         "spec",
         "sampler.gpusPerReplica: an sglang engine of its own needs 1 or more",
         {
-            "one GPU": sampler("sglang", 1, 1),
-            "shared ones": sampler("sglang", 1, 0, colocated=True),
+            "one GPU": sglang(1, 1),
+            "shared ones": colocated(),
             "torch": sampler("torch", 0, 0),
         },
         {
-            "none": sampler("sglang", 1, 0),
-            "none for many": sampler("sglang", 8, 0),
-            "nothing said": base_model(sampler={"backend": "sglang", "replicas": 1}),
+            "none": sglang(1, 0),
+            "none for many": sglang(8, 0),
+            "nothing said": base_model(
+                sampler={"backend": "sglang", "image": "sglang:1", "replicas": 1}
+            ),
         },
     ),
     Rule(
@@ -464,7 +476,7 @@ BASE_MODEL_RULES = (
             "a whole pod": colocated(sampler={"gpusPerReplica": 4, "replicas": 2}),
             "one GPU": colocated(sampler={"gpusPerReplica": 1, "replicas": 8}),
             "engines with pods of their own": engines(gpusPerReplica=3),
-            "no engines": sampler("sglang", 1, 3, colocated=True),
+            "torch": sampler("torch", 0, 3, colocated=True),
         },
         {
             "none": colocated(sampler={"gpusPerReplica": 0}),
@@ -480,7 +492,7 @@ BASE_MODEL_RULES = (
             "two in each pod": colocated(),
             "more pods": colocated(sampler={"replicas": 6}, trainer={"replicas": 3}),
             "engines with pods of their own": engines(replicas=5),
-            "no engines": sampler("sglang", 5, colocated=True),
+            "torch": sampler("torch", 0, colocated=True),
         },
         {
             "one too few": colocated(sampler={"replicas": 3}),
