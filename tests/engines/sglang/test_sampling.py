@@ -50,6 +50,18 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
         assert_same(their, our)
 
 
+@pytest.mark.parametrize("top_k", [(1 << 31) - 1, 1 << 31, 1 << 70])
+async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_engine(
+    sampler: InferenceSampler, fakes: list[FakeSglang], top_k: int
+) -> None:
+    await sampler.publish("base", None)
+
+    most = await sampler.sample("base", a_sampling_request(PROMPTS[0], top_k=top_k, stop=NEVER))
+
+    everything = await sampler.sample("base", a_sampling_request(PROMPTS[0], stop=NEVER))
+    assert most.sequences[0].tokens == everything.sequences[0].tokens
+
+
 async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
     sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:

@@ -29,6 +29,9 @@ async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempere
     params: Any = definition("SamplingParams", SAMPLING).model_validate(
         asked.sampling_params[index]
     )
+    if (params.top_k or 0) >= 1 << 31:
+        # It makes a tensor of 32-bit numbers of it.
+        raise EOFError
     request = _request(asked, index, params)
     result = await engine.sampler.sample(version, request)
     [sequence] = result.sequences

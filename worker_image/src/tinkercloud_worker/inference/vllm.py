@@ -24,6 +24,7 @@ from tinkercloud_worker.inference.client import (
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
     Ranked,
+    bounded_top_k,
     refuse_alternatives,
     top_logprobs,
 )
@@ -110,7 +111,7 @@ class VllmDialect:
             "n": 1 if is_greedy else request.num_samples,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            "top_k": request.top_k,
+            "top_k": bounded_top_k(request.top_k),
             "top_p": request.top_p,
             "seed": request.seed & SEED_MASK,
             "stop": list(request.stop.strings),

@@ -19,6 +19,7 @@ from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere,
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
     Ranked,
+    bounded_top_k,
     refuse_alternatives,
     top_logprobs,
 )
@@ -156,7 +157,7 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
     return {
         "max_new_tokens": request.max_tokens,
         "temperature": request.temperature,
-        "top_k": request.top_k or -1,
+        "top_k": bounded_top_k(request.top_k) or -1,
         "top_p": request.top_p,
         "min_p": 0.0,
         "frequency_penalty": 0.0,
