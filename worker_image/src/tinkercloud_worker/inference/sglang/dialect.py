@@ -11,7 +11,7 @@ from typing import Any
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import PromptScores, SampledSequence
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
@@ -33,6 +33,8 @@ _MISSING = (
     "Failed to implicitly load",
 )
 """Parts of its messages about an adapter that it does not hold."""
+
+_MOST_STOP_STRINGS = 32
 
 
 class SglangDialect:
@@ -72,6 +74,7 @@ class SglangDialect:
 
         A batch of one prompt many times, since the samples of SGLang's own `n` share one seed.
         """
+        _check_stops(request.stop)
         seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
         body = {
             "input_ids": [request.prompt.tolist()] * request.num_samples,
@@ -145,6 +148,26 @@ class SglangDialect:
         )
 
 
+def _check_stops(stop: StopRules) -> None:
+    if len(stop.strings) > _MOST_STOP_STRINGS:
+        raise InvalidRequest(
+            f"sampling_params.stop has {len(stop.strings)} strings: this model's sampler is SGLang,"
+            f" which looks for at most {_MOST_STOP_STRINGS}; leave some out, give those that are"
+            " one token by its id, or ask a sampler with backend torch"
+        )
+
+
+def lookback_patterns(strings: Sequence[str]) -> list[str]:
+    """Return patterns that match nothing, and make SGLang look far enough back for stop strings.
+
+    SGLang looks for them in the last tokens that it drew, as many as its tokenizer makes of the
+    longest string; a model may draw a string as more tokens than that. For a pattern it decodes a
+    token for each character that may match. No string is more tokens than it has bytes.
+    """
+    longest = max((len(string.encode()) for string in strings), default=0)
+    return [rf"[^\s\S].{{0,{longest}}}"] if longest else []
+
+
 def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
     # Every default is stated: a model's own generation configuration may have others.
     return {
@@ -158,6 +181,7 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "sampling_seed": seed,
         "stop": list(request.stop.strings),
+        "stop_regex": lookback_patterns(request.stop.strings),
         "stop_token_ids": sorted(request.stop.token_ids),
         # It would switch our stop tokens off too. Where there are any, the model's own are among
         # them.
