@@ -20,6 +20,7 @@ from tinkercloud_testing.sglang_sampling import (
 from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang import scoring
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,56 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
 
     for their, our in zip(theirs, ours, strict=True):
         assert_same(their, our)
+
+
+@pytest.mark.parametrize("cells", [1, 40, 1000])
+async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
+    engine: Engine,
+    sampler: InferenceSampler,
+    fakes: list[FakeSglang],
+    monkeypatch: pytest.MonkeyPatch,
+    cells: int,
+) -> None:
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    monkeypatch.setattr(scoring, "_PART_CELLS", cells)
+    prompt = PROMPTS[1]
+    targets = np.random.default_rng(1).integers(-1, 256, (len(prompt) - 1, 5))
+    targets[:3] = -1
+    requests = [
+        a_sampling_request(prompt, questions=questions)
+        for questions in (
+            PromptQuestions(targets=targets),
+            PromptQuestions(logprobs_from=9, targets=targets),
+            PromptQuestions(logprobs_from=2, top_k=3, targets=targets),
+            PromptQuestions(top_k=3),
+            PromptQuestions(targets=np.full_like(targets, -1)),
+        )
+    ]
+
+    for request in requests:
+        theirs = await sampler.sample("one", request)
+
+        assert_same(theirs, await engine.sampler.sample("one", request))
+        if theirs.prompt.targets is not None:
+            assert (theirs.prompt.targets[targets < 0] == 0).all()
+    bodies = [body for fake in fakes for body in fake.called("/generate")]
+    named = [body for body in bodies if "token_ids_logprob" in body]
+    assert len(named) > 3
+    for body in named:
+        positions = len(body["input_ids"][0]) - 1 - body["logprob_start_len"]
+        assert positions == 1 or positions * len(body["token_ids_logprob"][0]) <= cells
+
+
+@pytest.mark.parametrize("top_k", [(1 << 31) - 1, 1 << 31, 1 << 70])
+async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_engine(
+    sampler: InferenceSampler, fakes: list[FakeSglang], top_k: int
+) -> None:
+    await sampler.publish("base", None)
+
+    most = await sampler.sample("base", a_sampling_request(PROMPTS[0], top_k=top_k, stop=NEVER))
+
+    everything = await sampler.sample("base", a_sampling_request(PROMPTS[0], stop=NEVER))
+    assert most.sequences[0].tokens == everything.sequences[0].tokens
 
 
 async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(

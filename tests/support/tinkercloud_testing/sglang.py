@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang_definitions import read_tensors
 from tinkercloud_testing.sglang_drawing import drawn
-from tinkercloud_testing.sglang_parts import Reply, routes
+from tinkercloud_testing.sglang_parts import Reply, flushing, routes
 from tinkercloud_testing.sglang_ranks import EngineRanks
 from tinkercloud_testing.sglang_server import Ended, SglangServer
 from tinkercloud_worker import lora
@@ -56,6 +57,12 @@ class FakeSglang:
     """Kinds of memory it has given away."""
     sees_our_memory: bool = True
     """Whether it can open handles of memory on this machine."""
+    unended: int = 0
+    """Steps for which requests that were given up still run."""
+    runs_over: frozenset[str] = frozenset()
+    """Paths of which the next call finds something running, that began just before."""
+    steps_over: int = 1
+    """How long that runs."""
     is_updating: bool = False
     """Whether somebody has begun to send it weights, and not ended."""
     url: str = ""
@@ -70,6 +77,12 @@ class FakeSglang:
 
     def __post_init__(self) -> None:
         self._server = SglangServer(self, str(self.model_path))
+        self._flushed: list[Any] = []
+        self._flushing = flushing().SchedulerFlushWrapper(
+            flush_cache=self._flush,
+            is_fully_idle=lambda: self.unended == 0,
+            send_output=lambda answer, _: self._flushed.append(answer),
+        )
 
     async def mark(self, version: str) -> None:
         """Call its weights so, as a head before does."""
@@ -88,6 +101,7 @@ class FakeSglang:
             self.ranks = None
         self.is_updating, self._weights = False, None
         self._base = "base"
+        self.unended = 0
         self._server = SglangServer(self, str(self.model_path))
 
     async def evict(self) -> None:
@@ -164,7 +178,7 @@ class FakeSglang:
         if not (folder / "config.json").exists():
             return {"success": False, "message": f"{folder} does not exist"}
         await self._replace(load_file(folder / "model.safetensors"))
-        return _done()
+        return self._after_update(asked)
 
     async def begin_weight_update(self, _: object) -> Json:
         """Begin to take weights."""
@@ -178,7 +192,7 @@ class FakeSglang:
         if not self.is_updating:
             return _done("must run between begin_weight_update() and end_weight_update()")
         await self._replace(self._tensors(asked))
-        return _done()
+        return self._after_update(asked)
 
     async def init_weights_update_group(self, asked: Any) -> Json:
         """Join a process group."""
@@ -208,7 +222,27 @@ class FakeSglang:
         for other in others:
             assert all(torch.equal(tensor, other[name]) for name, tensor in tensors.items())
         await self._replace(tensors)
-        return _done()
+        return self._after_update(asked)
+
+    async def flush_cache(self, asked: Any) -> Json:
+        """Flush the cache, at once or when nothing runs any more."""
+        answer = self._flushing.handle(asked)
+        while answer is None:
+            await asyncio.sleep(0.001)
+            self.unended = max(self.unended - 1, 0)
+            self._flushing.check_pending()
+            answer = self._flushed.pop() if self._flushed else None
+        return dict(answer.model_dump())
+
+    def _flush(self, *, empty_cache: bool = True) -> bool:
+        return self.unended == 0
+
+    def _after_update(self, asked: Any) -> Json:
+        """Return what SGLang says of weights that it has replaced."""
+        updater = SimpleNamespace(flush_cache=self._flush)
+        flush = flushing().flush_cache_after_weight_update
+        success, message = flush(updater, asked, True, "")
+        return {"success": success, "message": message}
 
     def _need_memory(self) -> None:
         """End, as SGLang does over what it is asked without its memory."""
@@ -253,6 +287,9 @@ class FakeSglang:
     async def release_memory_occupation(self, asked: Any) -> Json:
         """Give memory away."""
         self._need_memory()
+        if self.unended:
+            # It asserts that it is idle.
+            raise EOFError
         self.released |= set(asked.tags)
         return {}
 
@@ -286,19 +323,28 @@ class FakeSglang:
             return web.json_response({"error": {"message": "refused"}}, status=500)
         if request.path in self.ends_over:
             return self._end(request)
-        if request.path in self._held:
-            was_asked, may_go_on = self._held[request.path]
-            was_asked.set()
-            await may_go_on.wait()
+        await self._before(request.path)
         try:
-            reply = await self._server.answer(request.method, request.path, body)
+            reply = await self._server.answer(request.method, request.path, body, request.query)
         except Ended:
             # Its ranks have gone: SGLang's end over what they can't open, or have no memory for.
             return self._end(request)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a fault of ours
             self.faults.append(f"{request.path}: {error!r}")
             reply = Reply({"error": {"message": str(error)}}, 400)
+        if isinstance(reply.content, str):
+            return web.Response(text=reply.content, status=reply.status_code)
         return web.json_response(reply.content, status=reply.status_code)
+
+    async def _before(self, path: str) -> None:
+        """Let happen what is to happen before a path is answered."""
+        if path in self._held:
+            was_asked, may_go_on = self._held[path]
+            was_asked.set()
+            await may_go_on.wait()
+        if path in self.runs_over:
+            self.runs_over -= {path}
+            self.unended = self.steps_over
 
     def _end(self, request: web.Request) -> web.Response:
         self.restart()

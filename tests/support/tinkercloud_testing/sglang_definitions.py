@@ -41,6 +41,8 @@ COMMUNICATOR = "sglang/srt/managers/communicator.py"
 BATCH = "sglang/srt/managers/schedule_batch.py"
 REGISTRY = "sglang/srt/lora/lora_registry.py"
 LOCKS = "sglang/srt/utils/aio_rwlock.py"
+WEIGHT_UPDATER = "sglang/srt/managers/scheduler_components/weight_updater.py"
+FLUSHING = "sglang/srt/managers/scheduler_components/flush_wrapper.py"
 _BUCKET = "sglang/srt/weight_sync/tensor_bucket.py"
 _NETWORK = "sglang/srt/utils/network.py"
 _UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
@@ -49,7 +51,19 @@ _VARIABLES = "sglang/srt/environ.py"
 _METADATA = f"sglang-{SGLANG}.dist-info/METADATA"
 _FILES = (
     *(_MESSAGES, SAMPLING, COMMON, ROUTES, CONTRACT, API_TYPES, MANAGER, CONTROL, COMMUNICATOR),
-    *(BATCH, REGISTRY, LOCKS, _BUCKET, _NETWORK, _UPDATER, _OPTIONS, _VARIABLES, _METADATA),
+    *(
+        BATCH,
+        REGISTRY,
+        LOCKS,
+        WEIGHT_UPDATER,
+        FLUSHING,
+        _BUCKET,
+        _NETWORK,
+        _UPDATER,
+        _OPTIONS,
+        _VARIABLES,
+        _METADATA,
+    ),
 )
 _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
@@ -214,6 +228,15 @@ def cut(file: str, *names: str) -> list[ast.stmt]:
     ]
     assert {node.name for node in found} == set(names), f"{file} has other names than {names}"
     return list(found)
+
+
+def numbers(file: str) -> list[ast.stmt]:
+    """Return what gives names to numbers in a file, such as `MAX_LEN = 2**30`."""
+    return [
+        node
+        for node in source(file).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp)
+    ]
 
 
 def compiled(nodes: Iterable[ast.stmt]) -> CodeType:

@@ -8,9 +8,10 @@ import numpy as np
 
 from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs
 from tinkercloud_testing.engines import Engine
-from tinkercloud_testing.models import EOS_TOKEN_ID
+from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_parts import finish_reasons
+from tinkercloud_testing.sglang_stops import ended
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 
 Json = dict[str, Any]
@@ -29,6 +30,9 @@ async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempere
     params: Any = definition("SamplingParams", SAMPLING).model_validate(
         asked.sampling_params[index]
     )
+    if (params.top_k or 0) >= 1 << 31:
+        # It makes a tensor of 32-bit numbers of it.
+        raise EOFError
     request = _request(asked, index, params)
     result = await engine.sampler.sample(version, request)
     [sequence] = result.sequences
@@ -36,9 +40,12 @@ async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempere
         sequence = SampledSequence([], [], stopped=False)
     elif tempered:
         sequence = await _tempered(engine, version, request, sequence)
+    over_string = ended(params, sequence.tokens, byte_tokenizer())
+    if over_string is not None:
+        sequence = _first(sequence, over_string[0])
     prompt = result.prompt
     return {
-        "finished_reasons": [_finish_reason(sequence)],
+        "finished_reasons": [over_string[1] if over_string else _finish_reason(sequence)],
         "output_strs": [""],
         "output_ids": [list(sequence.tokens)],
         "prompt_tokens": [len(request.prompt)],
@@ -64,6 +71,15 @@ async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempere
             )
         ),
     }
+
+
+def _first(sequence: SampledSequence, count: int) -> SampledSequence:
+    """Return the first tokens of a sequence."""
+    top = sequence.top
+    if top is not None:
+        top = TopLogprobs(top.token_ids[:count], top.logprobs[:count])
+    tokens, logprobs = sequence.tokens[:count], sequence.logprobs[:count]
+    return SampledSequence(tokens, logprobs, stopped=True, top=top)
 
 
 async def _tempered(
@@ -93,7 +109,8 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
         temperature=params.temperature,
         top_k=max(params.top_k or 0, 0),
         top_p=params.top_p,
-        stop=StopRules(ends, tuple(params.stop or ())),
+        # It is asked for more than that: what ends over a string is cut off.
+        stop=StopRules(ends, ()),
         top_logprobs=asked.top_logprobs_num,
         questions=_questions(asked, index),
     )

@@ -32,11 +32,13 @@ from tinkercloud_testing.sglang_definitions import (
     COMMUNICATOR,
     CONTRACT,
     CONTROL,
+    FLUSHING,
     LOCKS,
     MANAGER,
     REGISTRY,
     ROUTES,
     SGLANG,
+    WEIGHT_UPDATER,
     compiled,
     cut,
     definition,
@@ -49,7 +51,7 @@ _MESSAGES = (
     *("GenerateReqInput", "BatchStrOutput", "BatchTokenIDOutput", "BatchEmbeddingOutput"),
     *("LoadLoRAAdapterReqInput", "LoadLoRAAdapterFromTensorsReqInput", "UnloadLoRAAdapterReqInput"),
     *("LoadLoRAAdapterReqOutput", "LoadLoRAAdapterFromTensorsReqOutput", "LoRAUpdateOutput"),
-    *("UnloadLoRAAdapterReqOutput", "GetInternalStateReq"),
+    *("UnloadLoRAAdapterReqOutput", "GetInternalStateReq", "FlushCacheReqInput"),
 )
 """Of the classes that its processes exchange, those which the cut functions name."""
 
@@ -61,6 +63,8 @@ class Route:
     handler: str
     asked: str | None
     """Name of the class of its body."""
+    query: frozenset[str]
+    """Names of the numbers that may follow its path."""
 
 
 @dataclass
@@ -78,8 +82,9 @@ def routes() -> Mapping[tuple[str, str], Route]:
     for handler in source(ROUTES).body:
         if not isinstance(handler, ast.AsyncFunctionDef):
             continue
-        asked = {each.arg: each.annotation for each in handler.args.args}.get("obj")
-        route = Route(handler.name, _class_name(asked))
+        asked = {each.arg: each.annotation for each in handler.args.args}
+        numbers = {name for name, kind in asked.items() if _class_name(kind) == "float"}
+        route = Route(handler.name, _class_name(asked.get("obj")), frozenset(numbers))
         for mark in handler.decorator_list:
             found |= dict.fromkeys(_answered(mark), route)
     return found
@@ -191,6 +196,7 @@ def _surroundings() -> Json:
         "LoRARef": _lora_ref,
         "ORJSONResponse": Reply,
         "OrderedDict": OrderedDict,
+        "Response": _response,
         "T": TypeVar("T"),
         "__version__": SGLANG,
         "asyncio": asyncio,
@@ -210,6 +216,10 @@ def _surroundings() -> Json:
         "try_build_beam_search_out_dict": lambda *_: None,
         "unwrap_from_pickle": lambda known: known,
     }
+
+
+def _response(content: str, status_code: int) -> Reply:
+    return Reply(content, status_code)
 
 
 def _lora_ref(**fields: Any) -> SimpleNamespace:
@@ -240,5 +250,16 @@ def _contract() -> SimpleNamespace:
 @cache
 def finish_reasons() -> SimpleNamespace:
     """Return SGLang's reasons why a sequence ends."""
-    names = ("BaseFinishReason", "FINISH_MATCHED_TOKEN", "FINISH_LENGTH")
-    return run(compiled(cut(BATCH, *names)), {})
+    matched = ("FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR", "FINISHED_MATCHED_REGEX")
+    return run(compiled(cut(BATCH, "BaseFinishReason", *matched, "FINISH_LENGTH")), {})
+
+
+@cache
+def flushing() -> SimpleNamespace:
+    """Return what flushes SGLang's cache: when it is told to, and after its weights' update."""
+    nodes = [
+        *cut(FLUSHING, "SchedulerFlushWrapper"),
+        *cut(WEIGHT_UPDATER, "flush_cache_after_weight_update"),
+    ]
+    answer = "FlushCacheReqOutput"
+    return run(compiled(nodes), {answer: definition(answer), "logging": logging, "time": time})

@@ -8,7 +8,7 @@ asked of whoever plays them, whose answers are held to the classes that SGLang e
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -109,8 +109,16 @@ class SglangServer:
         """Whether it would draw a token now: neither paused, nor taking weights."""
         return not (self._manager.is_pause or self._manager.model_update_lock._writer_active)
 
-    async def answer(self, method: str, path: str, body: Json | None) -> Reply:
+    async def answer(
+        self, method: str, path: str, body: Json | None, query: Mapping[str, str] | None = None
+    ) -> Reply:
         """Answer a request as SGLang does.
+
+        Args:
+            method: of HTTP.
+            path: without its query.
+            body: None without one.
+            query: what follows the path.
 
         Raises:
             Unheard: it has no such path, or not with this method.
@@ -120,7 +128,8 @@ class SglangServer:
         route = routes().get((method, path))
         if route is None:
             raise Unheard(f"SGLang {SGLANG} does not answer {method} {path}")
-        given: Json = {}
+        given: Json = {name: float(value) for name, value in (query or {}).items()}
+        assert given.keys() <= route.query
         if route.asked is not None:
             given["obj"] = definition(route.asked).model_validate(body)
             given["request"] = SimpleNamespace(json=partial(self._dispatched, body))

@@ -23,6 +23,9 @@ from tinkercloud_worker.inference.weights_folder import SavedWeights
 SEED_MASK = (1 << 62) - 1
 """Seeds that leave room for adding a sample's index within 63 bits."""
 
+_ALL_TOKENS = 1 << 30
+"""A top_k that no vocabulary reaches, and that 32 bits hold."""
+
 Ranked = Sequence[tuple[int, float]]
 """Token ids and logprobs at one position, the most likely first."""
 
@@ -82,6 +85,15 @@ def refuse_alternatives(request: SamplingRequest) -> None:
             "prompt_alt_tokens_k: this model's sampler is an inference server, which does not draw"
             " at positions of the prompt; leave it out, or ask a sampler with backend torch"
         )
+
+
+def bounded_top_k(top_k: int) -> int:
+    """Return a top_k that a server can count to: servers end over numbers of more than 32 bits.
+
+    Args:
+        top_k: 0 for all tokens, as in a request.
+    """
+    return top_k if top_k < _ALL_TOKENS else 0
 
 
 def top_logprobs(positions: Sequence[Ranked], k: int) -> TopLogprobs:

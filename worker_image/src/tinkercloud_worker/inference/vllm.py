@@ -24,6 +24,7 @@ from tinkercloud_worker.inference.client import (
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
     Ranked,
+    bounded_top_k,
     refuse_alternatives,
     top_logprobs,
 )
@@ -110,7 +111,7 @@ class VllmDialect:
             "n": 1 if is_greedy else request.num_samples,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            "top_k": request.top_k,
+            "top_k": bounded_top_k(request.top_k),
             "top_p": request.top_p,
             "seed": request.seed & SEED_MASK,
             "stop": list(request.stop.strings),
@@ -233,12 +234,14 @@ def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]
     asked, length = request.questions, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
     shape = (0, 0) if asked.targets is None else asked.targets.shape
-    targets = np.full(shape, np.nan, np.float32)
+    targets = np.zeros(shape, np.float32)
     best: list[Ranked] = [()] * length
     for position, (of_named, ranked) in found.items():
         if asked.targets is not None:
             wanted = asked.targets[position - 1]
-            targets[position - 1] = [of_named.get(int(token), np.nan) for token in wanted]
+            targets[position - 1] = [
+                of_named[int(token)] if token >= 0 else 0.0 for token in wanted
+            ]
         if position >= (asked.logprobs_from or 1):
             logprobs[position] = of_named[int(request.prompt[position])]
             best[position] = ranked

@@ -12,7 +12,7 @@ the next head resumes it, and never twice.
 from pathlib import Path
 
 from tinkercloud_worker import metrics
-from tinkercloud_worker.inference.client import Json
+from tinkercloud_worker.inference.client import Json, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.server_modes import ModeSwitch
 from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
 from tinkercloud_worker.inference.sglang.weights import DirectTransfer, SglangWeights
@@ -121,9 +121,16 @@ class SglangControl:
         # that does not match the memory; what it then asks ends the engine, which restarts.
         await self._weights.set_version(self._version + RELEASED)
         self._is_released = None
-        # Abandoned requests may still run, and an engine that releases its memory while anything
-        # runs crashes. Pausing ends them.
+        # An engine that releases its memory while anything runs ends. Pausing gives up what still
+        # runs; a step that computes it may outlast that.
         await self._call("/pause_generation", {"mode": "abort"})
+        try:
+            await self._weights.drain()
+        except ServerUnreachable:
+            raise
+        except ServerError:
+            await self._continue()
+            raise
         await self._call(
             "/release_memory_occupation", {"tags": [_CACHE, _WEIGHTS, _GRAPHS]}, _MEMORY_SECONDS
         )
@@ -136,23 +143,27 @@ class SglangControl:
         await self._call(
             "/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE, _GRAPHS]}, _MEMORY_SECONDS
         )
+        await self._continue()
+
+    async def _continue(self) -> None:
+        """Have an engine that has its memory generate again."""
         # The suffix is removed last: without it, a paused engine counts as unhealthy.
         await self._call("/continue_generation", {})
         await self._weights.set_version(self._version)
         self._is_released = False
 
     async def _load(self, mode: str) -> None:
-        version = self._version_tag(mode)
+        version, unfinished = self._version_tag(mode), self._version_tag(_UNFINISHED)
         if mode == BASE:
             self._held = None
-            await self._weights.load_folder(Path(self._base_path), version=version)
+            await self._weights.load_folder(
+                Path(self._base_path), version=version, unfinished=unfinished
+            )
         else:
             model = self._folder.find(mode)
             await self._weights.check_experts(model)
             self._held = None
-            await self._weights.load(
-                model, version=version, unfinished=self._version_tag(_UNFINISHED)
-            )
+            await self._weights.load(model, version=version, unfinished=unfinished)
         self._held = mode
         self._dialect.weight_version = self._version = version
 

@@ -9,20 +9,18 @@ whole mixtures: with modules that are not of experts), with SGLANG_RETURN_ORIGIN
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import FloatArray, PromptScores, SampledSequence
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
-    Ranked,
+    bounded_top_k,
     refuse_alternatives,
     top_logprobs,
 )
 from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
+from tinkercloud_worker.inference.sglang.scoring import PromptScoring, cached_tokens, ranked
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 RELEASED = "+released"
@@ -36,8 +34,7 @@ _MISSING = (
 )
 """Parts of its messages about an adapter that it does not hold."""
 
-Entry = Sequence[Any]
-"""[logprob, token id, text or None]; at the first position its logprob is None."""
+_MOST_STOP_STRINGS = 32
 
 
 class SglangDialect:
@@ -77,6 +74,7 @@ class SglangDialect:
 
         A batch of one prompt many times, since the samples of SGLang's own `n` share one seed.
         """
+        _check_stops(request.stop)
         seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
         body = {
             "input_ids": [request.prompt.tolist()] * request.num_samples,
@@ -89,27 +87,26 @@ class SglangDialect:
         return SamplingResult(
             [self._sequence(item, request.top_logprobs) for item in items],
             # Of the first to be computed: others may have found its keys and values in the cache.
-            PromptScores(cached_tokens=min(_cached_tokens(item["meta_info"]) for item in items)),
+            PromptScores(cached_tokens=min(cached_tokens(item["meta_info"]) for item in items)),
         )
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
-        """See `Dialect.score`."""
+        """See `Dialect.score`. A long prompt is asked about in parts: see `scoring`."""
         refuse_alternatives(request)
-        asked = request.questions
-        first = (asked.first_position or 1) - 1
-        targets = asked.targets if asked.targets is not None else np.empty(0, np.int64)
-        wanted = [int(token) for token in np.unique(targets) if token >= 0]
-        body: dict[str, Any] = {
-            "input_ids": [request.prompt.tolist()],
-            "sampling_params": [{"max_new_tokens": 0, "temperature": 0.0}],
-            "return_logprob": True,
-            "logprob_start_len": first,
-            "top_logprobs_num": asked.top_k,
-        }
-        if wanted:
-            body["token_ids_logprob"] = [wanted]
-        [item] = await self._generate(body, adapter)
-        return _scores(request, item["meta_info"], first)
+        scoring = PromptScoring(request)
+        for part in scoring.parts:
+            body: dict[str, Any] = {
+                "input_ids": [request.prompt[: part.end].tolist()],
+                "sampling_params": [{"max_new_tokens": 0, "temperature": 0.0}],
+                "return_logprob": True,
+                "logprob_start_len": part.start - 1,
+                "top_logprobs_num": request.questions.top_k,
+            }
+            if part.named:
+                body["token_ids_logprob"] = [part.named]
+            [item] = await self._generate(body, adapter)
+            scoring.add(part, item["meta_info"])
+        return scoring.scores()
 
     async def model_info(self) -> Json:
         """Return the engine's description of its model, with `model_path` and `weight_version`."""
@@ -147,8 +144,28 @@ class SglangDialect:
             tokens=[int(token) for _, token, *_ in drawn],
             logprobs=[float(logprob) for logprob, *_ in drawn],
             stopped=meta["finish_reason"]["type"] == "stop",
-            top=top_logprobs(_ranked(meta["output_top_logprobs"]), top_k) if top_k else None,
+            top=top_logprobs(ranked(meta["output_top_logprobs"]), top_k) if top_k else None,
         )
+
+
+def _check_stops(stop: StopRules) -> None:
+    if len(stop.strings) > _MOST_STOP_STRINGS:
+        raise InvalidRequest(
+            f"sampling_params.stop has {len(stop.strings)} strings: this model's sampler is SGLang,"
+            f" which looks for at most {_MOST_STOP_STRINGS}; leave some out, give those that are"
+            " one token by its id, or ask a sampler with backend torch"
+        )
+
+
+def lookback_patterns(strings: Sequence[str]) -> list[str]:
+    """Return patterns that match nothing, and make SGLang look far enough back for stop strings.
+
+    SGLang looks for them in the last tokens that it drew, as many as its tokenizer makes of the
+    longest string; a model may draw a string as more tokens than that. For a pattern it decodes a
+    token for each character that may match. No string is more tokens than it has bytes.
+    """
+    longest = max((len(string.encode()) for string in strings), default=0)
+    return [rf"[^\s\S].{{0,{longest}}}"] if longest else []
 
 
 def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
@@ -156,7 +173,7 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
     return {
         "max_new_tokens": request.max_tokens,
         "temperature": request.temperature,
-        "top_k": request.top_k or -1,
+        "top_k": bounded_top_k(request.top_k) or -1,
         "top_p": request.top_p,
         "min_p": 0.0,
         "frequency_penalty": 0.0,
@@ -164,6 +181,7 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "sampling_seed": seed,
         "stop": list(request.stop.strings),
+        "stop_regex": lookback_patterns(request.stop.strings),
         "stop_token_ids": sorted(request.stop.token_ids),
         # It would switch our stop tokens off too. Where there are any, the model's own are among
         # them.
@@ -171,50 +189,3 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
         "no_stop_trim": True,
         "skip_special_tokens": False,
     }
-
-
-def _ranked(positions: Sequence[Sequence[Entry] | None]) -> list[Ranked]:
-    """Read the best entries of each position; one that has none has an empty list."""
-    return [[(token, logprob) for logprob, token, *_ in entries or ()] for entries in positions]
-
-
-def _scores(request: SamplingRequest, meta: Json, first: int) -> PromptScores:
-    """Read what begins at position `first`, whose own entries hold nothing."""
-    asked, length = request.questions, len(request.prompt)
-    scores = PromptScores()
-    logprobs, top, targets = scores.logprobs, scores.top, scores.targets
-    if asked.logprobs_from is not None:
-        logprobs = np.full(length, np.nan, np.float32)
-        values = [entry[0] for entry in meta["input_token_logprobs"]]
-        logprobs[first + 1 :] = values[1:]
-        logprobs[: asked.logprobs_from] = np.nan
-    if asked.top_k:
-        start = asked.logprobs_from or 1
-        found = _ranked(meta["input_top_logprobs"][start - first :])
-        top = top_logprobs([()] * start + found, asked.top_k)
-    if asked.targets is not None:
-        targets = _targets(asked.targets, meta.get("input_token_ids_logprobs", ()), first)
-    return PromptScores(
-        logprobs=logprobs,
-        top=top,
-        targets=targets,
-        cached_tokens=_cached_tokens(meta),
-    )
-
-
-def _cached_tokens(meta: Json) -> int:
-    return int(meta.get("cached_tokens", 0))
-
-
-def _targets(
-    asked: npt.NDArray[np.int64], positions: Sequence[Sequence[Entry] | None], first: int
-) -> FloatArray:
-    """Pick each row's tokens, [P - 1, K], from the entries of positions first, first + 1, ..."""
-    found = np.full(asked.shape, np.nan, np.float32)
-    for index, entries in enumerate(positions):
-        row = first + index - 1
-        if row < 0 or not entries:
-            continue
-        known = {int(token): logprob for logprob, token, *_ in entries}
-        found[row] = [known.get(int(token), np.nan) for token in asked[row]]
-    return found

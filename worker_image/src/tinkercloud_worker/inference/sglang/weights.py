@@ -30,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 _CALL_SECONDS = 120.0
 _WEIGHTS_SECONDS = 1800.0
+_DRAIN_SECONDS = 60.0
+"""For what still runs in an engine to end; what was given up ends with the step that computes."""
+_NOT_FLUSHED = "the cache was not flushed"
+"""Part of its message that it has replaced its weights, and kept their version's name."""
 _BUCKET_BYTES = 256 << 20
 """Of the tensors in one request, counted once for each rank."""
 _MOST_SENT_BYTES = 4 << 30
@@ -121,6 +125,7 @@ class SglangWeights:
             ServerError: the engine failed, or is not there; which weights it has is not certain.
             NotFound: somebody has removed the folder.
         """
+        await self.drain()
         update = partial(self._update, version=version, unfinished=unfinished)
         if self._direct is not None and self._direct_method.is_enabled:
             direct = self._direct
@@ -141,10 +146,21 @@ class SglangWeights:
         await self._delivery.deliver(
             model.size_of(FULL_WEIGHTS),
             send=lambda ranks: self._send(model, update, ranks),
-            read=partial(self.load_folder, model.server_dir, version=version)
+            read=partial(self.load_folder, model.server_dir, version=version, unfinished=unfinished)
             if model.server_dir
             else None,
         )
+
+    async def drain(self) -> None:
+        """Wait until nothing runs in the engine, and flush its cache.
+
+        SGLang forgets a request that is given up before the step that computes it has ended. In
+        between it refuses to flush its cache, and ends if it is told to release its memory.
+
+        Raises:
+            ServerError: something still runs after a minute, or the engine is not there.
+        """
+        await self._call(f"/flush_cache?timeout={_DRAIN_SECONDS}", {})
 
     async def set_version(self, version: str) -> None:
         """Set the engine's weight version.
@@ -166,16 +182,31 @@ class SglangWeights:
         if self._direct is not None:
             await self._direct.close()
 
-    async def load_folder(self, folder: Path, *, version: str) -> None:
+    async def load_folder(self, folder: Path, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights by those of a folder, as the engine sees it.
 
+        Args:
+            folder: a Hugging Face folder.
+            version: weight version that the engine then has.
+            unfinished: weight version in between.
+
         Raises:
-            ServerError: the engine failed, or is not there.
+            ServerError: the engine failed, or is not there; which weights it has is not certain.
         """
+        await self.drain()
+        # If it refuses it may have replaced its weights all the same, under the version before.
+        await self.set_version(unfinished)
         # Keys and values of a prompt belong to the weights they were computed with.
         body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
         with metrics.loading(self._client.url, "model", "file"):
-            await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
+            try:
+                await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
+            except ServerError as error:
+                if _NOT_FLUSHED not in error.message:
+                    raise
+                # Something has begun since the engine was drained, such as a probe of its health.
+                await self.drain()
+                await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
     async def _send_directly(
         self, direct: DirectTransfer, model: SavedWeights, update: _Update, ranks: int

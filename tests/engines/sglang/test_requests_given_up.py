@@ -1,0 +1,124 @@
+"""Requests that were given up and still run, for a step or two, while an engine is told other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang import FakeSglang
+from tinkercloud_testing.sglang_sampling import (
+    FOLDER,
+    NEVER,
+    PROMPTS,
+    WHOLE,
+    a_sampler,
+    a_whole_model,
+    assert_sampled,
+    publish,
+)
+from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.inference.sglang import weights as sglang_weights
+
+pytestmark = pytest.mark.slow
+
+RELEASE = "/release_memory_occupation"
+FOREVER = 1 << 30
+
+
+@pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["sent", "read"])
+async def test_weights_are_replaced_once_they_have_ended(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
+) -> None:
+    vars(fakes[0]).update(state)
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+
+    for version in ("base", "sharp", "base", "sharp"):
+        fakes[0].unended = 2
+
+        await assert_sampled(engine, sampler, version)
+
+    # No way of weights was given up over it.
+    sent, read = len(fakes[0].called(WHOLE)), len(fakes[0].called(FOLDER))
+    assert (sent, read) == ((1, 5) if state else (3, 2))
+    await sampler.close()
+
+
+@pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["base", "whole"])
+async def test_weights_are_read_once_more_if_something_ran_as_they_were_replaced(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
+) -> None:
+    vars(fakes[0]).update(state)
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    read = "sharp" if state else "base"
+    await assert_sampled(engine, sampler, "base" if state else "sharp")
+    before = len(fakes[0].called(FOLDER))
+
+    fakes[0].runs_over = frozenset({FOLDER})
+    await assert_sampled(engine, sampler, read)
+
+    assert len(fakes[0].called(FOLDER)) == before + 2
+    await sampler.close()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+async def test_an_engine_whose_weights_were_replaced_in_vain_is_not_believed_to_have_those_before(
+    engine: Engine,
+    fakes: list[FakeSglang],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trains: bool,
+) -> None:
+    monkeypatch.setattr(sglang_weights, "_DRAIN_SECONDS", 0.05)
+    sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    await assert_sampled(engine, sampler, "sharp")
+    fakes[0].runs_over = frozenset({FOLDER})
+    fakes[0].steps_over = FOREVER
+    with pytest.raises(ServerError, match="Timed out waiting for idle state"):
+        await sampler.sample("base", a_sampling_request(PROMPTS[0], stop=NEVER))
+    fakes[0].unended = 0
+    if trains:
+        async with sampler.training():
+            assert fakes[0].released
+
+    for version in ("sharp", "base"):
+        await assert_sampled(engine, sampler, version)
+
+    await sampler.close()
+
+
+async def test_memory_is_released_once_they_have_ended(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> None:
+    sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
+    await publish(engine, sampler, "base", None)
+    fakes[0].unended = 2
+
+    async with sampler.training():
+        assert fakes[0].released
+
+    # It has not ended over it, and been asked again.
+    assert len(fakes[0].called(RELEASE)) == 1
+    await sampler.close()
+
+
+async def test_an_engine_that_does_not_come_to_rest_keeps_its_memory_and_draws_again(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_weights, "_DRAIN_SECONDS", 0.05)
+    sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
+    await publish(engine, sampler, "base", None)
+    fakes[0].unended = FOREVER
+
+    with pytest.raises(ServerError, match="Timed out waiting for idle state"):
+        await sampler.training().__aenter__()
+
+    await assert_sampled(engine, sampler, "base")
+    assert fakes[0].called(RELEASE) == []
+    await sampler.close()

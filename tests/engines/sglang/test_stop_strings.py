@@ -1,0 +1,81 @@
+"""Stop strings: where SGLang's own functions end what is drawn, told what engines are told."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.sglang_definitions import SAMPLING, definition
+from tinkercloud_testing.sglang_sampling import PROMPTS, assert_same, publish
+from tinkercloud_testing.sglang_stops import ended
+from tinkercloud_worker.engine.sampler import StopRules
+from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.sglang.dialect import _sampling_params
+
+pytestmark = pytest.mark.slow
+
+LONG = "".join(map(chr, range(161, 301)))
+
+
+def a_merging_tokenizer(word: str) -> tuple[PreTrainedTokenizerFast, int, list[int]]:
+    """Return a tokenizer to which a word is one token, that token, and the word byte by byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    splitting = pre_tokenizers.ByteLevel(False, use_regex=False)
+    [(characters, _)] = splitting.pre_tokenize_str(word)
+    known = {character: index for index, character in enumerate(alphabet)}
+    bytewise = [known[character] for character in characters]
+    merges = []
+    for end in range(2, len(characters) + 1):
+        merges.append((characters[: end - 1], characters[end - 1]))
+        known[characters[:end]] = len(known)
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges))
+    tokenizer.pre_tokenizer = splitting
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer), known[characters], bytewise
+
+
+def told(*strings: str) -> Any:
+    """Return what SGLang makes of what it is told about drawing with these stop strings."""
+    request = a_sampling_request([1], stop=StopRules(frozenset(), strings))
+    return definition("SamplingParams", SAMPLING).model_validate(_sampling_params(request, 1))
+
+
+@pytest.mark.parametrize("stop", ["###", "\n\nUser:", "a.b*[c]", "日本語", "né\n", LONG])
+def test_a_stop_string_ends_a_sequence_however_many_tokens_it_is_drawn_as(stop: str) -> None:
+    tokenizer, whole, bytewise = a_merging_tokenizer(stop)
+    assert tokenizer.decode(bytewise) == tokenizer.decode(whole) == stop
+    assert tokenizer.encode(stop) == [whole]
+    other = 3
+
+    for drawn in ([whole], bytewise):
+        found = ended(told(stop), [other, other, *drawn, other], tokenizer)
+
+        assert found is not None
+        count, reason = found
+        assert count == 2 + len(drawn)
+        assert reason == {"type": "stop", "matched": stop}
+    assert ended(told(stop), [other, *bytewise[:-1], other, bytewise[-1]], tokenizer) is None
+
+
+def test_as_many_stop_strings_as_sglang_takes_are_taken_however_long() -> None:
+    strings = [f"{'*' * 1000}{number}" for number in range(31)]
+    tokenizer, word, _ = a_merging_tokenizer("ab")
+
+    assert ended(told(*strings, "ab"), [word], tokenizer) == (1, {"type": "stop", "matched": "ab"})
+
+
+async def test_more_stop_strings_than_sglang_takes_are_refused_by_name(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "base", None)
+    strings = tuple(f"<{number}>" for number in range(33))
+    request = a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), strings))
+
+    with pytest.raises(InvalidRequest, match=r"^sampling_params\.stop has 33 .* at most 32; leave"):
+        await sampler.sample("base", request)
+
+    fewer = a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), strings[1:]))
+    assert_same(await sampler.sample("base", fewer), await engine.sampler.sample("base", fewer))
