@@ -59,7 +59,7 @@ class _KnownRun:
 class _KnownSampler:
     owner: str
     placement: Placement
-    model_path: str | None
+    spec: SamplerSpec
     run_id: str | None
 
 
@@ -137,7 +137,7 @@ class Router:
         sampler = _KnownSampler(
             row.owner,
             Placement(row.run_id or row.id, row.owner, row.base_model),
-            row.model_path,
+            SamplerSpec(model_path=row.model_path, saved_at=row.saved_at),
             row.run_id,
         )
         self._samplers[row.id] = sampler
@@ -218,11 +218,22 @@ class Router:
                 ) from None
         route = await self._provider.acquire(sampler.placement)
         if (route.generation, sampler_id) not in self._registered:
-            spec = SamplerSpec(model_path=sampler.model_path).model_dump_json()
-            path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
-            await self._put(route, path, spec, _HEAD_CALL_SECONDS)
+            await self._register(route, sampler_id, sampler.spec)
             self._registered.add((route.generation, sampler_id))
         return route
+
+    async def _register(self, route: HeadRoute, sampler_id: str, spec: SamplerSpec) -> None:
+        """Make a sampling session known to a head."""
+        path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
+        try:
+            body = spec.model_dump_json(exclude_none=True)
+            await self._put(route, path, body, _HEAD_CALL_SECONDS)
+        except InvalidRequest:
+            if spec.saved_at is None:
+                raise
+            # A head of the release before refuses fields that it does not know.
+            older = spec.model_dump_json(exclude={"saved_at"})
+            await self._put(route, path, older, _HEAD_CALL_SECONDS)
 
     async def head_of_sample(self, sampler_id: str) -> HeadRoute:
         """Return the head that may hold the result of a sample, or that can draw it again.
