@@ -44,7 +44,7 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "32-bit"),
     "an unknown token": (chunks({"type": "encoded_text", "tokens": [VOCAB_SIZE]}), "vocabulary"),
     "a negative token": (chunks({"type": "encoded_text", "tokens": [-1]}), "vocabulary"),
-    "too long": ({"sampling_params": {"max_tokens": CONTEXT}}, "at most 509"),
+    "too long": ({"sampling_params": {"max_tokens": CONTEXT}}, "at most 510"),
     "no samples": ({"num_samples": 0}, "num_samples"),
     "cold": ({"sampling_params": {"temperature": -1.0}}, "temperature"),
     "top_p of zero": ({"sampling_params": {"top_p": 0.0}}, "top_p"),

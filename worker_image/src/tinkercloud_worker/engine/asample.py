@@ -42,16 +42,18 @@ def prepare(
     check_tokens(prompt, limits, "prompt")
     room = limits.max_context_length - len(prompt)
     params = request.sampling_params
-    if room < 1 or (params.max_tokens or 1) > room:
+    # The last token drawn is never read: nothing is drawn after it.
+    if params.max_tokens is not None and params.max_tokens > room + 1:
         raise InvalidRequest(
-            f"sampling_params.max_tokens: the prompt has {len(prompt)} tokens, so at most {room}"
-            f" can follow (context length {limits.max_context_length}), got {params.max_tokens}"
+            f"sampling_params.max_tokens: the prompt has {len(prompt)} tokens, so at most"
+            f" {room + 1} can follow (context length {limits.max_context_length}, and one token"
+            f" after it), got {params.max_tokens}"
         )
     seed = params.seed if params.seed is not None else random_seed
     return SamplingRequest(
         prompt=prompt,
         num_samples=request.num_samples,
-        max_tokens=params.max_tokens or room,
+        max_tokens=params.max_tokens or max(room, 1),
         seed=seed & _SEED_MASK,
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
