@@ -80,7 +80,8 @@ class SampleRequest(WireModel):
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     target_prompt_logprobs: WireTensor | None = None
-    """Token ids to score, int64 [len(prompt) - 1, K]; row i is scored at position i + 1."""
+    """Token ids to score, int64 [len(prompt) - 1, K]; row i is scored at position i + 1. -1
+    names none, and is answered by 0.0."""
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     """Tokens to draw at every prompt position after the first."""
     record_stability_info: bool | None = None

@@ -92,7 +92,7 @@ class PromptScores:
     top: TopLogprobs | None = None
     """[P, k]; empty cells where not scored."""
     targets: FloatArray | None = None
-    """float32 [P - 1, K], NaN in cells that named no token."""
+    """float32 [P - 1, K], 0.0 in cells that named no token."""
     alternatives: tuple[npt.NDArray[np.int64], FloatArray] | None = None
     """Tokens drawn at each position after the first, and their logprobs: both [P - 1, k]."""
     cached_tokens: int = 0

@@ -33,7 +33,7 @@ class PromptScorer:
         self._top_ids = np.full((length, asked.top_k), EMPTY_TOP_TOKEN, np.int32)
         self._top_logprobs = np.full((length, asked.top_k), EMPTY_TOP_LOGPROB, np.float32)
         shape = asked.targets.shape if asked.targets is not None else (0, 0)
-        self._targets = np.full(shape, np.nan, np.float32)
+        self._targets = np.zeros(shape, np.float32)
         self._alternatives = np.zeros((length - 1, asked.alternatives_k), np.int64)
         self._alternative_logprobs = np.zeros((length - 1, asked.alternatives_k), np.float32)
 
@@ -78,7 +78,7 @@ class PromptScorer:
         rows = slice(scored.start - 1, scored.stop - 1)
         ids_RK = torch.from_numpy(targets[rows].copy()).to(logprobs_RV.device)
         values_RK = logprobs_RV.gather(1, ids_RK.clamp(min=0))
-        self._targets[rows] = values_RK.masked_fill(ids_RK < 0, torch.nan).cpu().numpy()
+        self._targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
 
     def _add_alternatives(self, scored: slice, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
         request, k = self._request, self._request.questions.alternatives_k
