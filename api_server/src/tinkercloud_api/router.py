@@ -30,6 +30,7 @@ from tinkercloud_api.providers.choices import Choices
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointKind
 
@@ -125,6 +126,21 @@ class Router:
         )
         self._runs[row.id] = run
         return run
+
+    async def begin_sampler(self, row: SamplingSession) -> SamplingSession:
+        """Record a sampling session; one that was recorded before is returned as it is.
+
+        Raises:
+            InvalidRequest: its number was used for other weights.
+        """
+        known = await self._catalog.add_sampler(row)
+        if _weights(known) != _weights(row):
+            index = SamplingSessionId.parse(row.id).index
+            raise InvalidRequest(
+                f"sampling_session_seq_id {index} was used before in this session for other weights"
+            )
+        self.learn_sampler(known)
+        return known
 
     async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
         sampler = self._samplers.get(sampler_id)
@@ -393,6 +409,11 @@ def placement_of(row: TrainingRun) -> Placement:
         ModelSpec.model_validate(row.spec),
         Choices.read(row.user_metadata or {}),
     )
+
+
+def _weights(row: SamplingSession) -> tuple[str, str | None, str | None]:
+    """Return what a request for a sampling session says of its weights."""
+    return row.base_model, row.model_path, row.run_id
 
 
 async def _attempt(name: str, release: Awaitable[None]) -> None:

@@ -124,7 +124,7 @@ async def create_sampling_session(
     assert base_model is not None  # noqa: S101 - the request model asks for one of the two
     server.training_runs.served(base_model)
     session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
-    row = await server.catalog.add_sampler(
+    row = await server.router.begin_sampler(
         SamplingSession(
             id=str(session_id),
             session_id=request.session_id,
@@ -135,16 +135,6 @@ async def create_sampling_session(
             saved_at=saved_at,
         )
     )
-    if (row.base_model, row.model_path, row.run_id) != (
-        base_model,
-        str(path) if path else None,
-        None,
-    ):
-        raise InvalidRequest(
-            f"sampling_session_seq_id {session_id.index} was used before in this session for other"
-            " weights"
-        )
-    server.router.learn_sampler(row)
     return SamplingSessionAnswer(sampling_session_id=row.id)
 
 

@@ -112,6 +112,20 @@ class Samplers:
         self._published += 1
         return f"{whose}@{self._published}"
 
+    def check_new(self, session_id: SamplingSessionId) -> None:
+        """Check that a session samples from nothing yet.
+
+        Raises:
+            InvalidRequest: it was made before.
+        """
+        name = str(session_id)
+        everything = (self._specs, self._snapshots, self._let_go, self._inflight_sessions)
+        if any(name in known for known in everything):
+            raise InvalidRequest(
+                f"sampling_session_seq_id {session_id.index} was used before in this session, for"
+                " weights that another request saved; use another"
+            )
+
     async def publish(
         self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
     ) -> None:
