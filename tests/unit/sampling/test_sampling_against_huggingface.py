@@ -98,21 +98,24 @@ async def test_rows_of_different_adapters_in_one_batch_do_not_touch_each_other(
         )
 
 
-async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(tmp_path: Path) -> None:
+async def test_samples_depend_on_seed_and_index_alone_and_consecutive_seeds_share_none(
+    tmp_path: Path,
+) -> None:
     with an_engine(tiny_llama(), tmp_path) as engine:
         await engine.sampler.publish("base", None)
 
-        group = await engine.sampler.sample(
-            "base", a_sampling_request([1, 2], num_samples=3, seed=10, max_tokens=10, stop=NEVER)
-        )
-        singles = [
-            await engine.sampler.sample(
-                "base", a_sampling_request([1, 2], seed=10 + k, max_tokens=10, stop=NEVER)
+        async def tokens(num_samples: int, seed: int) -> list[tuple[int, ...]]:
+            request = a_sampling_request(
+                [1, 2], num_samples=num_samples, seed=seed, max_tokens=10, stop=NEVER
             )
-            for k in range(3)
-        ]
+            result = await engine.sampler.sample("base", request)
+            return [tuple(sequence.tokens) for sequence in result.sequences]
 
-    assert [s.tokens for s in group.sequences] == [r.sequences[0].tokens for r in singles]
+        groups = [await tokens(3, seed) for seed in (10, 11, 12)]
+        fewer = [await tokens(2, seed) for seed in (10, 11, 12)]
+
+    assert fewer == [group[:2] for group in groups]
+    assert len({sample for group in groups for sample in group}) == 9
 
 
 async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
