@@ -144,6 +144,24 @@ def test_a_sampling_session_keeps_its_weights_whoever_asks_for_it_again(run: Run
     run.step()
 
 
+def test_a_state_is_not_restored_into_another_optimizer(run: Run) -> None:
+    saved = run.outcome(run.send("save_weights", path="of-adamw"))
+    create = {"session_id": run.session, "path": saved["path"], "optimizer": True}
+    dimuon, adamw = {"type": "dimuon", "version": 1}, {"type": "adamw"}
+
+    refused = run.server.post(
+        "load_weights", {**create, "model_seq_id": 40, "optimizer_config": dimuon}
+    )
+    same = run.server.post(
+        "load_weights", {**create, "model_seq_id": 40, "optimizer_config": adamw}
+    )
+
+    assert refused.status == 400
+    assert "optimizer_config: " in refused.detail
+    assert "'adamw'" in refused.detail
+    assert run.outcome(same)["path"] == saved["path"]
+
+
 BAD_PATHS = [
     "tinker://x",
     "http://example.com/a/b",
