@@ -41,8 +41,14 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "no prompt": (chunks(), "prompt has 0 tokens"),
     "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not served"),
     "a token of text": (chunks({"type": "encoded_text", "tokens": ["a"]}), "tokens"),
-    "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "32-bit"),
-    "an unknown token": (chunks({"type": "encoded_text", "tokens": [VOCAB_SIZE]}), "vocabulary"),
+    "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "vocabulary"),
+    "an unknown token": (
+        chunks(
+            {"type": "encoded_text", "tokens": [1]},
+            {"type": "encoded_text", "tokens": [1, 2, VOCAB_SIZE]},
+        ),
+        f"prompt.chunks[1].tokens[2] is token id {VOCAB_SIZE}: the model's vocabulary is 0..",
+    ),
     "a negative token": (chunks({"type": "encoded_text", "tokens": [-1]}), "vocabulary"),
     "too long": ({"sampling_params": {"max_tokens": CONTEXT}}, "at most 510"),
     "no samples": ({"num_samples": 0}, "num_samples"),

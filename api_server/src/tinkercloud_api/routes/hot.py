@@ -27,6 +27,7 @@ from tinkercloud_api.http import (
     answer,
     answer_error,
     reading_to_the_end,
+    refuse_encoding,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.proxy import StaleRoute
@@ -157,6 +158,7 @@ class HotPaths:
 
 async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the head of its model."""
+    refuse_encoding(call.request.headers, accepted=("zstd",))
     async with aclosing(call.request.chunks()) as chunks:
         prefix = await _prefix(chunks)
         encoding = call.request.headers.get("content-encoding", "identity")
