@@ -10,6 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.raw_run import CONTEXT
 from tinkercloud_testing.sdk_steps import a_datum, a_text, score
 from tinkercloud_testing.servers import Server
 
@@ -136,6 +137,25 @@ def test_prompt_questions_are_answered_together(client: tinker.ServiceClient) ->
     assert result.prompt_alt_tokens.tokens.shape == [4, 2]
     assert result.topk_prompt_logprobs is not None
     assert result.sequences[0].topk_logprobs is not None
+
+
+def test_what_was_drawn_up_to_the_context_length_can_be_scored(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([7 * position % 250 for position in range(CONTEXT - 9)])
+
+    free = types.SamplingParams(stop=[], seed=1)
+    sequence = sampler.sample(prompt, 1, free).result().sequences[0]
+    rollout = [*prompt.to_ints(), *sequence.tokens]
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints(rollout)).result()
+    one_more = sampler.sample(types.ModelInput.from_ints(rollout), 1, free).result().sequences[0]
+
+    assert len(rollout) == CONTEXT
+    expected = score(training, [*rollout, *one_more.tokens])
+    assert [*scored[1:], *(one_more.logprobs or [])] == pytest.approx(expected, abs=1e-5)
+    assert sequence.logprobs == pytest.approx(expected[-10:-1], abs=1e-5)
 
 
 def test_stop_strings_end_a_sequence(client: tinker.ServiceClient) -> None:

@@ -104,6 +104,36 @@ def test_pipelined_requests_and_results_nobody_has_read_survive_a_restart(
     assert [each["step"] for each in metrics] == list(range(1, 31))
 
 
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+def test_a_sampling_client_does_not_go_on_with_what_took_its_checkpoints_place(
+    own_server: Server, kind: str
+) -> None:
+    training = a_training_client(own_server)
+
+    def save(name: str) -> str:
+        if kind == "weights":
+            return training.save_state(name, overwrite=True).result().path
+        return training.save_weights_for_sampler(name).result().path
+
+    meant, kept = save("meant"), save("kept")
+    clients = [own_server.client().create_sampling_client(path).result() for path in (meant, kept)]
+    logprobs = [client.compute_logprobs(PROMPT).result() for client in clients]
+    assert logprobs[0] == logprobs[1]
+    step(training)
+    if kind == "sampler_weights":
+        own_server.rest().delete_checkpoint_from_tinker_path(meant).result()
+    assert save("meant") == meant
+
+    restart(own_server)
+
+    with pytest.raises(tinker.RequestFailedError, match="made from are gone") as refused:
+        clients[0].compute_logprobs(PROMPT).result()
+    assert refused.value.category is types.RequestErrorCategory.User
+    assert clients[1].compute_logprobs(PROMPT).result() == logprobs[1]
+    again = own_server.client().create_sampling_client(meant).result()
+    assert again.compute_logprobs(PROMPT).result() != logprobs[0]
+
+
 def test_a_loop_that_runs_meanwhile_does_not_notice_a_hangup(own_server: Server) -> None:
     uninterrupted = a_training_client(own_server)
     expected = [step(uninterrupted) for _ in range(60)]

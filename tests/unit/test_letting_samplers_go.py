@@ -205,6 +205,25 @@ async def test_weights_that_could_not_be_published_take_no_room(
     assert await known(samplers, sessions) == {0, 4, 5}
 
 
+async def test_a_session_that_was_made_is_not_made_again_by_another_request(head: Head) -> None:
+    await head.begin()
+    await publish(head, 1)
+    drawn = await head.drawn(1, 0)
+    head.add(2)
+    head.apply(3)
+    for seq_id, kind in enumerate(("snapshot", "inflight"), start=4):
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, seq_id, sampling_session_seq_id=1, kind=kind)
+
+        refused = orjson.loads(await head.answer(seq_id))
+
+        assert "was used before" in refused["error"]
+        assert refused["category"] == "user"
+    head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=1)
+    assert b"sampling_session_id" in await head.answer(1)
+    assert await head.drawn(1, 1) == drawn
+    assert head.service.status().samplers == 1
+
+
 async def test_what_was_drawn_from_weights_that_were_let_go_can_be_asked_for_in_the_next_head(
     head: Head, tmp_path: Path
 ) -> None:

@@ -50,6 +50,14 @@ async def test_what_is_no_json_is_told_of_the_whole_body() -> None:
     assert await refusal("POST", "/sessions", b"{") == "request body: JSON decode error"
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [(b"[" * 100_000, "nested too deeply"), (b'{"sdk_version": "\xff"}', "not UTF-8")],
+)
+async def test_what_can_not_even_be_parsed_is_told_why(body: bytes, reason: str) -> None:
+    assert reason in await refusal("POST", "/sessions", body)
+
+
 async def test_a_value_of_a_query_is_shown() -> None:
     detail = await refusal("GET", "/sessions?limit=0")
 

@@ -13,6 +13,7 @@ from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.errors import NotFound, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits, SamplerConfig, SamplerSpec
+from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, a_sample
 from tinkercloud_testing.waiting import wait_until
@@ -174,6 +175,35 @@ async def test_weights_that_could_not_be_read_are_read_for_the_next_sample(
         assert failed is not None
         assert "does not exist" in orjson.loads(failed.body)["error"]
         assert await head.drawn(0, 1)
+
+
+async def test_a_session_samples_from_no_other_checkpoint_that_was_saved_at_its_path(
+    store: Path, tmp_path: Path
+) -> None:
+    with a_head(store.as_uri(), tmp_path, "g1") as head:
+        await head.begin()
+        saved = {"path": "x", "overwrite": True}
+        head.send(routes.SAVE_WEIGHTS, 1, **saved)
+        path = orjson.loads(await head.answer(1))["path"]
+        first = await head.backend.store.manifest(CheckpointPath.parse(path))
+        head.send(routes.SAVE_WEIGHTS, 2, **saved)
+        assert b"error" not in await head.answer(2)
+        second = await head.backend.store.manifest(CheckpointPath.parse(path))
+        spec, others = SamplerSpec(model_path=path), (SamplingSessionId("s", i) for i in (1, 2))
+        head.service.register_sampler(
+            SESSION, spec.model_copy(update={"saved_at": first.created_at})
+        )
+        for other, saved_at in zip(others, (second.created_at, None), strict=True):
+            head.service.register_sampler(other, spec.model_copy(update={"saved_at": saved_at}))
+
+        refused = await head.service.retrieve(head.sample(0, 0))
+
+        assert refused is not None
+        failure = orjson.loads(refused.body)
+        assert failure["category"] == "user"
+        assert "are gone" in failure["error"]
+        assert "create a new sampling client" in failure["error"]
+        assert await head.drawn(1, 0) == await head.drawn(2, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

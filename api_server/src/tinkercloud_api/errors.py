@@ -39,12 +39,18 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-    detail = error.detail
     if error.status_code in {404, 405}:
+        # Of a path that is served for another method, this call is none the less unknown.
         detail = (
             f"{request.method} {request.url.path} is not served here: see what is and what is not"
             " in Tinkercloud's README"
         )
+        return JSONResponse({"detail": detail}, 404)
+    detail = error.detail
+    if isinstance(error.__cause__, RecursionError):
+        detail = "request body: JSON that is nested too deeply: send the fields of this call alone"
+    elif isinstance(error.__cause__, UnicodeDecodeError):
+        detail = "request body: not UTF-8: send JSON as it is, neither compressed nor encoded"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
 

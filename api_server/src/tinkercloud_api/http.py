@@ -1,6 +1,6 @@
 """What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import orjson
@@ -15,6 +15,19 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _BEGINNING_BYTES = 64 << 10
 """Of a body that is too long: what it is about stands there."""
+
+
+def refuse_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
+    """Check that a body comes as it is, or in an encoding that is accepted.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    encoding = headers.get("content-encoding", "identity")
+    if encoding not in {"identity", *accepted}:
+        raise InvalidRequest(
+            f"content-encoding {encoding!r} is not accepted: use {' or '.join([*accepted, 'none'])}"
+        )
 
 
 class HotRequest:
@@ -34,7 +47,9 @@ class HotRequest:
 
         Raises:
             BodyTooLarge: it is longer than `max_bytes`.
+            InvalidRequest: it is compressed.
         """
+        refuse_encoding(self.headers)
         chunks, size = [], 0
         async for chunk in self.chunks():
             chunks.append(chunk)

@@ -1,4 +1,4 @@
-"""Bounds on the bodies of the JSON routes, before anything parses them."""
+"""What bodies of the JSON routes may be, before anything parses them."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -6,12 +6,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from tinkercloud_api.http import Receive, Scope, Send, answer_error
-from tinkercloud_protocol.errors import BodyTooLarge
+from tinkercloud_api.http import Receive, Scope, Send, answer_error, refuse_encoding
+from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest
 
 
 class BodyLimit:
-    """ASGI middleware: a body over the limit is answered 413 and read no further."""
+    """ASGI middleware: a body over the limit is answered 413 and read no further.
+
+    One that is compressed is answered 400.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -22,7 +25,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        if (encoding := headers.get(b"content-encoding")) is not None:
+            try:
+                refuse_encoding({"content-encoding": encoding.decode("latin-1")})
+            except InvalidRequest as error:
+                await answer_error(send, error)
+                return
+        declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
             await answer_error(send, BodyTooLarge(self._message()))
             return

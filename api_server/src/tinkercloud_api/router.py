@@ -30,6 +30,7 @@ from tinkercloud_api.providers.choices import Choices
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointKind
 
@@ -59,7 +60,7 @@ class _KnownRun:
 class _KnownSampler:
     owner: str
     placement: Placement
-    model_path: str | None
+    spec: SamplerSpec
     run_id: str | None
 
 
@@ -126,6 +127,21 @@ class Router:
         self._runs[row.id] = run
         return run
 
+    async def begin_sampler(self, row: SamplingSession) -> SamplingSession:
+        """Record a sampling session; one that was recorded before is returned as it is.
+
+        Raises:
+            InvalidRequest: its number was used for other weights.
+        """
+        known = await self._catalog.add_sampler(row)
+        if _weights(known) != _weights(row):
+            index = SamplingSessionId.parse(row.id).index
+            raise InvalidRequest(
+                f"sampling_session_seq_id {index} was used before in this session for other weights"
+            )
+        self.learn_sampler(known)
+        return known
+
     async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
         sampler = self._samplers.get(sampler_id)
         if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
@@ -137,7 +153,7 @@ class Router:
         sampler = _KnownSampler(
             row.owner,
             Placement(row.run_id or row.id, row.owner, row.base_model),
-            row.model_path,
+            SamplerSpec(model_path=row.model_path, saved_at=row.saved_at),
             row.run_id,
         )
         self._samplers[row.id] = sampler
@@ -218,11 +234,22 @@ class Router:
                 ) from None
         route = await self._provider.acquire(sampler.placement)
         if (route.generation, sampler_id) not in self._registered:
-            spec = SamplerSpec(model_path=sampler.model_path).model_dump_json()
-            path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
-            await self._put(route, path, spec, _HEAD_CALL_SECONDS)
+            await self._register(route, sampler_id, sampler.spec)
             self._registered.add((route.generation, sampler_id))
         return route
+
+    async def _register(self, route: HeadRoute, sampler_id: str, spec: SamplerSpec) -> None:
+        """Make a sampling session known to a head."""
+        path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
+        try:
+            body = spec.model_dump_json(exclude_none=True)
+            await self._put(route, path, body, _HEAD_CALL_SECONDS)
+        except InvalidRequest:
+            if spec.saved_at is None:
+                raise
+            # A head of the release before refuses fields that it does not know.
+            older = spec.model_dump_json(exclude={"saved_at"})
+            await self._put(route, path, older, _HEAD_CALL_SECONDS)
 
     async def head_of_sample(self, sampler_id: str) -> HeadRoute:
         """Return the head that may hold the result of a sample, or that can draw it again.
@@ -382,6 +409,11 @@ def placement_of(row: TrainingRun) -> Placement:
         ModelSpec.model_validate(row.spec),
         Choices.read(row.user_metadata or {}),
     )
+
+
+def _weights(row: SamplingSession) -> tuple[str, str | None, str | None]:
+    """Return what a request for a sampling session says of its weights."""
+    return row.base_model, row.model_path, row.run_id
 
 
 async def _attempt(name: str, release: Awaitable[None]) -> None:

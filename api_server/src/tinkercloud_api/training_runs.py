@@ -57,6 +57,12 @@ class TrainingRuns:
                 f"base_model: {path} was trained on {manifest.base_model!r}, it can't be loaded"
                 f" into {request.base_model!r}"
             )
+        if request.optimizer and request.optimizer_config not in {None, manifest.optimizer}:
+            raise InvalidRequest(
+                f"optimizer_config: {path} has the state of {manifest.optimizer.type!r}, which is"
+                f" to be restored (optimizer is true), not {request.optimizer_config.type!r}; leave"
+                " it out, or load without the optimizer's state"
+            )
         self.served(manifest.base_model)
         optimizer = request.optimizer_config or OptimizerConfig()
         spec = ModelSpec(

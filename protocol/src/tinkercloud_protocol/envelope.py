@@ -59,6 +59,8 @@ def peek_training(prefix: bytes) -> TrainingEnvelope:
         seq_id = 0
         if end < len(prefix) and prefix[end] == _SEQ_ID_TAG:
             seq_id, _ = _varint(prefix, end + 1)
+            # A negative number stands as its two's complement of 64 bits.
+            seq_id -= (seq_id >> 63) << 64
     except (IndexError, UnicodeDecodeError):
         raise InvalidRequest(_NOT_PROTO) from None
     return TrainingEnvelope(model_id, seq_id)

@@ -9,7 +9,7 @@ so that a setting which does nothing cannot pass for one that works.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.training import OptimizerConfig
@@ -336,6 +336,9 @@ class SamplerSpec(_Config):
 
     model_path: str | None = None
     """A `tinker://` path; absent means the base model itself."""
+    saved_at: AwareDatetime | None = None
+    """`created_at` of the checkpoint that was at that path when the session was made: another one
+    that was saved there since is not sampled from. Absent means that nobody has noted it."""
 
 
 class HeadStatus(_Config):

@@ -42,9 +42,11 @@ class SamplingParams(WireModel):
     """How to draw a continuation."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens to draw; absent means up to the model's context length."""
+    """Most tokens to draw; absent means up to the model's context length, but at least one. The
+    last one may lie just beyond it: it is not read again."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    """The k-th of a request's samples is drawn with seed + k; absent means a random seed."""
+    """Equal seeds draw equal samples; absent means a random one. Inference servers draw the k-th of
+    a request's samples as the first one of seed + k."""
     stop: str | Items[str] | Items[TokenId] | None = None
     """None stops at the model's end tokens; strings or token ids stop there too; [] never stops."""
     temperature: Annotated[float, Field(ge=0)] = 1.0

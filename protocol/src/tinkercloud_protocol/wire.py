@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,8 +30,17 @@ ItemT = TypeVar("ItemT")
 Items = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list that a client sends: read up to its first mistake, as each one is remembered whole."""
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Uri = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds the character U+0000: send it without")
+    return text
+
+
+Storable = AfterValidator(_without_nul)
+"""Of a text that is stored, or looked for: PostgreSQL has no room for U+0000."""
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256), Storable]
+Uri = Annotated[str, StringConstraints(min_length=1, max_length=1024), Storable]
 
 
 def _few_entries(entries: object) -> object:

@@ -1,5 +1,6 @@
 """A batch that can't be trained on fails alone, with a reason."""
 
+import gzip
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,24 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
             "advantages": np.ones((3, 2), np.float32),
         },
         "takes [N]",
+    ),
+    "a lower bound above the upper one": (
+        {
+            "loss_fn": "ppo",
+            "config": {"clip_low_threshold": 1.5},
+            "logprobs": floats(1, 1, 1),
+            "advantages": floats(1, 1, 1),
+        },
+        "loss_fn_config: clip_low_threshold 1.5 is above clip_high_threshold 1.2",
+    ),
+    "a lower bound above the upper one at a token": (
+        {
+            "loss_fn": "cispo",
+            "clip_low_threshold": floats(0, 5, 0),
+            "logprobs": floats(1, 1, 1),
+            "advantages": floats(1, 1, 1),
+        },
+        "data[0].loss_fn_inputs: clip_low_threshold 5 is above clip_high_threshold 4",
     ),
     "a threshold given twice": (
         {
@@ -120,6 +139,28 @@ def test_bytes_that_are_no_batch_are_refused_at_once(run: Run) -> None:
         assert answer.status == 400
         assert "protobuf" in answer.detail
         assert int(answer.headers["content-length"]) == len(answer.body)
+
+
+def test_a_negative_number_is_named(run: Run) -> None:
+    message = run.batch()
+    number, message.seq_id = message.seq_id, -1
+
+    answer = run.train(message.SerializeToString())
+
+    assert answer.status == 400
+    assert answer.detail == "seq_id: must be 1 or more, got -1"
+    message.seq_id = number
+    assert run.train(message.SerializeToString()).status == 200
+
+
+def test_a_batch_in_another_encoding_is_refused_by_name(run: Run) -> None:
+    body = run.batch().SerializeToString()
+
+    answer = run.train(gzip.compress(body), **{"Content-Encoding": "gzip"})
+
+    assert answer.status == 400
+    assert answer.detail == "content-encoding 'gzip' is not accepted: use zstd or none"
+    assert run.train(body).status == 200
 
 
 def test_a_batch_cut_short_fails_with_a_reason(run: Run) -> None:

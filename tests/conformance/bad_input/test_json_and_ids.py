@@ -1,5 +1,7 @@
 """Ids, JSON and pages that are none."""
 
+import gzip
+
 from tinkercloud_testing.raw_run import Run
 
 
@@ -34,7 +36,9 @@ def test_what_is_not_served_is_named(run: Run) -> None:
     answers = {
         "GET /api/v1/audit": 404,
         "POST /api/v1/copy_weights": 404,
-        "POST /api/v1/sessions/search": 405,
+        "POST /api/v1/sessions/search": 404,
+        "GET /api/v1/training_runs/x/checkpoints/y/external_weights_urls": 404,
+        "GET /api/v1/optim_step": 404,
     }
 
     for what, status in answers.items():
@@ -58,3 +62,31 @@ def test_a_character_that_no_database_holds_is_refused_by_name(run: Run) -> None
     for answer in answers:
         assert answer.status == 400
         assert "U+0000" in answer.detail
+    assert [answer.detail.partition(":")[0] for answer in answers[:3]] == [
+        "display_name",
+        "session_id",
+        "model_id",
+    ]
+
+
+def test_json_that_is_compressed_is_refused_by_name(run: Run) -> None:
+    body = gzip.compress(b'{"sdk_version": "t"}')
+    for path in ("create_session", "optim_step", "asample", "retrieve_future"):
+        headers = {"Content-Encoding": "gzip"}
+        answer = run.server.request("POST", f"/api/v1/{path}", body, headers=headers)
+
+        assert answer.status == 400
+        assert answer.detail == "content-encoding 'gzip' is not accepted: use none"
+
+
+def test_a_body_that_is_no_json_at_all_is_told_why(run: Run) -> None:
+    reasons = {
+        b"[" * 100_000: "nested too deeply",
+        b'{"sdk_version": "\xff"}': "not UTF-8",
+    }
+
+    for body, reason in reasons.items():
+        answer = run.server.request("POST", "/api/v1/create_session", body)
+
+        assert answer.status == 400
+        assert reason in answer.detail

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkercloud_testing.raw_run import Run
+from tinkercloud_testing.raw_run import MODEL, Run
 
 BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
     "negative rate": ("optim_step", {"adam_params": {"learning_rate": -1.0}}, "learning_rate"),
@@ -115,6 +115,51 @@ def test_a_model_index_used_again_for_another_model_is_refused(run: Run) -> None
     assert same.status == 200
     assert other.status == 400
     assert "used before" in other.detail
+
+
+def test_a_sampling_session_keeps_its_weights_whoever_asks_for_it_again(run: Run) -> None:
+    sampler = {"session_id": run.session, "sampling_session_seq_id": 30, "base_model": MODEL}
+    of_the_base = run.server.post("create_sampling_session", sampler)
+    assert of_the_base.status == 200
+    mine = run.outcome(run.send("save_weights_for_sampler", sampling_session_seq_id=31))
+    other = run.server.post("create_model", run.create(30))
+    other_id = str(run.outcome(other)["model_id"])
+
+    refused = [
+        run.outcome(run.send("save_weights_for_sampler", sampling_session_seq_id=index))
+        for index in (30, 31)
+    ]
+    save = {"model_id": other_id, "seq_id": 1, "sampling_session_seq_id": 31}
+    refused.append(run.outcome(run.server.post("save_weights_for_sampler", save)))
+    refused_create = run.server.post(
+        "create_sampling_session", {**sampler, "sampling_session_seq_id": 31}
+    )
+
+    for outcome in refused:
+        assert "was used before" in str(outcome["error"])
+        assert outcome["category"] == "user"
+    assert refused_create.status == 400
+    assert mine["sampling_session_id"] == f"{run.session}:sample:31"
+    assert run.server.post("create_sampling_session", sampler).json() == of_the_base.json()
+    run.step()
+
+
+def test_a_state_is_not_restored_into_another_optimizer(run: Run) -> None:
+    saved = run.outcome(run.send("save_weights", path="of-adamw"))
+    create = {"session_id": run.session, "path": saved["path"], "optimizer": True}
+    dimuon, adamw = {"type": "dimuon", "version": 1}, {"type": "adamw"}
+
+    refused = run.server.post(
+        "load_weights", {**create, "model_seq_id": 40, "optimizer_config": dimuon}
+    )
+    same = run.server.post(
+        "load_weights", {**create, "model_seq_id": 40, "optimizer_config": adamw}
+    )
+
+    assert refused.status == 400
+    assert "optimizer_config: " in refused.detail
+    assert "'adamw'" in refused.detail
+    assert run.outcome(same)["path"] == saved["path"]
 
 
 BAD_PATHS = [

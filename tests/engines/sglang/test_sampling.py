@@ -34,7 +34,7 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
     await publish(engine, sampler, "two", an_adapter(engine, 2))
     targets = np.array([[-1, -1], [3, -1], [40, 50], [-1, 7], [1, 2]])
     requests = [
-        a_sampling_request(PROMPTS[0], num_samples=3, seed=9, temperature=0.7, top_p=0.8, top_k=50),
+        a_sampling_request(PROMPTS[0], seed=9, temperature=0.7, top_p=0.8, top_k=50),
         a_sampling_request(PROMPTS[1], stop=NEVER, top_logprobs=3, max_tokens=20),
         a_sampling_request(PROMPTS[1], stop=StopRules(frozenset(range(60)), ()), max_tokens=40),
         a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), ("a", "b")), max_tokens=40),
@@ -99,6 +99,20 @@ async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_e
 
     everything = await sampler.sample("base", a_sampling_request(PROMPTS[0], stop=NEVER))
     assert most.sequences[0].tokens == everything.sequences[0].tokens
+
+
+async def test_sample_k_of_a_request_is_the_torch_samplers_first_of_seed_plus_k(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "base", None)
+
+    together = await sampler.sample("base", a_sampling_request([1, 2], num_samples=3, seed=9))
+    apart = [
+        await engine.sampler.sample("base", a_sampling_request([1, 2], seed=9 + k))
+        for k in range(3)
+    ]
+
+    assert [s.tokens for s in together.sequences] == [one.sequences[0].tokens for one in apart]
 
 
 async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(

@@ -17,7 +17,7 @@ from tinkercloud_api.catalog import database
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Session, Table, TrainingRun
+from tinkercloud_api.catalog.tables import SamplingSession, Session, Table, TrainingRun
 from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
@@ -113,6 +113,27 @@ async def test_rows_survive_a_migration_and_its_undoing(
     run = await catalog.run(made.id)
     assert run is not None
     assert (run.created_at, run.is_swept) == (made.created_at, False)
+    await engine.dispose()
+
+
+async def test_a_session_of_an_older_catalog_does_not_say_which_checkpoint_it_was_made_from(
+    catalog: Catalog, database_url: str
+) -> None:
+    await catalog.add_session(a_session())
+    row = SamplingSession(id="s:sample:0", session_id="s", owner="me", base_model="m")
+    row.model_path, row.saved_at = str(PATH), datetime(2026, 1, 1, microsecond=1, tzinfo=UTC)
+    assert (await catalog.add_sampler(row)).saved_at == row.saved_at
+    noted = await catalog.sampler(row.id)
+    assert noted is not None
+    assert noted.saved_at == row.saved_at
+    engine = open_database(database_url)
+
+    await downgrade(engine, "0002")
+    await migrate(engine)
+
+    older = await catalog.sampler(row.id)
+    assert older is not None
+    assert (older.model_path, older.saved_at) == (str(PATH), None)
     await engine.dispose()
 
 

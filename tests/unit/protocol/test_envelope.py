@@ -26,6 +26,13 @@ def test_the_prefix_of_a_batch_names_its_model_and_place(model_id: str, seq_id: 
     assert (envelope.model_id, envelope.seq_id) == (model_id, seq_id)
 
 
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_a_number_is_read_as_protobuf_reads_it(seq_id: int) -> None:
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=seq_id)
+
+    assert peek_training(message.SerializeToString()).seq_id == seq_id
+
+
 @given(st.binary(max_size=200))
 def test_bytes_are_either_refused_or_read_as_protobuf_reads_them(data: bytes) -> None:
     try:

@@ -100,7 +100,18 @@ def test_numbers_are_a_function_of_seed_sample_and_position(
 
     assert 0 <= number < 1
     assert number == uniform(seed, sample, position)
-    assert number == uniform(seed + sample, 0, position) or seed + sample >= 2**63
+
+
+def test_no_two_seeds_samples_positions_and_draws_share_a_number() -> None:
+    numbers = [
+        uniform(seed, sample, position, draw)
+        for seed in range(8)
+        for sample in range(8)
+        for position in range(8)
+        for draw in range(3)
+    ]
+
+    assert len(set(numbers)) == len(numbers)
 
 
 def test_neighbouring_numbers_have_nothing_in_common() -> None:

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import Datum, FloatArray
 from tinkercloud_testing.data import a_request
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
 
@@ -96,21 +98,24 @@ async def test_rows_of_different_adapters_in_one_batch_do_not_touch_each_other(
         )
 
 
-async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(tmp_path: Path) -> None:
+async def test_samples_depend_on_seed_and_index_alone_and_consecutive_seeds_share_none(
+    tmp_path: Path,
+) -> None:
     with an_engine(tiny_llama(), tmp_path) as engine:
         await engine.sampler.publish("base", None)
 
-        group = await engine.sampler.sample(
-            "base", a_sampling_request([1, 2], num_samples=3, seed=10, max_tokens=10, stop=NEVER)
-        )
-        singles = [
-            await engine.sampler.sample(
-                "base", a_sampling_request([1, 2], seed=10 + k, max_tokens=10, stop=NEVER)
+        async def tokens(num_samples: int, seed: int) -> list[tuple[int, ...]]:
+            request = a_sampling_request(
+                [1, 2], num_samples=num_samples, seed=seed, max_tokens=10, stop=NEVER
             )
-            for k in range(3)
-        ]
+            result = await engine.sampler.sample("base", request)
+            return [tuple(sequence.tokens) for sequence in result.sequences]
 
-    assert [s.tokens for s in group.sequences] == [r.sequences[0].tokens for r in singles]
+        groups = [await tokens(3, seed) for seed in (10, 11, 12)]
+        fewer = [await tokens(2, seed) for seed in (10, 11, 12)]
+
+    assert fewer == [group[:2] for group in groups]
+    assert len({sample for group in groups for sample in group}) == 9
 
 
 async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
@@ -200,6 +205,38 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
         drawn_logprobs, np.take_along_axis(logprobs[:-1], drawn, axis=1), atol=1e-5
     )
     np.testing.assert_allclose(top.logprobs[0], -np.sort(-logprobs[-1])[:2], atol=1e-5)
+
+
+@pytest.mark.parametrize("recorder", [None, Operations()], ids=["computed", "recorded"])
+async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be_scored(
+    tmp_path: Path, recorder: Operations | None
+) -> None:
+    reference = tiny_llama().eval()
+    length = reference.config.max_position_embeddings
+    prompt = [7 * position % 250 for position in range(length - 12)]
+    config = SamplerConfig(max_cached_tokens=length)
+    with an_engine(tiny_llama(), tmp_path, config, recorder=recorder) as engine:
+        await engine.sampler.publish("base", None)
+
+        to_the_end = a_sampling_request(prompt, max_tokens=13, seed=1, stop=NEVER)
+        (drawn,) = (await engine.sampler.sample("base", to_the_end)).sequences
+        seen = [*prompt, *drawn.tokens[:-1]]
+        score = a_sampling_request(seen, max_tokens=1, questions=PromptQuestions(logprobs_from=1))
+        scored = await engine.sampler.sample("base", score)
+        with pytest.raises(InvalidRequest, match="keeps 512"):
+            await engine.sampler.sample(
+                "base", a_sampling_request(prompt, max_tokens=14, stop=NEVER)
+            )
+
+    assert len(seen) == length
+    with torch.no_grad():
+        logprobs = torch.log_softmax(reference(torch.tensor([seen])).logits[0], -1).numpy()
+    tokens = np.asarray([*seen, drawn.tokens[-1]])
+    expected = np.take_along_axis(logprobs, tokens[1:, None], 1)[:, 0]
+    np.testing.assert_allclose(drawn.logprobs, expected[-13:], atol=1e-5)
+    assert scored.prompt.logprobs is not None
+    np.testing.assert_allclose(scored.prompt.logprobs[1:], expected[:-1], atol=1e-5)
+    assert len(scored.sequences[0].tokens) == 1
 
 
 async def test_an_older_version_keeps_its_weights_even_after_being_spilled(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.tensors import FloatArray
 
 REQUIRED = None
 """As a default: the input or setting must be given."""
@@ -238,6 +239,29 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
         if default is REQUIRED and key not in given and key not in config:
             place = "loss_fn_config" if key in loss.config else f"{where}.loss_fn_inputs"
             raise InvalidRequest(f"{place}[{key!r}] is required by loss_fn {name!r}")
+
+
+def check_bounds(inputs: Mapping[str, FloatArray], given: Sequence[str], where: str) -> None:
+    """Check that no ratio is bounded below by more than above.
+
+    Args:
+        inputs: of a datum, with settings and defaults.
+        given: names of those that the datum itself has.
+        where: the datum, for messages.
+
+    Raises:
+        InvalidRequest: a lower bound is above the upper one.
+    """
+    names = ("clip_low_threshold", "clip_high_threshold")
+    if not inputs.keys() >= set(names):
+        return
+    low, high = (inputs[name] for name in names)
+    if (is_above := low > high).any():
+        place = f"{where}.loss_fn_inputs" if set(names) & set(given) else "loss_fn_config"
+        raise InvalidRequest(
+            f"{place}: clip_low_threshold {low[is_above][0]:g} is above clip_high_threshold"
+            f" {high[is_above][0]:g}"
+        )
 
 
 def defaults(name: str, config: Mapping[str, float]) -> dict[str, float]:

@@ -142,6 +142,9 @@ class SamplingSession(Table):
     model_path: Mapped[str | None]
     run_id: Mapped[str | None]
     """The run whose weights it holds, if they were never saved under a name."""
+    saved_at: Mapped[datetime | None]
+    """When the checkpoint at `model_path` was saved; one saved there later is another. None also in
+    rows from before this was noted."""
     created_at: Mapped[datetime] = mapped_column(default=now)
 
 

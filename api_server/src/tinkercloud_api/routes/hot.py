@@ -27,6 +27,7 @@ from tinkercloud_api.http import (
     answer,
     answer_error,
     reading_to_the_end,
+    refuse_encoding,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.proxy import StaleRoute
@@ -157,6 +158,7 @@ class HotPaths:
 
 async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the head of its model."""
+    refuse_encoding(call.request.headers, accepted=("zstd",))
     async with aclosing(call.request.chunks()) as chunks:
         prefix = await _prefix(chunks)
         encoding = call.request.headers.get("content-encoding", "identity")
@@ -192,7 +194,13 @@ async def save_weights_for_sampler(call: Call, body: bytes) -> None:
         if request.path is not None:
             await _expect(call, _path_or_none(model_id, CheckpointKind.SAMPLER, request.path))
         elif request.sampling_session_seq_id is not None:
-            await _expect_sampler(call, ModelId.parse(model_id), request.sampling_session_seq_id)
+            try:
+                await _expect_sampler(
+                    call, ModelId.parse(model_id), request.sampling_session_seq_id
+                )
+            except InvalidRequest as error:
+                await _forward_refused(call, _place(request), error)
+                return
     await call.forward(route, model_id, body)
 
 
@@ -214,10 +222,7 @@ async def load_weights(call: Call, body: bytes) -> None:
     try:
         await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
     except (InvalidRequest, NotFound) as error:
-        # A head that is older than refusals would load what it is told to, whoever owns it: it is
-        # not told.
-        place = request.model_dump_json(include={"model_id", "seq_id"}).encode()
-        await _forward_refused(call, place, error)
+        await _forward_refused(call, _place(request), error)
         return
     await call.forward(await _route_run(call, request.model_id), request.model_id, body)
 
@@ -254,6 +259,15 @@ async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:
         raise error from None
     route = await _route_run(call, model_id)
     await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
+
+
+def _place(request: RequestT) -> bytes:
+    """Return a body that names a request's place in its model's order, and nothing else.
+
+    A head that is older than refusals would do what it is told, whoever may ask for it: it is not
+    told.
+    """
+    return request.model_dump_json(include={"model_id", "seq_id"}).encode()
 
 
 async def asample(call: Call) -> None:
@@ -390,6 +404,11 @@ async def _expect(call: Call, path: CheckpointPath | None) -> None:
 
 
 async def _expect_sampler(call: Call, model_id: ModelId, index: int) -> None:
+    """Note the sampling session that a publication makes.
+
+    Raises:
+        InvalidRequest: its number was used for other weights.
+    """
     run = await call.server.catalog.run(str(model_id))
     if run is not None:
         row = SamplingSession(
@@ -400,7 +419,7 @@ async def _expect_sampler(call: Call, model_id: ModelId, index: int) -> None:
             model_path=None,
             run_id=run.id,
         )
-        call.server.router.learn_sampler(await call.server.catalog.add_sampler(row))
+        await call.server.router.begin_sampler(row)
 
 
 def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPath | None:

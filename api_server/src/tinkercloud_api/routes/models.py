@@ -112,7 +112,7 @@ async def create_sampling_session(
 ) -> SamplingSessionAnswer:
     """Begin to sample from a base model or a saved checkpoint."""
     await server.training_runs.open_session(request.session_id, caller)
-    base_model, path = request.base_model, None
+    base_model, path, saved_at = request.base_model, None, None
     if request.model_path is not None:
         path = CheckpointPath.parse(request.model_path)
         manifest = await server.checkpoints.manifest(path, caller)
@@ -120,11 +120,11 @@ async def create_sampling_session(
             raise InvalidRequest(
                 f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
             )
-        base_model = manifest.base_model
+        base_model, saved_at = manifest.base_model, manifest.created_at
     assert base_model is not None  # noqa: S101 - the request model asks for one of the two
     server.training_runs.served(base_model)
     session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
-    row = await server.catalog.add_sampler(
+    row = await server.router.begin_sampler(
         SamplingSession(
             id=str(session_id),
             session_id=request.session_id,
@@ -132,18 +132,9 @@ async def create_sampling_session(
             base_model=base_model,
             model_path=str(path) if path else None,
             run_id=None,
+            saved_at=saved_at,
         )
     )
-    if (row.base_model, row.model_path, row.run_id) != (
-        base_model,
-        str(path) if path else None,
-        None,
-    ):
-        raise InvalidRequest(
-            f"sampling_session_seq_id {session_id.index} was used before in this session for other"
-            " weights"
-        )
-    server.router.learn_sampler(row)
     return SamplingSessionAnswer(sampling_session_id=row.id)
 
 

@@ -19,7 +19,7 @@ from tinkercloud_protocol.catalogue import (
 )
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.ids import new_session_id
-from tinkercloud_protocol.wire import Items, Name, UserMetadata, WireModel
+from tinkercloud_protocol.wire import Items, Name, Storable, UserMetadata, WireModel
 
 log = structlog.get_logger(__name__)
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
@@ -34,7 +34,7 @@ class CreateSession(WireModel):
     )
     user_metadata: UserMetadata = Field(default_factory=dict)
     project_id: Name | None = None
-    display_name: Annotated[str, Field(max_length=256)] | None = None
+    display_name: Annotated[str, Field(max_length=256), Storable] | None = None
 
 
 class Heartbeat(WireModel):
@@ -53,7 +53,7 @@ class Finish(WireModel):
     """POST sessions/{id}/finish."""
 
     reason: FinishReason
-    detail: Annotated[str, Field(max_length=4096)] | None = None
+    detail: Annotated[str, Field(max_length=4096), Storable] | None = None
 
 
 class Telemetry(BaseModel):

@@ -6,12 +6,13 @@ import numpy.typing as npt
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.sampling import (
     MAX_TOP_LOGPROBS,
+    ModelInput,
     SampleRequest,
     SamplingParams,
     WireTensor,
 )
 from tinkercloud_protocol.tensors import Int32Array, densify
-from tinkercloud_worker.engine.batch import TokenLimits, check_tokens
+from tinkercloud_worker.engine.batch import TokenLimits, check_length
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 
 _SEED_MASK = (1 << 63) - 1
@@ -38,20 +39,21 @@ def prepare(
     Raises:
         InvalidRequest: the prompt, a length or a question is not acceptable.
     """
-    prompt = _token_array(request.prompt.token_ids())
-    check_tokens(prompt, limits, "prompt")
+    prompt = _prompt(request.prompt, limits)
     room = limits.max_context_length - len(prompt)
     params = request.sampling_params
-    if room < 1 or (params.max_tokens or 1) > room:
+    # The last token drawn is never read: nothing is drawn after it.
+    if params.max_tokens is not None and params.max_tokens > room + 1:
         raise InvalidRequest(
-            f"sampling_params.max_tokens: the prompt has {len(prompt)} tokens, so at most {room}"
-            f" can follow (context length {limits.max_context_length}), got {params.max_tokens}"
+            f"sampling_params.max_tokens: the prompt has {len(prompt)} tokens, so at most"
+            f" {room + 1} can follow (context length {limits.max_context_length}, and one token"
+            f" after it), got {params.max_tokens}"
         )
     seed = params.seed if params.seed is not None else random_seed
     return SamplingRequest(
         prompt=prompt,
         num_samples=request.num_samples,
-        max_tokens=params.max_tokens or room,
+        max_tokens=params.max_tokens or max(room, 1),
         seed=seed & _SEED_MASK,
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
@@ -62,11 +64,26 @@ def prepare(
     )
 
 
-def _token_array(token_ids: list[int]) -> Int32Array:
-    try:
-        return np.asarray(token_ids, dtype=np.int32)
-    except OverflowError:
-        raise InvalidRequest("prompt holds a token id that is not a 32-bit integer") from None
+def _prompt(prompt: ModelInput, limits: TokenLimits) -> Int32Array:
+    token_ids = prompt.token_ids()
+    check_length(len(token_ids), limits, "prompt")
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        raise InvalidRequest(_where_outside(prompt, limits.vocab_size))
+    return np.asarray(token_ids, dtype=np.int32)
+
+
+def _where_outside(prompt: ModelInput, vocab_size: int) -> str:
+    """Return which token is outside the vocabulary, where one is."""
+    chunk, index, token = next(
+        (chunk, index, token)
+        for chunk, part in enumerate(prompt.chunks)
+        for index, token in enumerate(part.tokens or ())
+        if not 0 <= token < vocab_size
+    )
+    return (
+        f"prompt.chunks[{chunk}].tokens[{index}] is token id {str(token)[:40]}: the model's"
+        f" vocabulary is 0..{vocab_size - 1}"
+    )
 
 
 def stop_rules(params: SamplingParams, end_tokens: frozenset[int]) -> StopRules:

@@ -106,7 +106,7 @@ def _example(  # noqa: PLR0917 - one call, just above
     limits: TokenLimits,
     where: str,
 ) -> Example:
-    check_tokens(datum.tokens, limits, f"{where}.model_input")
+    _check_tokens(datum.tokens, limits, f"{where}.model_input")
     targets = _targets(datum, loss_fn, limits, where)
     given = [name for name in datum.inputs if name != "target_tokens"]
     losses.check_inputs(loss_fn, given, config, where)
@@ -123,6 +123,7 @@ def _example(  # noqa: PLR0917 - one call, just above
                 f" target_tokens has {list(targets.shape)}; they must be equal"
             )
         inputs[name] = array.astype(np.float32, copy=False)
+    losses.check_bounds(inputs, given, where)
     return Example(
         tokens=datum.tokens,
         targets=_as_columns(targets),
@@ -155,16 +156,20 @@ def _targets(datum: Datum, loss_fn: str, limits: TokenLimits, where: str) -> npt
     return ids
 
 
-def check_tokens(tokens: Int32Array, limits: TokenLimits, where: str) -> None:
-    """Check that tokens are a sequence the model can read.
+def check_length(length: int, limits: TokenLimits, where: str) -> None:
+    """Check that a sequence is one that the model can read.
 
     Raises:
-        InvalidRequest: there are none, too many, or ids outside the vocabulary.
+        InvalidRequest: it has no tokens, or too many.
     """
-    if not 0 < len(tokens) <= limits.max_context_length:
+    if not 0 < length <= limits.max_context_length:
         raise InvalidRequest(
-            f"{where} has {len(tokens)} tokens: the model takes 1 to {limits.max_context_length}"
+            f"{where} has {length} tokens: the model takes 1 to {limits.max_context_length}"
         )
+
+
+def _check_tokens(tokens: Int32Array, limits: TokenLimits, where: str) -> None:
+    check_length(len(tokens), limits, where)
     _check_range(tokens, limits.vocab_size, where)
 
 

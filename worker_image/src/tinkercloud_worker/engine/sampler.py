@@ -69,6 +69,11 @@ class SamplingRequest:
     questions: PromptQuestions = field(default_factory=PromptQuestions)
 
     @property
+    def num_positions(self) -> int:
+        """Tokens that are read at most: the last one drawn never is."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its prompt and of the token ids to score."""
         targets = self.questions.targets

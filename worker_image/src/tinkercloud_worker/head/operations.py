@@ -138,12 +138,13 @@ class Operations:
         return self._upload(path, manifest, encode, overwrite=False)
 
     async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
-        weights = await _brought(
-            await self._beside(lambda: self._backend.trainer.publication(self._name))
-        )
         index = request.sampling_session_seq_id
         assert index is not None  # noqa: S101 - the request model asks for path or this
         session_id = SamplingSessionId(self._model_id.session_id, index)
+        self._samplers.check_new(session_id)
+        weights = await _brought(
+            await self._beside(lambda: self._backend.trainer.publication(self._name))
+        )
         if request.kind == "inflight":
             await self._samplers.publish_inflight(session_id, self._model_id, weights)
         else:

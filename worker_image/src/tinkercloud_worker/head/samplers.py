@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import SamplerSpec
@@ -83,22 +84,47 @@ class Samplers:
             return version
         store = self._backend.store
         manifest = await store.manifest(CheckpointPath.parse(spec.model_path))
-        if manifest.base_model != self._backend.config.model.name:
-            raise InvalidRequest(
-                f"{spec.model_path} was trained on {manifest.base_model!r}, but this server"
-                f" holds {self._backend.config.model.name!r}"
-            )
+        self._check_is_meant(manifest, spec)
         wanted = formats.files_of_weights(manifest)
         manifest, files = await store.read(manifest.path, wanted)
+        # It may be another by now.
+        self._check_is_meant(manifest, spec)
         dtype = self._backend.config.trainer.dtype
         weights = await asyncio.to_thread(formats.decode_to_sample, manifest, files, dtype)
         await self._backend.sampler.publish(version, weights)
         self._kept.add(name, weights.size_bytes)
         return version
 
+    def _check_is_meant(self, manifest: Manifest, spec: SamplerSpec) -> None:
+        if manifest.base_model != self._backend.config.model.name:
+            raise InvalidRequest(
+                f"{spec.model_path} was trained on {manifest.base_model!r}, but this server"
+                f" holds {self._backend.config.model.name!r}"
+            )
+        if spec.saved_at not in {None, manifest.created_at}:
+            raise InvalidRequest(
+                "the weights this sampling session was made from are gone: what was saved at"
+                f" {spec.model_path} at {spec.saved_at} was deleted or written over, and what is"
+                f" there now was saved at {manifest.created_at}; create a new sampling client"
+            )
+
     def _new_version(self, whose: str) -> str:
         self._published += 1
         return f"{whose}@{self._published}"
+
+    def check_new(self, session_id: SamplingSessionId) -> None:
+        """Check that a session samples from nothing yet.
+
+        Raises:
+            InvalidRequest: it was made before.
+        """
+        name = str(session_id)
+        everything = (self._specs, self._snapshots, self._let_go, self._inflight_sessions)
+        if any(name in known for known in everything):
+            raise InvalidRequest(
+                f"sampling_session_seq_id {session_id.index} was used before in this session, for"
+                " weights that another request saved; use another"
+            )
 
     async def publish(
         self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication

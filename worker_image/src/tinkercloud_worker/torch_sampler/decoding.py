@@ -65,7 +65,7 @@ class Running:
     @property
     def longest(self) -> int:
         """Positions it may come to hold."""
-        return len(self.request.prompt) + self.request.max_tokens
+        return self.request.num_positions
 
     @property
     def is_done(self) -> bool:

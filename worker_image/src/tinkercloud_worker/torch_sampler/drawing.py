@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -40,12 +38,13 @@ def uniform(seed: int, sample: int, position: int, draw: int = 0) -> float:
     """Return the number in [0, 1) that decides one token.
 
     Args:
-        seed: of the request; sample k of it draws as if the seed were seed + k.
+        seed: of the request, from 0 to 2**64 - 1.
         sample: index among the request's samples.
         position: index of the token in its sequence.
         draw: index among several draws at one position.
     """
-    generator = np.random.Philox(key=(seed + sample) & _MASK, counter=[position, draw, 0, 0])
+    # All but the seed is in the counter: a sample draws nothing that one of another seed draws.
+    generator = np.random.Philox(key=seed, counter=[position, draw, sample, 0])
     return float(np.random.Generator(generator).random())
 
 

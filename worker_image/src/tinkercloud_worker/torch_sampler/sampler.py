@@ -129,11 +129,11 @@ class TorchSampler:
 
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
         """See `Sampler.sample`."""
-        longest = len(request.prompt) + request.max_tokens
-        if longest > self._config.max_cached_tokens:
+        if request.num_positions > self._config.max_cached_tokens:
             raise InvalidRequest(
-                f"prompt and max_tokens come to {longest} tokens, more than the"
-                f" {self._config.max_cached_tokens} this server keeps in memory; lower max_tokens"
+                f"prompt and max_tokens come to {request.num_positions + 1} tokens, of which all"
+                f" but the last are kept in memory: this server keeps"
+                f" {self._config.max_cached_tokens}; lower max_tokens"
             )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[SamplingResult] = loop.create_future()
@@ -277,7 +277,7 @@ class TorchSampler:
 
     def _batch_for(self, job: Job) -> DecodingBatch | UnbatchedDecoding:
         """Return the batch that a job's sequences are to join."""
-        if len(job.request.prompt) + job.request.max_tokens > self._slotted:
+        if job.request.num_positions > self._slotted:
             return self._unbatched
         key = id(job.weights) if job.is_whole_model else None
         if key not in self._batches:
