@@ -81,7 +81,7 @@ def weight_block(fields: Fields) -> int:
             f"quantization_config.weight_block_size: {sides} can't be planned for; accepted: two"
             " positive whole numbers, as [128, 128]"
         )
-    return max(sides)
+    return int(max(sides))
 
 
 def _is_size(value: object) -> bool:
