@@ -182,6 +182,10 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
 
         request = a_sampling_request(prompt, max_tokens=1, top_logprobs=2, questions=questions)
         result = await engine.sampler.sample("base", request)
+        of_targets = a_sampling_request(
+            prompt, max_tokens=1, questions=PromptQuestions(targets=targets)
+        )
+        targets_alone = (await engine.sampler.sample("base", of_targets)).prompt.targets
 
     scores, top = result.prompt, result.sequences[0].top
     assert scores.logprobs is not None
@@ -200,6 +204,8 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
         wanted = targets[row, column]
         got = scores.targets[row, column]
         assert got == 0.0 if wanted < 0 else abs(got - logprobs[row, wanted]) < 1e-5
+    assert targets_alone is not None
+    np.testing.assert_allclose(targets_alone, scores.targets, atol=1e-5)
     drawn, drawn_logprobs = scores.alternatives
     np.testing.assert_allclose(
         drawn_logprobs, np.take_along_axis(logprobs[:-1], drawn, axis=1), atol=1e-5
