@@ -145,15 +145,28 @@ class Death(Exception):
     """Stands for the end of the process."""
 
 
-async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_another(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def train_a_step_and_suspend(root: str, tmp_path: Path) -> None:
+    """Have a head of generation g1 train one step, and suspend the model."""
     with a_head(root, tmp_path, "g1") as before:
         await before.begin()
         before.add(1)
         before.apply(2)
         await before.answer(2)
         await before.service.suspend()
+
+
+async def assert_goes_on_with_the_second_step(after: Head) -> None:
+    """Bring that model back, and train it on."""
+    await after.resume("g1")
+    after.add(3)
+    after.apply(4)
+    assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
+
+
+async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_another(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await train_a_step_and_suspend(root, tmp_path)
 
     def fails(_results: Results, _kept: Kept) -> None:
         raise Death
@@ -166,22 +179,14 @@ async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_a
         with pytest.raises(KeyError):
             after.backend.trainer.export_state(str(MODEL))
 
-        await after.resume("g1")
-        after.add(3)
-        after.apply(4)
-        assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
+        await assert_goes_on_with_the_second_step(after)
 
 
 @pytest.mark.parametrize("loss", [StateLost("rank 1 died"), GradientLost("rank 1 died")])
 async def test_a_model_that_is_lost_as_it_comes_back_is_where_it_was_and_may_be_asked_for_again(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Exception
 ) -> None:
-    with a_head(root, tmp_path, "g1") as before:
-        await before.begin()
-        before.add(1)
-        before.apply(2)
-        await before.answer(2)
-        await before.service.suspend()
+    await train_a_step_and_suspend(root, tmp_path)
 
     def lose(*_: object) -> None:
         raise loss
@@ -192,10 +197,7 @@ async def test_a_model_that_is_lost_as_it_comes_back_is_where_it_was_and_may_be_
             await after.resume("g1")
         monkeypatch.undo()
 
-        await after.resume("g1")
-        after.add(3)
-        after.apply(4)
-        assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
+        await assert_goes_on_with_the_second_step(after)
 
 
 async def test_a_model_that_comes_back_as_its_head_stops_is_left_where_it_was(

@@ -18,6 +18,7 @@ from tinkercloud_testing.sglang_sampling import (
     publish,
 )
 from tinkercloud_worker.inference.client import ServerError
+from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import weights as sglang_weights
 
 pytestmark = pytest.mark.slow
@@ -26,14 +27,22 @@ RELEASE = "/release_memory_occupation"
 FOREVER = 1 << 30
 
 
+async def a_sampler_of_base_and_sharp(
+    engine: Engine, fakes: list[FakeSglang], tmp_path: Path
+) -> InferenceSampler:
+    """Return a sampler of one engine that has been given the base and a whole model."""
+    sampler = a_sampler(fakes[:1], tmp_path)
+    await publish(engine, sampler, "base", None)
+    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    return sampler
+
+
 @pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["sent", "read"])
 async def test_weights_are_replaced_once_they_have_ended(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
 ) -> None:
     vars(fakes[0]).update(state)
-    sampler = a_sampler(fakes[:1], tmp_path)
-    await publish(engine, sampler, "base", None)
-    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    sampler = await a_sampler_of_base_and_sharp(engine, fakes, tmp_path)
 
     for version in ("base", "sharp", "base", "sharp"):
         fakes[0].unended = 2
@@ -51,9 +60,7 @@ async def test_weights_are_read_once_more_if_something_ran_as_they_were_replaced
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
 ) -> None:
     vars(fakes[0]).update(state)
-    sampler = a_sampler(fakes[:1], tmp_path)
-    await publish(engine, sampler, "base", None)
-    await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
+    sampler = await a_sampler_of_base_and_sharp(engine, fakes, tmp_path)
     read = "sharp" if state else "base"
     await assert_sampled(engine, sampler, "base" if state else "sharp")
     before = len(fakes[0].called(FOLDER))
