@@ -293,7 +293,9 @@ def _of_others(proof: Proof) -> Measurement:
     """Ask the server as one that someone else operates, which is only given adapters."""
     config = head_config(proof.server, proof.scratch, "external", {}, TrainerConfig())
     servers = config.sampler.model_copy(update={"backend": "external"})
-    sampler = inference_sampler(config.model_copy(update={"sampler": servers}), HeadWeightHost())
+    sampler = inference_sampler(
+        config.model_copy(update={"sampler": servers}), byte_tokenizer(), HeadWeightHost()
+    )
     try:
         proof.publish(*VERSIONS, sampler=sampler)
         gap = proof.gap(*VERSIONS, sampler=sampler)

@@ -316,7 +316,8 @@ def _sampler(
 ) -> InferenceSampler:
     """Return the sampler of a head, which trains by itself; see `head_config`."""
     trainer = TrainerConfig(device=fields.get("shared_memory", "cpu"))
-    return inference_sampler(head_config(server, folder, name, fields, trainer), HeadWeightHost())
+    config = head_config(server, folder, name, fields, trainer)
+    return inference_sampler(config, byte_tokenizer(), HeadWeightHost())
 
 
 def head_config(

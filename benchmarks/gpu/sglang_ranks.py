@@ -28,6 +28,7 @@ from benchmarks.gpu.sglang_proof import (
 from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import TrainerConfig
+from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
@@ -82,7 +83,10 @@ def _trained(bench: Bench, proof: Proof) -> Iterator[Ranks]:
     weight_host = build_weight_host(configs["group"])
     assert weight_host is not None
     ranked = build_trainer(configs["group"], _no_base, weight_host)
-    samplers = {way: inference_sampler(config, weight_host) for way, config in configs.items()}
+    tokenizer = byte_tokenizer()
+    samplers = {
+        way: inference_sampler(config, tokenizer, weight_host) for way, config in configs.items()
+    }
     try:
         for name in (*SEEDS, WHOLE):
             ranked.add_model(name, None if name == WHOLE else LoraConfig(rank=RANK))

@@ -78,7 +78,9 @@ def head_config(vllm: VllmServer, folder: Path, model_folder: Path, key: str = "
 async def sampler(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> AsyncIterator[InferenceSampler]:
-    running = inference_sampler(head_config(vllm, tmp_path, model_folder), HeadWeightHost())
+    running = inference_sampler(
+        head_config(vllm, tmp_path, model_folder), byte_tokenizer(), HeadWeightHost()
+    )
     yield running
     await running.close()
 
@@ -365,7 +367,7 @@ async def test_a_wrong_key_is_said_to_be_the_heads_setting(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> None:
     sampler = inference_sampler(
-        head_config(vllm, tmp_path, model_folder, key="wrong"), HeadWeightHost()
+        head_config(vllm, tmp_path, model_folder, key="wrong"), byte_tokenizer(), HeadWeightHost()
     )
     await sampler.publish("base", None)
 

@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
@@ -47,7 +48,7 @@ def a_sampler(
         scratch_dir=str(folder / "scratch"),
         sampler=SamplerConfig(backend="sglang", inference=inference),
     )
-    return inference_sampler(config, weight_host or HeadWeightHost())
+    return inference_sampler(config, byte_tokenizer(), weight_host or HeadWeightHost())
 
 
 def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:

@@ -18,6 +18,7 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
+from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -128,7 +129,7 @@ async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_lea
     family: str, backend: str, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family})
-    sampler = inference_sampler(a_head(folder, backend=backend), HeadWeightHost())
+    sampler = inference_sampler(a_head(folder, backend=backend), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_unembed=False"):
         await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
@@ -139,7 +140,7 @@ async def test_adapters_of_mixtrals_experts_are_refused_as_sglang_takes_none(
     tmp_path: Path,
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": "mixtral"})
-    sampler = inference_sampler(a_head(folder), HeadWeightHost())
+    sampler = inference_sampler(a_head(folder), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_mlp=False"):
         await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
@@ -151,7 +152,7 @@ async def test_adapters_of_queries_that_are_not_compressed_are_refused_as_sglang
     family: str, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family, "q_lora_rank": None})
-    sampler = inference_sampler(a_head(folder), HeadWeightHost())
+    sampler = inference_sampler(a_head(folder), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_attn=False"):
         await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
@@ -177,7 +178,9 @@ async def test_other_adapters_reach_the_servers(
     config: dict[str, Any], lora: LoraConfig, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", config)
-    sampler = inference_sampler(a_head(folder, backend="external"), HeadWeightHost())
+    sampler = inference_sampler(
+        a_head(folder, backend="external"), byte_tokenizer(), HeadWeightHost()
+    )
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 
     with pytest.raises(ServerError, match="no inference server answers"):

@@ -16,6 +16,7 @@ from tinkercloud_worker import accelerator, lora
 from tinkercloud_worker.architecture import read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import Sampler
+from tinkercloud_worker.engine.stopping import decoder_of
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.inference.client import InferenceClient
@@ -88,7 +89,7 @@ def build_sampler(
         )
         thread.start(sampler)
         return sampler, thread
-    servers = inference_sampler(config, weight_host)
+    servers = inference_sampler(config, tokenizer, weight_host)
     thread = EngineThread(on_crash)
     if config.sampler.inference.colocated:
         # Nobody needs what loading has left behind.
@@ -98,11 +99,14 @@ def build_sampler(
     return servers, thread
 
 
-def inference_sampler(config: HeadConfig, weight_host: WeightHost) -> InferenceSampler:
+def inference_sampler(
+    config: HeadConfig, tokenizer: PreTrainedTokenizerBase, weight_host: WeightHost
+) -> InferenceSampler:
     """Return the sampler that asks the configured servers.
 
     Args:
         config: of the head.
+        tokenizer: of its model.
         weight_host: that sends whole models to engines, unless in requests or by files.
 
     Raises:
@@ -145,6 +149,7 @@ def inference_sampler(config: HeadConfig, weight_host: WeightHost) -> InferenceS
         folder,
         config.sampler,
         config.model.name,
+        decode=decoder_of(tokenizer),
         neutral=neutral,
         unadapted=unadapted,
     )

@@ -20,6 +20,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import PromptScores
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.stopping import Decode, cut_at_stop
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.client import (
@@ -74,6 +75,7 @@ class InferenceSampler:
         config: SamplerConfig,
         base_model: str,
         *,
+        decode: Decode,
         neutral: WeightsSnapshot | None,
         unadapted: Mapping[str, str],
     ) -> None:
@@ -85,6 +87,7 @@ class InferenceSampler:
             folder: where to write what they load.
             config: bounds and patience.
             base_model: name of the base model.
+            decode: of its tokenizer.
             neutral: an adapter that changes nothing, to sample the base model through where servers
                 can't be trusted with requests that name no adapter; None where they can.
             unadapted: what servers can't adapt of the base model, and why, by the field of an
@@ -95,6 +98,7 @@ class InferenceSampler:
         self._folder = folder
         self._config = config
         self._base_model = base_model
+        self._decode = decode
         self._neutral = neutral
         self._unadapted = unadapted
         self._base: asyncio.Task[_Version] | None = None
@@ -167,10 +171,13 @@ class InferenceSampler:
             self._users[published.name] += 1
         try:
             used = published if published.name is not None else await self._base_version()
-            return await self._ask(version, used, _sampling(request, used.adapter))
+            result = await self._ask(version, used, _sampling(request, used.adapter))
         finally:
             if published.name is not None:
                 self._release(published.name)
+        if not request.stop.strings:
+            return result
+        return await asyncio.to_thread(_cut, result, request, self._decode)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -390,6 +397,12 @@ def _sampling(
             scoring.cancel()
 
     return sample
+
+
+def _cut(result: SamplingResult, request: SamplingRequest, decode: Decode) -> SamplingResult:
+    """Return a result whose sequences end where every sampler ends them."""
+    sequences = [cut_at_stop(sequence, request, decode) for sequence in result.sequences]
+    return SamplingResult(sequences, result.prompt)
 
 
 async def _drawn(

@@ -19,6 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.stopping import StopStringSearch, decoder_of
 from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_sampler.cache import (
@@ -34,8 +35,6 @@ from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
 from tinkercloud_worker.torch_sampler.masks import rows_at
 
 _NONE = KvBudget(sequences=0, tokens=0)
-_STOP_WINDOW_TOKENS = 8
-"""Tokens decoded beyond the length of the longest stop string: some tokens are part of a letter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +49,8 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stopped: bool = False
+    search: StopStringSearch | None = None
+    """Of its stop strings, once its first token is drawn."""
 
     @property
     def policy(self) -> Policy:
@@ -87,7 +88,7 @@ class TokenSampler:
     """Samples the next token of sequences from their logits, and notices when one ends."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self._decode = decoder_of(tokenizer)
 
     def extend(self, sequences: Sequence[Running], logits_BV: Tensor) -> None:
         """Draw one token for each sequence from its row of logits."""
@@ -107,14 +108,15 @@ class TokenSampler:
             sequence.stopped = self._has_stopped(sequence)
 
     def _has_stopped(self, sequence: Running) -> bool:
-        stop = sequence.request.stop
-        if sequence.tokens[-1] in stop.token_ids:
+        request, token = sequence.request, sequence.tokens[-1]
+        strings = request.stop.strings
+        if token in request.stop.token_ids:
             return True
-        if not stop.strings:
+        if not strings:
             return False
-        window = max(map(len, stop.strings)) + _STOP_WINDOW_TOKENS
-        text = str(self._tokenizer.decode(sequence.tokens[-window:]))
-        return any(string in text for string in stop.strings)
+        if sequence.search is None:
+            sequence.search = StopStringSearch(strings, self._decode, request.prompt.tolist())
+        return sequence.search.completes(token)
 
 
 class DecodingBatch:
