@@ -139,6 +139,39 @@ def test_prompt_questions_are_answered_together(client: tinker.ServiceClient) ->
     assert result.sequences[0].topk_logprobs is not None
 
 
+def test_the_prompts_own_logprobs_come_with_its_most_likely_tokens(
+    client: tinker.ServiceClient,
+) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+    prompt, params = types.ModelInput.from_ints([5, 6, 7, 8]), types.SamplingParams(max_tokens=1)
+
+    result = sampler.sample(prompt, 1, params, topk_prompt_logprobs=2).result()
+
+    assert result.topk_prompt_logprobs is not None
+    expected = sampler.compute_logprobs(prompt).result()
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is expected[0] is None
+    np.testing.assert_allclose(result.prompt_logprobs[1:], expected[1:], atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-40, 1e-37, 1e-6])
+def test_temperatures_too_low_to_compute_with_take_the_most_likely_token(
+    client: tinker.ServiceClient, temperature: float
+) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    drawn = [
+        sampler.sample(
+            prompt, 1, types.SamplingParams(max_tokens=6, stop=[], temperature=each, seed=1)
+        )
+        for each in (temperature, 0.0)
+    ]
+
+    low, greedy = [each.result().sequences[0].tokens for each in drawn]
+
+    assert low == greedy
+
+
 def test_what_was_drawn_up_to_the_context_length_can_be_scored(
     client: tinker.ServiceClient,
 ) -> None:

@@ -278,6 +278,11 @@ class SamplerShape(Part):
                 " leave both out",
             ),
             (
+                "self.sampledLogprobs == 'model' || self.backend == 'torch'",
+                "sampledLogprobs: inference servers return the model's own logprobs; leave it out,"
+                " or set backend torch",
+            ),
+            (
                 "!has(self.engines) || self.backend == 'sglang'",
                 "engines: is for backend sglang; leave it out",
             ),
@@ -308,6 +313,10 @@ class SamplerShape(Part):
     backend: Literal["torch", "sglang", "external"] = "torch"
     """What samples. `torch`: the head, with the trainer's own weights. `sglang`: engines in pods of
     their own, or `colocated` in the trainer pods. `external`: running servers of someone else's."""
+    sampled_logprobs: Literal["model", "tempered"] = "model"
+    """Logprobs returned with drawn tokens. `model`: the model's own distribution, whatever the
+    temperature. `tempered`: the distribution at the request's temperature, before top-k and top-p;
+    backend `torch` only."""
     image: Image | None = None
     """Container image of the engines, which holds SGLang."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0

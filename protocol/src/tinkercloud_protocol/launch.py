@@ -167,6 +167,10 @@ class SamplerConfig(_Config):
     `external`: a running vLLM or SGLang server that someone else operates, whose base weights are
     left alone."""
     inference: InferenceConfig = InferenceConfig()
+    sampled_logprobs: Literal["model", "tempered"] = "model"
+    """Logprobs returned with drawn tokens. `model`: the model's own distribution, as forward
+    computes it, whatever the temperature. `tempered`: the distribution at the temperature of the
+    request, before top-k and top-p; backend torch only."""
     max_queued_requests: Annotated[int, Field(ge=1)] = 4096
     """Beyond this, asample is answered 429 and the SDK backs off."""
     max_running_sequences: Annotated[int, Field(ge=1)] = 64
@@ -185,6 +189,11 @@ class SamplerConfig(_Config):
             raise ValueError(
                 "inference: backend torch asks no server; leave it out, or set backend to sglang or"
                 " external"
+            )
+        if self.backend != "torch" and self.sampled_logprobs != "model":
+            raise ValueError(
+                f"sampled_logprobs: {self.sampled_logprobs} is for backend torch; inference servers"
+                " return the model's own logprobs"
             )
         if self.backend != "torch" and not inference.urls:
             raise ValueError(f"inference.urls: backend {self.backend} needs one or more of them")

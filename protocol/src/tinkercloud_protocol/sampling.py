@@ -50,7 +50,8 @@ class SamplingParams(WireModel):
     stop: str | Items[str] | Items[TokenId] | None = None
     """None stops at the model's end tokens; strings or token ids stop there too; [] never stops."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """0 takes the most likely token. Returned logprobs are always those of temperature 1."""
+    """0 takes the most likely token. The server's configuration says of which distribution the
+    returned logprobs are: the model's own, or that of this temperature."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Draw among the k most likely tokens; -1 and 0 mean all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -79,6 +80,7 @@ class SampleRequest(WireModel):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     """Score only this many of the prompt's last tokens."""
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """Most likely tokens at each prompt position; the prompt's own logprobs come with them."""
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     target_prompt_logprobs: WireTensor | None = None
     """Token ids to score, int64 [len(prompt) - 1, K]; row i is scored at position i + 1. -1
@@ -95,9 +97,16 @@ class SampleRequest(WireModel):
                 " no public definition; use importance_sampling, ppo, cispo, dro or gspo (in the"
                 " cookbook the option loss_fn=importance_sampling)"
             )
-        if self.prompt_logprobs_last_n is not None and not self.prompt_logprobs:
-            raise ValueError("prompt_logprobs_last_n needs prompt_logprobs to be true")
+        if self.prompt_logprobs_last_n is not None and not self.scores_prompt:
+            raise ValueError(
+                "prompt_logprobs_last_n needs prompt_logprobs to be true, or topk_prompt_logprobs"
+            )
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own logprobs are answered."""
+        return bool(self.prompt_logprobs) or self.topk_prompt_logprobs > 0
 
 
 class CreateSamplingSessionRequest(WireModel):

@@ -62,6 +62,11 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
         {"sampling_params": {"stop": ["a", "b" * 1025]}},
         "stop has a string of 1025 characters, at most 1024",
     ),
+    "a stop that is no token": (
+        {"sampling_params": {"stop": [5, VOCAB_SIZE]}},
+        f"sampling_params.stop[1] is token id {VOCAB_SIZE}, which is never drawn: the model's",
+    ),
+    "a negative stop": ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop[0] is token"),
     "an empty stop": ({"sampling_params": {"stop": [""]}}, "empty string"),
     "targets of floats": (
         {"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}},
@@ -94,6 +99,7 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
         "no public definition; use importance_sampling, ppo, cispo, dro or gspo (in the cookbook"
         " the option loss_fn=importance_sampling)",
     ),
+    "last tokens of no question": ({"prompt_logprobs_last_n": 1}, "or topk_prompt_logprobs"),
     "too many last": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "last_n"),
 }
 

@@ -77,6 +77,45 @@ async def test_sampling_logprobs_equal_training_logprobs(name: str, tmp_path: Pa
     np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
 
 
+async def test_tempered_logprobs_are_those_of_the_distribution_at_the_temperature(
+    tmp_path: Path,
+) -> None:
+    """Importance weights of samples at T: the model's own logprobs less these."""
+    prompt, temperatures = PROMPTS[1], (0.7, 1.0, 1.8, 0.0)
+    config = SamplerConfig(sampled_logprobs="tempered")
+    with an_engine(tiny_llama(), tmp_path, config) as engine:
+        await engine.sampler.publish("base", None)
+        results = await asyncio.gather(
+            *[
+                engine.sampler.sample(
+                    "base",
+                    a_sampling_request(
+                        prompt,
+                        max_tokens=12,
+                        temperature=each,
+                        top_k=50,
+                        stop=NEVER,
+                        top_logprobs=3,
+                    ),
+                )
+                for each in temperatures
+            ]
+        )
+
+    reference = tiny_llama().eval()
+    for temperature, result in zip(temperatures, results, strict=True):
+        (sequence,) = result.sequences
+        with torch.no_grad():
+            tokens = torch.tensor([[*prompt, *sequence.tokens]])
+            logits = reference(tokens).logits[0, len(prompt) - 1 : -1]
+        distribution = torch.log_softmax(logits / (temperature or 1.0), -1)
+        expected = distribution.gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+        np.testing.assert_allclose(sequence.logprobs, expected.numpy(), atol=1e-5)
+        assert sequence.top is not None
+        top = torch.topk(distribution, 3).values.numpy()
+        np.testing.assert_allclose(sequence.top.logprobs, top, atol=1e-5)
+
+
 async def test_rows_of_different_adapters_in_one_batch_do_not_touch_each_other(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,6 @@
 """Sequences end with the token that completes a stop string, in any tokenizer and script."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import takewhile
 
@@ -92,7 +92,7 @@ def _wordpiece() -> PreTrainedTokenizerFast:
     return _fast(tokenizer)
 
 
-TOKENIZERS = {
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "bytes": byte_tokenizer,
     "bytes in Python": ByT5Tokenizer,
     "byte-level BPE": _byte_level_bpe,
@@ -209,7 +209,7 @@ def test_a_stop_string_may_take_any_number_of_tokens(name: str, stop: str) -> No
 @pytest.mark.parametrize(("stop", "count"), [(" Human", 1), ("Human", 1), ("n H", 2)])
 def test_the_space_before_a_samples_first_word_is_part_of_its_text(stop: str, count: int) -> None:
     tokenizer = a_tokenizer("SentencePiece BPE with byte fallback")
-    human, fox = tokenizer.convert_tokens_to_ids(["▁Human", "▁fox"])
+    [human], [fox] = (tokenizer.convert_tokens_to_ids([word]) for word in ("▁Human", "▁fox"))
     assert tokenizer.decode([human]) == "Human"
 
     assert first_found([human, human], [stop], decoder_of(tokenizer), [fox]) == count

@@ -86,7 +86,7 @@ def sampler_config(build: Build) -> SamplerConfig:
     if sampler.external is not None:
         return SamplerConfig(backend="external", inference=_external(build, sampler.external))
     if sampler.engines is None:
-        return SamplerConfig()
+        return SamplerConfig(sampled_logprobs=sampler.sampled_logprobs)
     inference = InferenceConfig(
         urls=tuple(f"http://{address}" for address in _addresses(build)),
         key_file=f"{TOKEN_FOLDER}/{labels.TOKEN_KEY}",

@@ -284,6 +284,21 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
+        "sampledLogprobs: inference servers return the model's own logprobs; leave it out, or set"
+        " backend torch",
+        {
+            "tempered, torch": sampler("torch", 0, 0, sampledLogprobs="tempered"),
+            "the model's, torch": sampler("torch", 0, 0, sampledLogprobs="model"),
+            "the model's, sglang": sglang(1, sampledLogprobs="model"),
+        },
+        {
+            "tempered, sglang": sglang(1, sampledLogprobs="tempered"),
+            "tempered, external": external(sampledLogprobs="tempered"),
+            "tempered, colocated": colocated({"sampledLogprobs": "tempered"}),
+        },
+    ),
+    Rule(
+        "spec.sampler",
         "gpusPerReplica, colocated: external servers have GPUs that are not a session's; leave both"
         " out",
         {

@@ -1,5 +1,7 @@
 """From an asample request to something a sampler can run: checks, and what was left open."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +19,9 @@ from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, 
 
 _SEED_MASK = (1 << 63) - 1
 
+GREEDY_BELOW = 1e-5
+"""Lower temperatures take the most likely token: the rounding of logits would decide otherwise, and
+quotients overflow. SGLang and vLLM have such a limit too, at 1e-6 and 1e-5."""
 MAX_STOPS = 1024
 MAX_STOP_CHARACTERS = 1024
 """Of each string: they are looked for at every token that is drawn."""
@@ -55,10 +60,10 @@ def prepare(
         num_samples=request.num_samples,
         max_tokens=params.max_tokens or max(room, 1),
         seed=seed & _SEED_MASK,
-        temperature=params.temperature,
+        temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
-        stop=stop_rules(params, end_tokens),
+        stop=stop_rules(params, end_tokens, limits.vocab_size),
         top_logprobs=request.topk_sample_logprobs,
         questions=_questions(request, len(prompt), limits),
     )
@@ -86,11 +91,11 @@ def _where_outside(prompt: ModelInput, vocab_size: int) -> str:
     )
 
 
-def stop_rules(params: SamplingParams, end_tokens: frozenset[int]) -> StopRules:
+def stop_rules(params: SamplingParams, end_tokens: frozenset[int], vocab_size: int) -> StopRules:
     """Read the `stop` parameter; see `SamplingParams.stop`.
 
     Raises:
-        InvalidRequest: there are too many stops, or one is too long, or empty.
+        InvalidRequest: there are too many stops, or one is too long, empty or no token.
     """
     stop = params.stop
     if stop is None:
@@ -110,8 +115,17 @@ def stop_rules(params: SamplingParams, end_tokens: frozenset[int]) -> StopRules:
             f"sampling_params.stop has a string of {longest} characters, at most"
             f" {MAX_STOP_CHARACTERS} are accepted"
         )
-    ids = frozenset(entry for entry in entries if isinstance(entry, int))
-    return StopRules(end_tokens | ids, strings)
+    return StopRules(end_tokens | _stop_tokens(entries, vocab_size), strings)
+
+
+def _stop_tokens(entries: Sequence[str | int], vocab_size: int) -> frozenset[int]:
+    for index, entry in enumerate(entries):
+        if isinstance(entry, int) and not 0 <= entry < vocab_size:
+            raise InvalidRequest(
+                f"sampling_params.stop[{index}] is token id {str(entry)[:40]}, which is never"
+                f" drawn: the model's vocabulary is 0..{vocab_size - 1}; [] switches all stops off"
+            )
+    return frozenset(entry for entry in entries if isinstance(entry, int))
 
 
 def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> PromptQuestions:
@@ -122,10 +136,9 @@ def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> Prom
             " prompt's first one"
         )
     _check_cells(request, length)
-    wants_logprobs = bool(request.prompt_logprobs)
     start = length - last_n if last_n is not None else 1
     return PromptQuestions(
-        logprobs_from=max(start, 1) if wants_logprobs else None,
+        logprobs_from=max(start, 1) if request.scores_prompt else None,
         top_k=request.topk_prompt_logprobs,
         targets=_target_ids(request.target_prompt_logprobs, length, limits),
         alternatives_k=request.prompt_alt_tokens_k,

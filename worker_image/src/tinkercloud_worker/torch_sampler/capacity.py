@@ -1,10 +1,14 @@
-"""Limits of a torch sampler."""
+"""Limits and options of a torch sampler."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 class Capacity(Protocol):
     """The bounds on a sampler's work; see `SamplerConfig`, which is a head's."""
+
+    @property
+    def sampled_logprobs(self) -> Literal["model", "tempered"]:
+        """Distribution of the logprobs that are returned with drawn tokens."""
 
     @property
     def max_running_sequences(self) -> int:

@@ -10,6 +10,7 @@ Shape legend: B running sequences, T new positions, L positions, D hidden size, 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -87,22 +88,34 @@ class Running:
 class TokenSampler:
     """Samples the next token of sequences from their logits, and notices when one ends."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampled_logprobs: Literal["model", "tempered"] = "model",
+    ) -> None:
+        """Make a sampler.
+
+        Args:
+            tokenizer: of the model.
+            sampled_logprobs: distribution of the returned logprobs; see `SamplerConfig`.
+        """
         self._decode = decoder_of(tokenizer)
+        self._scored = _own if sampled_logprobs == "model" else _tempered
 
     def extend(self, sequences: Sequence[Running], logits_BV: Tensor) -> None:
         """Draw one token for each sequence from its row of logits."""
         uniforms = [uniform(s.request.seed, s.index, s.position + 1) for s in sequences]
         tokens_B = draw(logits_BV, [s.policy for s in sequences], uniforms)
-        chosen_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-        logprobs_B = chosen_B - logits_BV.logsumexp(1)
+        scored_BV = self._scored(logits_BV, sequences)
+        chosen_B = scored_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+        logprobs_B = chosen_B - scored_BV.logsumexp(1)
         # Both in one transfer; float64 holds either exactly.
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         for row, sequence in enumerate(sequences):
             sequence.tokens.append(int(tokens[row]))
             sequence.logprobs.append(logprobs[row])
             if sequence.request.top_logprobs:
-                row_logprobs_V = torch.log_softmax(logits_BV[row], 0)
+                row_logprobs_V = torch.log_softmax(scored_BV[row], 0)
                 top = torch.topk(row_logprobs_V, sequence.request.top_logprobs)
                 sequence.top.append((top.indices, top.values))
             sequence.stopped = self._has_stopped(sequence)
@@ -117,6 +130,18 @@ class TokenSampler:
         if sequence.search is None:
             sequence.search = StopStringSearch(strings, self._decode, request.prompt.tolist())
         return sequence.search.completes(token)
+
+
+def _own(logits_BV: Tensor, sequences: Sequence[Running]) -> Tensor:
+    """Return the logits of the model's own distribution."""
+    del sequences
+    return logits_BV
+
+
+def _tempered(logits_BV: Tensor, sequences: Sequence[Running]) -> Tensor:
+    """Return the logits at each sequence's temperature; the model's own where that is 0."""
+    temperatures = [each.request.temperature or 1.0 for each in sequences]
+    return logits_BV / torch.tensor(temperatures, device=logits_BV.device).unsqueeze(1)
 
 
 class DecodingBatch:

@@ -76,7 +76,7 @@ class TorchSampler:
         self._versions = versions
         self._wake = wake
         self._recorder = recorder
-        self._token_sampler = TokenSampler(tokenizer)
+        self._token_sampler = TokenSampler(tokenizer, config.sampled_logprobs)
         decoding = check_decoding(base, self._token_sampler)
         self._slotted = decoding.slotted
         self._unbatched = UnbatchedDecoding(base, self._token_sampler, decoding.new_cache)
