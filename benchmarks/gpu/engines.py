@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -104,6 +104,7 @@ class Capacity:
     prefill_chunk_tokens: int = 2048
     """As many as a GPU computes in about the time that it takes to launch their kernels."""
     max_cached_tokens: int = 1 << 17
+    sampled_logprobs: Literal["model", "tempered"] = "model"
 
 
 class RunningSampler:

@@ -209,7 +209,8 @@ def test_a_stop_string_may_take_any_number_of_tokens(name: str, stop: str) -> No
 @pytest.mark.parametrize(("stop", "count"), [(" Human", 1), ("Human", 1), ("n H", 2)])
 def test_the_space_before_a_samples_first_word_is_part_of_its_text(stop: str, count: int) -> None:
     tokenizer = a_tokenizer("SentencePiece BPE with byte fallback")
-    [human], [fox] = (tokenizer.convert_tokens_to_ids([word]) for word in ("▁Human", "▁fox"))
+    vocabulary = tokenizer.get_vocab()
+    human, fox = vocabulary["▁Human"], vocabulary["▁fox"]
     assert tokenizer.decode([human]) == "Human"
 
     assert first_found([human, human], [stop], decoder_of(tokenizer), [fox]) == count

@@ -11,7 +11,6 @@ decoders need; so a token costs the same however long the sequence and its stop 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -32,7 +31,15 @@ _MAX_WINDOW_TOKENS = 64
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Return what decodes a tokenizer's tokens exactly: special tokens and all spaces included."""
-    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode
 
 
 class StopStringSearch:
