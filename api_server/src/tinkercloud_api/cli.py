@@ -7,7 +7,9 @@ running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` ne
 import asyncio
 import importlib.metadata
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -21,6 +23,7 @@ from tinkercloud_api import diagnosis, logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
 
@@ -49,6 +52,8 @@ StateDir = Annotated[
         help="Folder that holds all state: that of a server, if it is for one.", show_default=False
     ),
 ]
+_UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
+_LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -164,11 +169,35 @@ def _whose_catalog(settings: Settings) -> str:
     return f"catalog: in {folder}{made}; no server uses it, --state-dir names another"
 
 
+def _lifetime(text: str) -> timedelta:
+    """Read a number of days, hours, minutes or seconds, such as `30d`."""
+    found = _LIFETIME.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is not a lifetime: write a number of days, hours, minutes or seconds, such"
+            " as 30d, 12h, 90m or 600s"
+        )
+    return timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
+
+
+def _moment(moment: datetime | None) -> str:
+    return moment.isoformat(timespec="seconds") if moment is not None else ""
+
+
 @keys_app.command("create")
 def create_key(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     owner: Annotated[str | None, typer.Option(help="Whose it is; by default NAME.")] = None,
     role: Annotated[Role, typer.Option(help="admin sees what belongs to others.")] = Role.USER,
+    expires: Annotated[
+        timedelta | None,
+        typer.Option(
+            parser=_lifetime,
+            metavar="LIFETIME",
+            help="Refuse the key after 30d, 12h, ...; by default never.",
+            show_default=False,
+        ),
+    ] = None,
     state_dir: StateDir = None,
     *,
     as_json: Json = False,
@@ -178,11 +207,16 @@ def create_key(
     row = _with_catalog(
         state_dir,
         lambda catalog: catalog.add_key(
-            key_hash=hash_key(key), name=name, owner=owner or name, role=role
+            key_hash=hash_key(key),
+            name=name,
+            owner=owner or name,
+            role=role,
+            expires_at=now() + expires if expires is not None else None,
         ),
     )
     if as_json:
-        typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
+        made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
+        typer.echo(json.dumps({**made, "expires": _moment(row.expires_at)}))
     else:
         typer.echo(key)
 
@@ -196,12 +230,14 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
             "name": row.name,
             "owner": row.owner,
             "role": row.role,
-            "created": row.created_at.isoformat(timespec="seconds"),
-            "revoked": row.revoked_at.isoformat(timespec="seconds") if row.revoked_at else "",
+            "created": _moment(row.created_at),
+            "last used": _moment(row.last_used_at),
+            "expires": _moment(row.expires_at),
+            "revoked": _moment(row.revoked_at),
         }
         for row in _with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
-    columns = ["id", "name", "owner", "role", "created", "revoked"]
+    columns = ["id", "name", "owner", "role", "created", "last used", "expires", "revoked"]
     _show(rows, columns, as_json=as_json)
 
 

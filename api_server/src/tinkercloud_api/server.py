@@ -19,6 +19,7 @@ from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.models import resolve
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
@@ -132,7 +133,13 @@ async def _introduce(settings: Settings, port: int) -> None:
     await migrate(engine)
     catalog = Catalog(engine)
     key = None
-    has_keys = settings.bootstrap_key is not None or bool(await catalog.keys())
+    keys = await catalog.keys()
+    has_keys = settings.bootstrap_key is not None or bool(keys)
+    if settings.bootstrap_key is None and keys and not any(each.is_valid(now()) for each in keys):
+        log.warning(
+            "all API keys are revoked or have expired: make another one",
+            command=_key_command(settings),
+        )
     if settings.provider == "kubernetes":
         await catalog.close()
         if not has_keys:

@@ -176,3 +176,6 @@ class ApiKeyInfo(Answer):
     name: str
     note: str
     details: dict[str, Any]
+    expires_at: datetime | None = None
+    last_used_at: datetime | None = None
+    """Before this request, to within a minute."""

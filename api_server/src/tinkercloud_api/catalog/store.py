@@ -36,15 +36,48 @@ class Catalog(Statements):
 
     # Keys
 
-    async def add_key(self, *, key_hash: str, name: str, owner: str, role: str) -> ApiKey:
+    async def add_key(
+        self,
+        *,
+        key_hash: str,
+        name: str,
+        owner: str,
+        role: str,
+        expires_at: datetime | None = None,
+    ) -> ApiKey:
         """Register a key; one that is registered already is returned as it is."""
         return await self._insert(
-            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role),
+            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role, expires_at=expires_at),
             select(ApiKey).where(ApiKey.key_hash == key_hash),
         )
 
+    async def add_bootstrap_key(
+        self, *, key_hash: str, name: str, owner: str, role: str
+    ) -> tuple[ApiKey, Sequence[int]]:
+        """Register the key of the settings, and revoke those that came from there before.
+
+        One that has been revoked stays so, and revokes nothing.
+
+        Returns:
+            The key, and the ids of the keys it has replaced.
+        """
+        row = await self._insert(
+            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role, is_bootstrap=True),
+            select(ApiKey).where(ApiKey.key_hash == key_hash),
+        )
+        if not row.is_valid(now()):
+            return row, []
+        # One that was made by `keys create` before it was configured is rotated like the others.
+        configured = update(ApiKey).where(ApiKey.id == row.id).values(is_bootstrap=True)
+        is_replaced = and_(ApiKey.is_bootstrap, ApiKey.id != row.id, ApiKey.revoked_at.is_(None))
+        replaced = update(ApiKey).where(is_replaced).values(revoked_at=now())
+        async with self._writing() as session:
+            await session.execute(configured)
+            found = await session.scalars(replaced.returning(ApiKey.id))
+            return row, sorted(found.all())
+
     async def key(self, key_hash: str) -> ApiKey | None:
-        """Return a key that has not been revoked."""
+        """Return a key that has not been revoked; it may have expired."""
         query = select(ApiKey).where(ApiKey.key_hash == key_hash, ApiKey.revoked_at.is_(None))
         return await self._one(query)
 
@@ -59,6 +92,21 @@ class Catalog(Statements):
             .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
             .values(revoked_at=now())
         )
+
+    async def last_use_of_key(self, key_id: int) -> datetime | None:
+        """Return when a key was last used, as far as that has been recorded."""
+        row = await self._one(select(ApiKey).where(ApiKey.id == key_id))
+        return row.last_used_at if row is not None else None
+
+    async def touch_keys(self, moments: dict[int, datetime]) -> None:
+        """Record when keys were last used."""
+        async with self._writing() as connection:
+            # All replicas lock rows in one order, or two could wait for each other.
+            for key_id, moment in sorted(moments.items()):
+                is_later = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at < moment)
+                await connection.execute(
+                    update(ApiKey).where(ApiKey.id == key_id, is_later).values(last_used_at=moment)
+                )
 
     # Sessions
 
