@@ -7,12 +7,12 @@ everybody may read a checkpoint, and when it expires, if that was changed after 
 """
 
 import asyncio
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import structlog
 from obstore.store import ObjectStore, from_url
-from pydantic import ValidationError
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
@@ -20,8 +20,14 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.objects import Objects
 from tinkercloud_protocol.catalogue import CheckpointInfo
-from tinkercloud_protocol.checkpoints import Manifest, SuspendedManifest, suspended_key
+from tinkercloud_protocol.checkpoints import (
+    Manifest,
+    SuspendedManifest,
+    decode_manifest,
+    suspended_key,
+)
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.object_store import client_options
 from tinkercloud_protocol.paths import (
     CheckpointKind,
     CheckpointPath,
@@ -40,8 +46,8 @@ _LOOKS_AT_ONCE = 16
 def open_store(url: str) -> ObjectStore:
     """Open the object store at a URL; credentials come from the environment."""
     if url.startswith("file:"):
-        return from_url(url, mkdir=True)
-    return from_url(url, client_options={"allow_http": True})
+        return from_url(url, mkdir=True, automatic_cleanup=True)
+    return from_url(url, client_options=client_options(os.environ))
 
 
 class Checkpoints:
@@ -113,9 +119,10 @@ class Checkpoints:
         if content is None:
             return False
         try:
-            return SuspendedManifest.model_validate_json(content).goes_on_from(generation)
-        except ValidationError:
-            log.exception("a suspended state can't be read", run_id=run_id)
+            name = f"the suspended state of training run {run_id}"
+            return decode_manifest(SuspendedManifest, content, name).goes_on_from(generation)
+        except InvalidRequest as error:
+            log.warning("a suspended state can't be read", run_id=run_id, error=error.message)
             return False
 
     async def delete_suspended(self, run_id: str) -> None:
@@ -206,14 +213,7 @@ class Checkpoints:
 
     async def _read(self, path: CheckpointPath) -> Manifest | None:
         content = await self._objects.read(path.manifest_key)
-        if content is None:
-            return None
-        try:
-            return Manifest.model_validate_json(content)
-        except ValidationError as error:
-            raise InvalidRequest(
-                f"{path} can't be read: its manifest is damaged or of a newer format ({error})"
-            ) from None
+        return None if content is None else decode_manifest(Manifest, content, str(path))
 
     async def _index(self, manifest: Manifest) -> None:
         """Have the index say what a manifest says.
