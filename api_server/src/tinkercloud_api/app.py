@@ -96,7 +96,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     context = Context(
         settings=settings,
         catalog=catalog,
-        authenticator=Authenticator(catalog, activity),
+        authenticator=Authenticator(catalog, activity.use_key),
         provider=provider,
         checkpoints=checkpoints,
         router=router,

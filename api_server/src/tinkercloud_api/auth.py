@@ -7,11 +7,11 @@ Whatever has an owner can be seen by that owner and by admins; to everybody else
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from tinkercloud_api.activity import Activity
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.settings import KEY_PREFIX
@@ -77,9 +77,15 @@ def hash_key(key: str) -> str:
 class Authenticator:
     """Looks keys up, and remembers them for a moment."""
 
-    def __init__(self, catalog: Catalog, activity: Activity) -> None:
+    def __init__(self, catalog: Catalog, note_use: Callable[[int], None]) -> None:
+        """Look keys up in a catalog.
+
+        Args:
+            catalog: which.
+            note_use: called with the id of each key that is accepted.
+        """
         self._catalog = catalog
-        self._activity = activity
+        self._note_use = note_use
         self._remembered: dict[str, tuple[float, Principal]] = {}
         self._revoked: set[int] = set()
         """Keys revoked here: a look-up that was under way meanwhile must not bring one back."""
@@ -98,7 +104,7 @@ class Authenticator:
                 f"X-API-Key expired at {principal.expires_at.isoformat(timespec='seconds')}: ask"
                 " for another one"
             )
-        self._activity.use_key(principal.key_id)
+        self._note_use(principal.key_id)
         return principal
 
     async def revoke(self, principal: Principal) -> None:

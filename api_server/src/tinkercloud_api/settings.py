@@ -119,6 +119,9 @@ class Settings(BaseSettings):
     """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://...; by
     default a folder in `state_dir`. Credentials come from the environment as usual for the store.
     """
+    max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
+    """Bytes that the checkpoints of one owner may have, all runs together; absent means no limit. A
+    save under a new name is refused once they have as many."""
     models: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )

@@ -261,7 +261,7 @@ async def test_keys_are_stored_hashed_and_looked_up_by_hash(catalog: Catalog) ->
     key = new_key()
     await catalog.add_key(key_hash=hash_key(key), name="n", owner="me", role=Role.USER)
     await catalog.add_key(key_hash=hash_key(key), name="n", owner="me", role=Role.USER)
-    authenticator = Authenticator(catalog, Activity(catalog))
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
 
     principal = await authenticator.principal(key)
 
@@ -287,7 +287,7 @@ async def test_a_key_is_refused_once_it_has_expired_though_it_was_looked_up_befo
 ) -> None:
     expires_at = datetime(2026, 1, 2, tzinfo=UTC)
     key = await add_key(catalog, expires_at=expires_at)
-    authenticator = Authenticator(catalog, Activity(catalog))
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
     monkeypatch.setattr(auth, "now", lambda: expires_at - timedelta(seconds=1))
     assert (await authenticator.principal(key)).expires_at == expires_at
 
@@ -301,8 +301,8 @@ async def test_a_key_revoked_while_it_is_looked_up_is_refused_from_then_on(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await add_key(catalog)
-    authenticator = Authenticator(catalog, Activity(catalog))
-    holder = await Authenticator(catalog, Activity(catalog)).principal(key)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
+    holder = await Authenticator(catalog, Activity(catalog).use_key).principal(key)
     look_up = catalog.key
 
     async def slow_key(key_hash: str) -> ApiKey | None:
@@ -321,7 +321,7 @@ async def test_the_last_use_of_a_key_is_written_with_the_next_housekeeping(
 ) -> None:
     key, other = await add_key(catalog), await add_key(catalog)
     activity = Activity(catalog)
-    authenticator = Authenticator(catalog, activity)
+    authenticator = Authenticator(catalog, activity.use_key)
     principal = await authenticator.principal(key)
     assert [row.last_used_at for row in await catalog.keys()] == [None, None]
 
@@ -343,7 +343,7 @@ async def configure_key(catalog: Catalog, key: str, tmp_path: Path) -> list[Mapp
 
 async def is_accepted(catalog: Catalog, key: str) -> bool:
     try:
-        await Authenticator(catalog, Activity(catalog)).principal(key)
+        await Authenticator(catalog, Activity(catalog).use_key).principal(key)
     except Unauthenticated:
         return False
     return True
@@ -409,7 +409,7 @@ async def test_what_belongs_to_others_does_not_exist_but_for_admins(catalog: Cat
     for role in Role:
         keys[role] = new_key()
         await catalog.add_key(key_hash=hash_key(keys[role]), name="n", owner="me", role=role)
-    authenticator = Authenticator(catalog, Activity(catalog))
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
     user = await authenticator.principal(keys[Role.USER])
     admin = await authenticator.principal(keys[Role.ADMIN])
 

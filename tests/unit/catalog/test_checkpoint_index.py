@@ -376,3 +376,92 @@ async def test_a_damaged_manifest_is_refused_with_a_reason(world: World) -> None
 
     with pytest.raises(InvalidRequest, match="newer format"):
         await world.checkpoints.manifest(path("newer"), ME)
+
+
+async def ask(world: World, name: str, status: int | None) -> None:
+    """Ask a head for a checkpoint that answers with this status."""
+
+    async def answer() -> int | None:
+        return status
+
+    await world.checkpoints.expect_unless_refused(path(name), "me", answer)
+
+
+async def waiting(world: World) -> set[str]:
+    """Return the names of the checkpoints whose manifests are still to be looked at."""
+    return {row.name for row in await world.catalog.unindexed_checkpoints(None)}
+
+
+async def test_a_save_that_the_head_refuses_at_once_leaves_nothing_to_look_at(world: World) -> None:
+    await world.save("kept")
+
+    for status in (400, 404, 410, 413, 429):
+        await ask(world, "refused", status)
+        await ask(world, "kept", status)
+    await ask(world, "taken", 200)
+    await ask(world, "unknown", 503)
+    await ask(world, "died", None)
+
+    assert await waiting(world) == {"taken", "unknown", "died"}
+    assert await world.names() == {"kept"}
+
+
+async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_accepted(
+    world: World,
+) -> None:
+    await ask(world, "before", 200)
+    await ask(world, "before", 400)
+
+    async def another_is_accepted_meanwhile() -> int:
+        await ask(world, "meanwhile", 200)
+        return 400
+
+    await world.checkpoints.expect_unless_refused(
+        path("meanwhile"), "me", another_is_accepted_meanwhile
+    )
+
+    assert await waiting(world) == {"before", "meanwhile"}
+    for name in ("before", "meanwhile"):
+        await world.put(a_manifest(path(name)))
+    assert await world.names() == {"before", "meanwhile"}
+
+
+async def test_of_thousands_of_saves_that_failed_in_their_turn_no_manifest_is_looked_for(
+    world: World, looked_at: list[str]
+) -> None:
+    for index in range(30):
+        await world.checkpoints.expect(path(f"failed-{index}"), "me")
+    await world.checkpoints.expect(path("saved"), "me")
+    await world.put(a_manifest(path("saved")))
+
+    assert await world.names() == {"saved"}
+
+    assert looked_at == [path("saved").manifest_key]
+    await world.age("failed-1", timedelta(hours=7))
+    await world.names()
+    assert "failed-1" not in await waiting(world)
+    assert len(await waiting(world)) == 29
+
+
+async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
+    world: World,
+) -> None:
+    await world.checkpoints.expect(path("a"), "admin")
+    await world.put(a_manifest(path("a"), owner="me"))
+    await world.checkpoints.page("admin", PAGE)
+
+    assert await world.names() == {"a"}
+    assert await world.checkpoints.page("admin", PAGE) == ([], 0)
+
+
+async def test_folders_of_checkpoints_that_were_deleted_are_gone(
+    world: World, tmp_path: Path
+) -> None:
+    await world.save("a")
+    await world.save("b")
+
+    await world.checkpoints.delete(path("a"), ME)
+    assert await world.names() == {"b"}
+    await world.checkpoints.delete(path("b"), ME)
+
+    assert list((tmp_path / "store").iterdir()) == []

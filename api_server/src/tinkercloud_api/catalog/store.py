@@ -270,16 +270,46 @@ class Catalog(Statements):
 
     # Checkpoints
 
-    async def expect_checkpoint(self, path: CheckpointPath, owner: str) -> None:
-        """Record that a checkpoint was asked for: its manifest must be looked at."""
-        row = await self._insert(
-            Checkpoint(run_id=path.run_id, kind=str(path.kind), name=path.name, owner=owner),
-            select(Checkpoint).where(_is(path)),
+    async def expect_checkpoint(self, path: CheckpointPath, owner: str) -> datetime | None:
+        """Record that a checkpoint was asked for: its manifest must be looked at.
+
+        Returns:
+            The moment that is recorded, with which `withdraw_checkpoint` undoes this; None if
+            the checkpoint was asked for before, and is still waited for.
+        """
+        asked_at = now()
+        new = Checkpoint(
+            run_id=path.run_id, kind=str(path.kind), name=path.name, owner=owner, asked_at=asked_at
         )
-        if row.is_indexed:
-            await self._change(
-                update(Checkpoint).where(_is(path)).values(is_indexed=False, asked_at=now())
-            )
+        row = await self._insert(new, select(Checkpoint).where(_is(path)))
+        if row is new:
+            return asked_at
+        # Also of one that is waited for: whoever asked before must not withdraw it now.
+        await self._change(
+            update(Checkpoint).where(_is(path)).values(is_indexed=False, asked_at=asked_at)
+        )
+        return asked_at if row.is_indexed else None
+
+    async def withdraw_checkpoint(self, path: CheckpointPath, asked_at: datetime) -> None:
+        """Undo `expect_checkpoint`, unless somebody has asked for the checkpoint since."""
+        is_asked_for = and_(
+            _is(path), Checkpoint.asked_at == asked_at, Checkpoint.is_indexed.is_(False)
+        )
+        is_new = Checkpoint.created_at.is_(None)
+        async with self._writing() as session:
+            await session.execute(delete(Checkpoint).where(is_asked_for, is_new))
+            await session.execute(update(Checkpoint).where(is_asked_for).values(is_indexed=True))
+
+    async def size_of_checkpoints(self, owner: str) -> int:
+        """Return the bytes of an owner's checkpoints."""
+        query = select(func.sum(Checkpoint.size_bytes)).where(Checkpoint.owner == owner)
+        async with self._reading() as session:
+            return await session.scalar(query) or 0
+
+    async def largest_checkpoints(self, owner: str, count: int) -> Sequence[Checkpoint]:
+        """Return an owner's largest checkpoints, the largest first."""
+        query = select(Checkpoint).where(Checkpoint.owner == owner, _is_listed())
+        return await self._all(query.order_by(Checkpoint.size_bytes.desc()).limit(count))
 
     async def index_checkpoint(self, manifest: Manifest) -> None:
         """Record what a manifest says, of a checkpoint that nobody may have asked for."""
@@ -298,6 +328,7 @@ class Catalog(Statements):
                 update(Checkpoint)
                 .where(_is(path), is_another)
                 .values(
+                    owner=manifest.owner,
                     created_at=manifest.created_at,
                     size_bytes=manifest.size_bytes,
                     user_metadata=manifest.user_metadata,
@@ -322,6 +353,10 @@ class Catalog(Statements):
         """Return a checkpoint that exists."""
         query = select(Checkpoint).where(_is(path)).where(Checkpoint.created_at.is_not(None))
         return await self._one(query)
+
+    async def is_known(self, path: CheckpointPath) -> bool:
+        """Whether a checkpoint exists, or was asked for."""
+        return await self._one(select(Checkpoint).where(_is(path))) is not None
 
     async def checkpoints_of_runs(self, run_ids: Sequence[str]) -> Sequence[Checkpoint]:
         """Return the checkpoints of some runs, oldest first."""
