@@ -8,6 +8,7 @@ import pytest
 import tinker
 
 from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
 
@@ -53,6 +54,9 @@ def test_a_save_that_its_head_refuses_leaves_no_row(server: Server) -> None:
         body = {"model_id": training.model_id, "seq_id": 1, "path": f"bad-{index}"}
         assert server.post("save_weights", body).status == 400
 
-    with sqlite3.connect(server.state_dir / "catalog.db") as catalog:
-        query = "SELECT name FROM checkpoints WHERE run_id = ?"
-        assert catalog.execute(query, [training.model_id]).fetchall() == [("good",)]
+    def rows() -> list[tuple[str]]:
+        with sqlite3.connect(server.state_dir / "catalog.db") as catalog:
+            query = "SELECT name FROM checkpoints WHERE run_id = ?"
+            return catalog.execute(query, [training.model_id]).fetchall()
+
+    wait_until(lambda: rows() == [("good",)], "rows of refused saves to go")

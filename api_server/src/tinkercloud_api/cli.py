@@ -1,10 +1,11 @@
 """The `tinkercloud` command.
 
-`serve`, `keys` and `doctor` work on this machine's state folder; `models` and `sessions` ask a
-running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+`serve`, `keys`, `catalog` and `doctor` work on this machine's state folder; `models` and `sessions`
+ask a running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
+import dataclasses
 import importlib.metadata
 import json
 import re
@@ -15,6 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import aiohttp
 import typer
+from obstore.exceptions import BaseError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,8 +26,12 @@ from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.catalog_rebuild import rebuild
+from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError
+from tinkercloud_api.objects import Objects
 from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
+from tinkercloud_protocol.errors import WireError
 
 T = TypeVar("T")
 
@@ -35,9 +41,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys_app = typer.Typer(help="API keys of this machine's catalog.", no_args_is_help=True)
+catalog_app = typer.Typer(help="The index of runs and checkpoints.", no_args_is_help=True)
 models_app = typer.Typer(help="Base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
+app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 
@@ -249,6 +257,27 @@ def revoke_key(
     """Revoke a key. A running server refuses it within ten seconds."""
     if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
         _fail(f"there is no key {key_id} that is not revoked already")
+
+
+@catalog_app.command("rebuild")
+def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> None:
+    """List runs and checkpoints again whose catalog was lost, from what is in the object store.
+
+    What the catalog knows stays as it is. Keys, public checkpoints and metadata of runs are not in
+    the object store.
+    """
+    settings = _settings(state_dir=state_dir)
+    try:
+        objects = Objects(open_store(settings.checkpoint_url))
+        rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
+    except (WireError, BaseError) as error:
+        _fail(f"{settings.checkpoint_url}: {error}")
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(rebuilt)))
+        return
+    typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
+    for sentence in rebuilt.damaged:
+        typer.echo(f"not listed: {sentence}")
 
 
 def _ask(method: str, base_url: str, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON

@@ -257,6 +257,12 @@ class Catalog(Statements):
             update(TrainingRun).where(TrainingRun.id == run_id).values(is_swept=True)
         )
 
+    async def is_empty(self) -> bool:
+        """Whether there are neither runs nor checkpoints."""
+        async with self._reading() as session:
+            runs = await session.scalar(select(TrainingRun.id).limit(1))
+            return runs is None and await session.scalar(select(Checkpoint.name).limit(1)) is None
+
     # Sampling sessions
 
     async def add_sampler(self, sampler: SamplingSession) -> SamplingSession:
