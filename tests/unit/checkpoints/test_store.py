@@ -14,7 +14,7 @@ import orjson
 import pytest
 from moto.server import ThreadedMotoServer
 from obstore.exceptions import GenericError
-from obstore.store import ObjectStore
+from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
@@ -102,6 +102,28 @@ async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
     assert manifest.user_metadata == {"note": "new"}
     listed = [entry["path"] async for batch in obstore.list(objects) for entry in batch]
     assert sorted(listed) == sorted([PATH.manifest_key, *[f"{PATH.prefix}/{name}" for name in NEW]])
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az", "gs"])
+async def test_a_store_without_an_endpoint_of_its_own_is_opened_for_https_alone(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "us-east-1",
+        "AZURE_STORAGE_ACCOUNT_NAME": "x",
+        "AZURE_STORAGE_ACCOUNT_KEY": "eA==",
+        "GOOGLE_SKIP_SIGNATURE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    objects = open_store(f"{scheme}://bucket/root")
+    assert not isinstance(objects, LocalStore | MemoryStore)
+
+    assert objects.client_options is not None
+    assert str(objects.client_options["allow_http"]).lower() == "false"
 
 
 class Death(Exception):
