@@ -70,31 +70,57 @@ async def has_checkpoints(objects: Objects) -> bool:
     return await objects.has_any(_RUNS)
 
 
-async def _rebuild_run(
-    model_id: ModelId, catalog: Catalog, objects: Objects, rebuilt: Rebuilt
-) -> None:
-    manifests: list[Manifest] = []
+@dataclass(slots=True)
+class _Saved:
+    """The checkpoints in a run's folder."""
+
+    manifests: list[Manifest] = field(default_factory=list)
+    damaged: dict[CheckpointPath, str] = field(default_factory=dict)
+    """Those that can't be read, and why."""
+    others: list[str] = field(default_factory=list)
+    """What is no checkpoint, one sentence each."""
+
+
+async def _saved(model_id: ModelId, objects: Objects) -> _Saved:
+    saved = _Saved()
     for kind in CheckpointKind:
         for name in await objects.folders(f"{run_prefix(str(model_id))}/{kind}/"):
             try:
                 path = CheckpointPath(str(model_id), kind, name)
-                content = await objects.read(path.manifest_key)
-                if content is not None:
-                    manifests.append(decode_manifest(Manifest, content, str(path)))
             except InvalidRequest as error:
-                rebuilt.damaged.append(error.message)
+                saved.others.append(error.message)
+                continue
+            content = await objects.read(path.manifest_key)
+            try:
+                if content is not None:
+                    saved.manifests.append(decode_manifest(Manifest, content, str(path)))
+            except InvalidRequest as error:
+                saved.damaged[path] = error.message
+    return saved
+
+
+async def _rebuild_run(
+    model_id: ModelId, catalog: Catalog, objects: Objects, rebuilt: Rebuilt
+) -> None:
+    saved = await _saved(model_id, objects)
+    rebuilt.damaged += [*saved.others, *saved.damaged.values()]
     suspended = await _suspended(model_id, objects, rebuilt)
-    described: list[Manifest | SuspendedManifest] = [*manifests]
+    described: list[Manifest | SuspendedManifest] = [*saved.manifests]
     if suspended is not None:
         described.append(suspended)
     if not described:
         return
     await _add_run(model_id, described, catalog)
-    for manifest in manifests:
-        if await catalog.checkpoint(manifest.path) is None:
+    for manifest in saved.manifests:
+        row = await catalog.checkpoint(manifest.path)
+        if row is None or row.damage is not None:
             await catalog.index_checkpoint(manifest)
+    for path, damage in saved.damaged.items():
+        # Whose it is, the run's other manifests say.
+        await catalog.expect_checkpoint(path, described[0].owner)
+        await catalog.mark_damaged(path, damage, is_indexed=True)
     rebuilt.runs += 1
-    rebuilt.checkpoints += len(manifests)
+    rebuilt.checkpoints += len(saved.manifests)
 
 
 async def _suspended(

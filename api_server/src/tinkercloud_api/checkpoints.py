@@ -193,17 +193,22 @@ class Checkpoints:
         return [info(row) for row in rows], total
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
-        """Delete a checkpoint, or what is left of one whose deletion was broken off.
+        """Delete a checkpoint, a damaged one too, or what is left of one half deleted.
 
         Raises:
             NotFound: it does not exist for this principal.
         """
-        manifest = await self._read(path)
         row = await self._catalog.checkpoint(path)
+        try:
+            manifest = await self._read(path)
+        except InvalidRequest:
+            if row is None:
+                raise
+            manifest = None
         if manifest is not None:
             principal.require(manifest.owner, f"checkpoint {path}")
             await self._index(manifest)
-        elif row is not None and row.is_indexed:
+        elif row is not None and (row.is_indexed or row.damage is not None):
             principal.require(row.owner, f"checkpoint {path}")
         else:
             # Nothing, or one that is being saved.
@@ -328,10 +333,11 @@ class Checkpoints:
         is_given_up = _is_given_up(row)
         try:
             manifest = await self._read(_path(row))
-        except InvalidRequest:
-            if not is_given_up:
-                raise
-            manifest = None
+        except InvalidRequest as error:
+            # It is listed as such. Until it is given up, another one may take its place.
+            if row.damage is None or is_given_up:
+                await self._catalog.mark_damaged(_path(row), error.message, is_indexed=is_given_up)
+            raise
         # An overwrite is over when the manifest is another one; comparing it with the time of the
         # request would compare the clocks of two machines.
         if manifest is not None and (is_given_up or manifest.created_at != row.created_at):
@@ -368,10 +374,15 @@ def info(row: Checkpoint) -> CheckpointInfo:
         public=row.is_public,
         user_metadata=row.user_metadata,
         expires_at=row.expires_at,
+        damage=row.damage,
     )
 
 
 def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointInfo | None:
-    """Return the newest checkpoint of a kind."""
-    of_kind = [entry for entry in infos if entry.checkpoint_type == kind.checkpoint_type]
+    """Return the newest checkpoint of a kind that can be read."""
+    of_kind = [
+        entry
+        for entry in infos
+        if entry.checkpoint_type == kind.checkpoint_type and entry.damage is None
+    ]
     return max(of_kind, key=lambda entry: entry.time, default=None)

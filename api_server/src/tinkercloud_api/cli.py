@@ -277,7 +277,7 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
         return
     typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
     for sentence in rebuilt.damaged:
-        typer.echo(f"not listed: {sentence}")
+        typer.echo(f"damaged: {sentence}")
 
 
 def _ask(method: str, base_url: str, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON

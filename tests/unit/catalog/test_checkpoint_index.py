@@ -18,9 +18,12 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
-from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
+from tinkercloud_api.checkpoints import Checkpoints, latest, open_store
+from tinkercloud_api.objects import Objects
 from tinkercloud_protocol.checkpoints import Manifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.servers import free_port
 
@@ -122,10 +125,11 @@ async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
     await world.checkpoints.expect(path("refused"), "me")
     refused.add(path("refused").manifest_key)
 
-    assert await world.names() == {"good"}
-    assert [info.tinker_path for info in await world.checkpoints.of_run("s:train:0")] == [
-        str(path("good"))
-    ]
+    assert await world.names() == {"good", "newer"}
+    assert {info.tinker_path for info in await world.checkpoints.of_run("s:train:0")} == {
+        str(path("good")),
+        str(path("newer")),
+    }
     await world.checkpoints.discover("s:train:0")
 
 
@@ -465,3 +469,68 @@ async def test_folders_of_checkpoints_that_were_deleted_are_gone(
     await world.checkpoints.delete(path("b"), ME)
 
     assert list((tmp_path / "store").iterdir()) == []
+
+
+async def test_a_checkpoint_that_can_not_be_read_is_listed_with_the_reason_until_it_is_deleted(
+    world: World,
+) -> None:
+    await world.save("older")
+    await world.save_of_a_newer_format("newer")
+    for _ in range(2):
+        infos = {info.checkpoint_id: info for info in await world.checkpoints.of_run("s:train:0")}
+        assert set(infos) == {"weights/older", "weights/newer"}
+        assert infos["weights/older"].damage is None
+        assert "damaged or of a newer format" in (infos["weights/newer"].damage or "")
+        best = latest(list(infos.values()), CheckpointKind.TRAINING)
+        assert best is not None
+        assert best.checkpoint_id == "weights/older"
+        await world.age("newer", timedelta(hours=7))
+    assert await waiting(world) == set()
+
+    with pytest.raises(NotFound):
+        await world.checkpoints.delete(path("newer"), Principal(2, "key", "you", Role.USER))
+    await world.checkpoints.delete(path("newer"), ME)
+
+    assert await world.names() == await world.files() == {"older"}
+
+
+async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
+    world: World,
+) -> None:
+    await world.save_of_a_newer_format("a")
+    await world.names()
+
+    await world.save("a")
+
+    (info,) = await world.checkpoints.of_run("s:train:0")
+    assert info.damage is None
+    assert info.time is not None
+
+
+async def test_a_catalog_that_was_lost_is_rebuilt_and_one_that_was_not_stays_as_it_is(
+    world: World,
+) -> None:
+    objects = Objects(world.store)
+    assert await rebuild(world.catalog, objects) == Rebuilt()
+    assert not await has_checkpoints(objects)
+    adapter = LoraConfig(rank=4)
+    for name, where in {"a": "s:train:0", "b": "s:train:1"}.items():
+        await world.put(a_manifest(path(name, where), lora=adapter, base_model="m"))
+    await obstore.put_async(world.store, path("bad").manifest_key, b"{}")
+    await obstore.put_async(world.store, "runs/else/weights/x/manifest.json", b"{}")
+    assert await world.catalog.is_empty()
+    assert await has_checkpoints(objects)
+
+    rebuilt = await rebuild(world.catalog, objects)
+    await world.checkpoints.set_ttl(path("a"), ME, 3600)
+    assert await rebuild(world.catalog, objects) == rebuilt
+
+    assert (rebuilt.runs, rebuilt.checkpoints, len(rebuilt.damaged)) == (2, 2, 2)
+    assert await world.names() == {"a", "b", "bad"}
+    (kept,) = [info for info in await world.checkpoints.of_run("s:train:0") if not info.damage]
+    assert kept.expires_at is not None
+    runs, total = await world.catalog.runs("me", PAGE)
+    assert total == 2
+    assert {(run.owner, run.base_model, run.spec["lora"]["rank"]) for run in runs} == {
+        ("me", "m", 4)
+    }

@@ -22,6 +22,7 @@ from tinkercloud_api.catalog.tables import (
 from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.paths import CheckpointPath
 
+_MAX_DAMAGE_CHARACTERS = 1000
 _MAX_SWEPT = 100
 """Runs that one round of housekeeping sweeps up."""
 
@@ -341,7 +342,16 @@ class Catalog(Statements):
                     expires_at=manifest.expires_at,
                 )
             )
-            await session.execute(update(Checkpoint).where(_is(path)).values(is_indexed=True))
+            known = update(Checkpoint).where(_is(path)).values(is_indexed=True, damage=None)
+            await session.execute(known)
+
+    async def mark_damaged(self, path: CheckpointPath, damage: str, *, is_indexed: bool) -> None:
+        """Record why the manifest of a checkpoint can't be read, and whether to look again."""
+        await self._change(
+            update(Checkpoint)
+            .where(_is(path))
+            .values(damage=damage[:_MAX_DAMAGE_CHARACTERS], is_indexed=is_indexed)
+        )
 
     async def unindexed_checkpoints(self, owner: str | None) -> Sequence[Checkpoint]:
         """Return the checkpoints whose manifests must be looked at; owner None: everybody's."""
@@ -356,8 +366,8 @@ class Catalog(Statements):
         return await self._all(query.where(Checkpoint.run_id.in_(run_ids)))
 
     async def checkpoint(self, path: CheckpointPath) -> Checkpoint | None:
-        """Return a checkpoint that exists."""
-        query = select(Checkpoint).where(_is(path)).where(Checkpoint.created_at.is_not(None))
+        """Return a checkpoint that exists, damaged or not."""
+        query = select(Checkpoint).where(_is(path), _exists())
         return await self._one(query)
 
     async def is_known(self, path: CheckpointPath) -> bool:
@@ -367,14 +377,14 @@ class Catalog(Statements):
     async def checkpoints_of_runs(self, run_ids: Sequence[str]) -> Sequence[Checkpoint]:
         """Return the checkpoints of some runs, oldest first."""
         query = select(Checkpoint).where(Checkpoint.run_id.in_(run_ids), _is_listed())
-        return await self._all(query.order_by(Checkpoint.created_at, Checkpoint.name))
+        return await self._all(query.order_by(_time(), Checkpoint.name))
 
     async def checkpoints(self, owner: str | None, page: Page) -> tuple[Sequence[Checkpoint], int]:
         """Return checkpoints, newest first, and how many there are in all."""
         query = select(Checkpoint).where(_is_listed())
         if owner is not None:
             query = query.where(Checkpoint.owner == owner)
-        return await self._page(query.order_by(Checkpoint.created_at.desc()), page)
+        return await self._page(query.order_by(_time().desc()), page)
 
     async def set_expiry(self, path: CheckpointPath, expires_at: datetime | None) -> None:
         """Let a checkpoint in the index expire at a moment; None means never."""
@@ -405,7 +415,15 @@ async def _delete_runs(connection: AsyncSession, which: ColumnElement[bool]) -> 
 
 def _is_listed() -> ColumnElement[bool]:
     is_left = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now())
-    return and_(Checkpoint.created_at.is_not(None), is_left)
+    return and_(_exists(), is_left)
+
+
+def _exists() -> ColumnElement[bool]:
+    return or_(Checkpoint.created_at.is_not(None), Checkpoint.damage.is_not(None))
+
+
+def _time() -> ColumnElement[datetime]:
+    return func.coalesce(Checkpoint.created_at, Checkpoint.asked_at)
 
 
 def _is(path: CheckpointPath) -> ColumnElement[bool]:

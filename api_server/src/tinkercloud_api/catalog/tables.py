@@ -179,3 +179,5 @@ class Checkpoint(Table):
     user_metadata: Mapped[dict[str, str] | None]
     expires_at: Mapped[datetime | None]
     is_public: Mapped[bool] = mapped_column(default=False)
+    damage: Mapped[str | None]
+    """Why the manifest can't be read; what follows from it is that of the one before, if any."""
