@@ -28,7 +28,7 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
-from tinkercloud_protocol.object_store import client_options
+from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import (
     CheckpointKind,
     CheckpointPath,
@@ -51,7 +51,7 @@ def open_store(url: str) -> ObjectStore:
     """Open the object store at a URL; credentials come from the environment."""
     if url.startswith("file:"):
         return from_url(url, mkdir=True, automatic_cleanup=True)
-    return from_url(url, client_options=client_options(os.environ))
+    return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
 class Checkpoints:

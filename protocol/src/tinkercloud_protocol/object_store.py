@@ -13,12 +13,12 @@ _ENDPOINT_VARIABLES = (
 """By which object stores' clients are configured with an address of their own."""
 
 
-def client_options(environment: Mapping[str, str]) -> dict[str, bool]:
-    """Return how a client of an object store may connect: by HTTPS, unless asked for HTTP.
+def allows_http(environment: Mapping[str, str]) -> bool:
+    """Return whether an object store may be reached by HTTP: only if it is asked for.
 
     An endpoint that begins with `http://` asks for it, and so does Azure's emulator. Credentials
     of workload identities come over HTTP in any case, from the machine itself.
     """
     endpoints = [environment.get(name, "") for name in _ENDPOINT_VARIABLES]
     is_emulator = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in {"1", "true"}
-    return {"allow_http": is_emulator or any(each.startswith("http://") for each in endpoints)}
+    return is_emulator or any(each.startswith("http://") for each in endpoints)

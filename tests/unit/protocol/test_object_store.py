@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkercloud_protocol.object_store import client_options
+from tinkercloud_protocol.object_store import allows_http
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from tinkercloud_protocol.object_store import client_options
     ],
 )
 def test_an_endpoint_of_http_asks_for_it(environment: dict[str, str]) -> None:
-    assert client_options({"HTTP_PROXY": "http://proxy", **environment}) == {"allow_http": True}
+    assert allows_http({"HTTP_PROXY": "http://proxy", **environment})
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_an_endpoint_of_http_asks_for_it(environment: dict[str, str]) -> None:
     [{}, {"AWS_ENDPOINT": "https://s3.example.com"}, {"HTTP_PROXY": "http://proxy"}],
 )
 def test_nothing_else_does(environment: dict[str, str]) -> None:
-    assert client_options(environment) == {"allow_http": False}
+    assert not allows_http(environment)

@@ -26,7 +26,7 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.object_store import client_options
+from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
@@ -39,7 +39,7 @@ def open_store(url: str) -> ObjectStore:
     """
     if url.startswith("file:"):
         return from_url(url, mkdir=True, automatic_cleanup=True)
-    return from_url(url, client_options=client_options(os.environ))
+    return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
 class CheckpointStore:
