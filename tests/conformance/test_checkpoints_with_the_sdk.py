@@ -1,5 +1,7 @@
 """Every checkpoint path: save, load, resume, list, publish, expire, delete."""
 
+from typing import Any
+
 import pytest
 import tinker
 from tinker import types
@@ -179,7 +181,13 @@ def test_runs_are_listed_by_the_project_they_were_begun_in(server: Server) -> No
 
 
 def test_metadata_of_any_json_type_is_read_back_as_text(server: Server) -> None:
-    values = {"seed": 3, "lr": 0.5, "tags": ["a", {"b": None}], "is_test": True, "note": "x"}
+    values: dict[str, Any] = {
+        "seed": 3,
+        "lr": 0.5,
+        "tags": ["a", {"b": None}],
+        "is_test": True,
+        "note": "x",
+    }
     kept = {
         "seed": "3",
         "lr": "0.5",
