@@ -1,7 +1,7 @@
 # Everything a contributor or a new user runs. `make help` lists it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check bench bench-gpu clean
+.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check sbom bench bench-gpu clean
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -87,6 +87,9 @@ check: lint type ## lint, types, and that everything generated is fresh
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
+
+sbom: .venv/.installed ## write what the images install, and under which licences, to build/sbom
+	@tools/sbom.sh build/sbom
 
 bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks

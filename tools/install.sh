@@ -6,13 +6,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-UV_VERSION=0.13.8
+UV_VERSION=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' tools/uv-requirements.txt)
 python=${PYTHON:-python3}
 uv=.uv/bin/uv
 
 if [ ! -x "$uv" ] || [ "$("$uv" --version | cut -d' ' -f2)" != "$UV_VERSION" ]; then
   "$python" -m venv .uv
-  .uv/bin/python -m pip install --quiet "uv==$UV_VERSION"
+  .uv/bin/python -m pip install --quiet --require-hashes --requirement tools/uv-requirements.txt
 fi
 
 locked_torch=$(sed -n '/^name = "torch"$/{n;s/version = "\(.*\)"/\1/p}' uv.lock)

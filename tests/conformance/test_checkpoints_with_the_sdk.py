@@ -1,5 +1,7 @@
 """Every checkpoint path: save, load, resume, list, publish, expire, delete."""
 
+from typing import Any
+
 import pytest
 import tinker
 from tinker import types
@@ -176,6 +178,43 @@ def test_runs_are_listed_by_the_project_they_were_begun_in(server: Server) -> No
 
     assert [run.training_run_id for run in of_project.training_runs] == runs[:1]
     assert of_project.cursor.total_count == 1
+
+
+def test_metadata_of_any_json_type_is_read_back_as_text(server: Server) -> None:
+    values: dict[str, Any] = {
+        "seed": 3,
+        "lr": 0.5,
+        "tags": ["a", {"b": None}],
+        "is_test": True,
+        "note": "x",
+    }
+    kept = {
+        "seed": "3",
+        "lr": "0.5",
+        "tags": '["a", {"b": null}]',
+        "is_test": "true",
+        "note": "x",
+    }
+    body = {"sdk_version": "0.38.0", "tags": [], "user_metadata": values}
+    session = server.post("create_session", body).json()["session_id"]
+
+    client = server.client()
+    training = client.create_lora_training_client(MODEL, rank=4, user_metadata=values).result()
+    # The SDK itself sends texts only with what it saves.
+    path = training.save_state("a", user_metadata=kept).result().path
+
+    rest = server.rest()
+    assert rest.get_session(session).result().user_metadata == kept
+    assert rest.get_training_run(training.model_id).result().user_metadata == kept
+    listed = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert [(each.tinker_path, each.user_metadata) for each in listed] == [(path, kept)]
+
+
+def test_metadata_that_is_nested_too_deeply_is_refused(server: Server) -> None:
+    for depth in (50, 980, 100_000):
+        body = b'{"sdk_version": "1", "user_metadata": {"a": %s1%s}}' % (b"[" * depth, b"]" * depth)
+        answer = server.post("create_session", body)
+        assert answer.status == (200 if depth == 50 else 400), answer.body
 
 
 def test_metadata_of_a_run_is_kept(server: Server, client: tinker.ServiceClient) -> None:

@@ -129,6 +129,15 @@ def test_a_revoked_key_is_refused_within_moments(server: Server) -> None:
     wait_until(lambda: status() == 401, "the refusal")
 
 
+def test_a_key_that_revokes_itself_is_refused_at_once(server: Server) -> None:
+    key = server.new_key("leaver")
+    assert server.request("GET", "/api/v1/sessions", key=key).status == 200
+
+    assert server.request("DELETE", "/api/v1/auth/apikey/me", key=key).status == 200
+
+    assert server.request("GET", "/api/v1/sessions", key=key).status == 401
+
+
 def test_no_key_and_an_unknown_key_are_refused(server: Server) -> None:
     for key in (None, "tml-unknown", ""):
         for path in ("get_info", "forward_backward", "retrieve_future", "client/config"):

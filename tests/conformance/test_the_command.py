@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,29 @@ def test_a_key_can_be_made_used_listed_and_revoked(server: Server) -> None:
     assert listed[made["id"]]["owner"] == "team"
     assert listed[made["id"]]["revoked"]
     assert made["key"] not in server.command("keys", "list", "--json")
+
+
+def test_a_key_shows_when_it_expires_and_when_it_was_last_used(server: Server) -> None:
+    made = json.loads(server.command("keys", "create", "guest", "--expires", "30d", "--json"))
+    expires = datetime.fromisoformat(made["expires"])
+
+    def listed() -> dict[str, str]:
+        rows = json.loads(server.command("keys", "list", "--json"))
+        return next(row for row in rows if row["id"] == made["id"])
+
+    assert timedelta(days=29) < expires - datetime.now(UTC) <= timedelta(days=30)
+    assert listed()["expires"] == made["expires"]
+    assert listed()["last used"] == ""
+    shown = server.request("GET", "/api/v1/auth/apikey/me", key=made["key"]).json()
+    assert datetime.fromisoformat(shown["expires_at"]).replace(microsecond=0) == expires
+    wait_until(lambda: listed()["last used"] != "", "the use to be recorded")
+
+
+def test_a_lifetime_that_is_none_is_refused_with_examples(server: Server) -> None:
+    result = tinkercloud(server, "keys", "create", "guest", "--expires", "soon")
+
+    assert result.returncode == 2
+    assert "30d" in result.stderr
 
 
 def test_a_command_about_keys_names_the_folder_it_used_and_who_serves_it(

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.servers import API_KEY, Server, a_server
 
 MODEL = "tiny/llama"
 TEXT = "a text\n"
@@ -77,3 +80,61 @@ def test_a_client_elsewhere_is_given_the_name_that_the_mirror_knows(server: Serv
 
     assert here["model_data"]["tokenizer_id"] != MODEL
     assert elsewhere["model_data"]["tokenizer_id"] == MODEL
+
+
+LLAMA, VARIANT = "meta-llama/Llama-3.2-1B-Instruct", "org/model/variant"
+LONG = f"{MODEL}:peft:262144"
+GET_TOKENIZERS = f"""
+import sys, tinker
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+name = sys.argv[1]
+client = tinker.ServiceClient()
+training = client.create_lora_training_client(name, rank=4).result()
+sampling = client.create_sampling_client(base_model=name)
+tokenizers = [training.get_tokenizer(), sampling.get_tokenizer()]
+if name.count("/") < 2:
+    tokenizers.append(get_tokenizer(name))
+for tokenizer in tokenizers:
+    assert tokenizer.encode({TEXT!r}) == {byte_tokenizer().encode(TEXT)!r}
+print(len(tokenizers), "tokenizers")
+"""
+
+
+@pytest.fixture(scope="module")
+def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of one model under the names whose tokenizers clients ask for by other names."""
+    models = dict.fromkeys(["meta-llama/Llama-3.1-8B", LLAMA, VARIANT, MODEL], model_folder)
+    state_dir = tmp_path_factory.mktemp("named")
+    with a_server(state_dir, models, {"TINKERCLOUD_PRELOAD": "false"}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", [LLAMA, VARIANT, LONG])
+def test_the_sdk_and_the_cookbook_get_tokenizers_of_models_they_rename_offline(
+    named: Server, tmp_path: Path, name: str
+) -> None:
+    program = GET_TOKENIZERS.replace("sys.argv[1]", repr(name))
+
+    result = run(program, named, tmp_path, endpoint=f"{named.url}/hf")
+
+    assert result.stdout.strip().endswith("tokenizers"), result.stderr
+
+
+def test_a_name_with_a_context_length_means_the_model_it_is_of(named: Server) -> None:
+    client = named.client()
+
+    training = client.create_lora_training_client(LONG, rank=4).result()
+    path = training.save_state("a").result().path
+    resumed = client.create_training_client_from_state(path).result()
+    session = named.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    by_long_name = named.post("create_sampling_session", {**sampler, "base_model": LONG})
+
+    assert training.get_info().model_name == MODEL
+    assert resumed.get_info().model_name == MODEL
+    assert named.rest().get_weights_info_by_tinker_path(path).result().base_model == MODEL
+    assert by_long_name.status == 200, by_long_name.body
+    for unknown in (f"{MODEL}:peft:", f"{MODEL}:peft:0", f"{MODEL}:other:1", "no/such:peft:1"):
+        body = {"session_id": session, "model_seq_id": 0, "base_model": unknown}
+        answer = named.post("create_model", body)
+        assert (answer.status, "is not served here" in answer.detail) == (400, True)

@@ -23,7 +23,7 @@ from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.servers import free_port
 
-KEY = "tml-of-this-test"
+KEY = "tml-of-the-polls-that-are-held"
 RUN = "s:train:0"
 
 

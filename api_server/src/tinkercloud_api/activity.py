@@ -1,7 +1,7 @@
-"""When sessions and runs were last used: noted in memory, written to the catalog now and then.
+"""When sessions, runs and keys were last used: noted in memory, written to the catalog at times.
 
-A heartbeat every ten seconds from every client, and every request of every run, must not each
-become a write.
+A heartbeat every ten seconds from every client, every request of every run and every use of a key
+must not each become a write.
 """
 
 from datetime import datetime
@@ -18,6 +18,7 @@ class Activity:
         self._catalog = catalog
         self._sessions: set[str] = set()
         self._runs: dict[str, datetime] = {}
+        self._keys: dict[int, datetime] = {}
 
     def beat(self, session_id: str) -> None:
         """Note that a session's client is alive."""
@@ -27,6 +28,10 @@ class Activity:
         """Note that a run was used."""
         self._runs[run_id] = now()
 
+    def use_key(self, key_id: int) -> None:
+        """Note that a key was used."""
+        self._keys[key_id] = now()
+
     async def write(self) -> None:
         """Write what has been noted since the last time.
 
@@ -35,10 +40,13 @@ class Activity:
         """
         sessions, self._sessions = self._sessions, set()
         runs, self._runs = self._runs, {}
+        keys, self._keys = self._keys, {}
         try:
             await self._catalog.beat(sessions)
             await self._catalog.touch_runs(runs)
+            await self._catalog.touch_keys(keys)
         except Unavailable:
             self._sessions |= sessions
             self._runs = runs | self._runs
+            self._keys = keys | self._keys
             raise

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
-from tinkercloud_api.auth import Authenticator, Role, hash_key
+from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
@@ -92,16 +92,17 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     head_client = HeadClient()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
     router = Router(catalog, checkpoints, provider, client)
+    activity = Activity(catalog)
     context = Context(
         settings=settings,
         catalog=catalog,
-        authenticator=Authenticator(catalog),
+        authenticator=Authenticator(catalog, activity.use_key),
         provider=provider,
         checkpoints=checkpoints,
         router=router,
         training_runs=TrainingRuns(catalog, provider, checkpoints, router),
         proxy=Proxy(head_client),
-        activity=Activity(catalog),
+        activity=activity,
         client=client,
         waiters=Waiters(),
     )
@@ -121,11 +122,26 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
 
 
 async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
-    """Register the key that the settings name, if they name one."""
-    if settings.bootstrap_key is not None:
-        key_hash = hash_key(settings.bootstrap_key.get_secret_value())
-        await catalog.add_key(
-            key_hash=key_hash, name="bootstrap", owner="bootstrap", role=Role.ADMIN
+    """Register the key of the settings, if there is one; the one it replaces is revoked."""
+    if settings.bootstrap_key is None:
+        return
+    row, replaced = await catalog.add_bootstrap_key(
+        key_hash=hash_key(settings.bootstrap_key.get_secret_value()),
+        name="bootstrap",
+        owner="bootstrap",
+        role=Role.ADMIN,
+    )
+    if not row.is_valid(now()):
+        log.warning(
+            "the configured bootstrap key was revoked or has expired, and stays refused: configure"
+            " another one",
+            key_id=row.id,
+        )
+    for key_id in replaced:
+        log.warning(
+            "the configured bootstrap key replaces an earlier one, which is revoked",
+            revoked_key_id=key_id,
+            other_replicas_refuse_it_within_seconds=REMEMBERED_SECONDS,
         )
 
 

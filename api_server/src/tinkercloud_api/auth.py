@@ -7,15 +7,18 @@ Whatever has an owner can be seen by that owner and by admins; to everybody else
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.settings import KEY_PREFIX
 from tinkercloud_protocol.errors import NotFound, Unauthenticated
 
-_REMEMBERED_SECONDS = 10.0
-"""A revoked key is refused after this time at the latest."""
+REMEMBERED_SECONDS = 10.0
+"""A key that another process revokes is refused after this time at the latest."""
 _MAX_REMEMBERED = 10_000
 
 
@@ -36,6 +39,8 @@ class Principal:
     key_name: str
     owner: str
     role: Role
+    expires_at: datetime | None = None
+    """When the key stops being accepted; None means never."""
 
     def may_see(self, owner: str) -> bool:
         """Whether what belongs to `owner` exists for this principal."""
@@ -72,29 +77,55 @@ def hash_key(key: str) -> str:
 class Authenticator:
     """Looks keys up, and remembers them for a moment."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, note_use: Callable[[int], None]) -> None:
+        """Look keys up in a catalog.
+
+        Args:
+            catalog: which.
+            note_use: called with the id of each key that is accepted.
+        """
         self._catalog = catalog
+        self._note_use = note_use
         self._remembered: dict[str, tuple[float, Principal]] = {}
+        self._revoked: set[int] = set()
+        """Keys revoked here: a look-up that was under way meanwhile must not bring one back."""
 
     async def principal(self, key: str | None) -> Principal:
         """Return the holder of a key.
 
         Raises:
-            Unauthenticated: there is no key, or it is unknown or revoked.
+            Unauthenticated: there is no key, or it is unknown, revoked or expired.
         """
         if not key:
             raise Unauthenticated("X-API-Key is missing: set TINKER_API_KEY")
-        key_hash = hash_key(key)
+        principal = await self._holder(hash_key(key))
+        if principal.expires_at is not None and principal.expires_at <= now():
+            raise Unauthenticated(
+                f"X-API-Key expired at {principal.expires_at.isoformat(timespec='seconds')}: ask"
+                " for another one"
+            )
+        self._note_use(principal.key_id)
+        return principal
+
+    async def revoke(self, principal: Principal) -> None:
+        """Revoke a principal's key; this process refuses it from now on."""
+        await self._catalog.revoke_key(principal.key_id)
+        self._revoked.add(principal.key_id)
+
+    async def _holder(self, key_hash: str) -> Principal:
         moment = time.monotonic()
         remembered = self._remembered.get(key_hash)
         if remembered is not None and remembered[0] > moment:
-            return remembered[1]
-        row = await self._catalog.key(key_hash)
-        if row is None:
-            self._remembered.pop(key_hash, None)
+            principal = remembered[1]
+        else:
+            row = await self._catalog.key(key_hash)
+            if row is None:
+                self._remembered.pop(key_hash, None)
+                raise Unauthenticated("X-API-Key is not known here, or has been revoked")
+            principal = Principal(row.id, row.name, row.owner, Role(row.role), row.expires_at)
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key_hash] = (moment + REMEMBERED_SECONDS, principal)
+        if principal.key_id in self._revoked:
             raise Unauthenticated("X-API-Key is not known here, or has been revoked")
-        principal = Principal(row.id, row.name, row.owner, Role(row.role))
-        if len(self._remembered) >= _MAX_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[key_hash] = (moment + _REMEMBERED_SECONDS, principal)
         return principal

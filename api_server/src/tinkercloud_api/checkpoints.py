@@ -7,12 +7,13 @@ everybody may read a checkpoint, and when it expires, if that was changed after 
 """
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import structlog
 from obstore.store import ObjectStore, from_url
-from pydantic import ValidationError
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
@@ -20,8 +21,14 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.objects import Objects
 from tinkercloud_protocol.catalogue import CheckpointInfo
-from tinkercloud_protocol.checkpoints import Manifest, SuspendedManifest, suspended_key
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.checkpoints import (
+    Manifest,
+    SuspendedManifest,
+    decode_manifest,
+    suspended_key,
+)
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import (
     CheckpointKind,
     CheckpointPath,
@@ -33,15 +40,18 @@ log = structlog.get_logger(__name__)
 
 _GIVE_UP = timedelta(hours=6)
 """How long the manifest of a requested checkpoint is looked for."""
+_NAMED_TO_DELETE = 3
+"""Checkpoints that the refusal of a save names."""
 _LOOKS_AT_ONCE = 16
-"""Manifests that one request reads at a time."""
+"""Manifests that one request reads at a time. If more of one folder are to be looked at, the folder
+is listed first."""
 
 
 def open_store(url: str) -> ObjectStore:
     """Open the object store at a URL; credentials come from the environment."""
     if url.startswith("file:"):
-        return from_url(url, mkdir=True)
-    return from_url(url, client_options={"allow_http": True})
+        return from_url(url, mkdir=True, automatic_cleanup=True)
+    return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
 class Checkpoints:
@@ -59,9 +69,61 @@ class Checkpoints:
         """
         await self._objects.ping()
 
-    async def expect(self, path: CheckpointPath, owner: str) -> None:
-        """Note that a head is about to be asked for a checkpoint."""
-        await self._catalog.expect_checkpoint(path, owner)
+    async def expect(self, path: CheckpointPath, owner: str) -> datetime | None:
+        """Note that a head is about to be asked for a checkpoint.
+
+        Returns:
+            The moment of the note; None if the checkpoint is waited for already.
+        """
+        return await self._catalog.expect_checkpoint(path, owner)
+
+    async def expect_unless_refused(
+        self, path: CheckpointPath, owner: str, ask: Callable[[], Awaitable[int | None]]
+    ) -> None:
+        """Ask a head for a checkpoint, of which a note stays unless it refuses at once.
+
+        The note comes first, so that the checkpoint is found whichever process dies.
+
+        Args:
+            path: of the checkpoint.
+            owner: of the key that asks.
+            ask: asks, and returns the status of the answer.
+        """
+        expected = await self.expect(path, owner)
+        status = await ask()
+        if expected is not None and status is not None and 400 <= status < 500:
+            # The answer has been sent. A note that stays is looked at in vain for some hours.
+            with suppress(Unavailable):
+                await self._catalog.withdraw_checkpoint(path, expected)
+
+    async def check_room(self, path: CheckpointPath, limit: int | None) -> None:
+        """Check that a run's owner may save one more checkpoint.
+
+        One that is saved over another needs no room, as the other goes, nor does one that is asked
+        for again. Saves under way are not counted: those that began below the limit may end above
+        it.
+
+        Args:
+            path: of the checkpoint.
+            limit: bytes of all checkpoints of one owner; None means any number.
+
+        Raises:
+            InvalidRequest: the owner's checkpoints have as many bytes as they may have.
+        """
+        run = await self._catalog.run(path.run_id) if limit is not None else None
+        if limit is None or run is None or await self._catalog.is_known(path):
+            return
+        owner = run.owner
+        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        size = await self._catalog.size_of_checkpoints(owner)
+        if size >= limit:
+            largest = await self._catalog.largest_checkpoints(owner, _NAMED_TO_DELETE)
+            named = ", ".join(f"{_name(row)} ({row.size_bytes} bytes)" for row in largest)
+            raise InvalidRequest(
+                f"the checkpoints of {owner!r} have {size} bytes, and may have {limit}"
+                " (max_checkpoint_bytes_per_owner): delete some, or give those you save a"
+                f" ttl_seconds; the largest are {named}"
+            )
 
     async def manifest(self, path: CheckpointPath, principal: Principal) -> Manifest:
         """Return the manifest of a checkpoint that exists for this principal.
@@ -113,9 +175,10 @@ class Checkpoints:
         if content is None:
             return False
         try:
-            return SuspendedManifest.model_validate_json(content).goes_on_from(generation)
-        except ValidationError:
-            log.exception("a suspended state can't be read", run_id=run_id)
+            name = f"the suspended state of training run {run_id}"
+            return decode_manifest(SuspendedManifest, content, name).goes_on_from(generation)
+        except InvalidRequest as error:
+            log.warning("a suspended state can't be read", run_id=run_id, error=error.message)
             return False
 
     async def delete_suspended(self, run_id: str) -> None:
@@ -130,17 +193,22 @@ class Checkpoints:
         return [info(row) for row in rows], total
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
-        """Delete a checkpoint, or what is left of one whose deletion was broken off.
+        """Delete a checkpoint, a damaged one too, or what is left of one half deleted.
 
         Raises:
             NotFound: it does not exist for this principal.
         """
-        manifest = await self._read(path)
         row = await self._catalog.checkpoint(path)
+        try:
+            manifest = await self._read(path)
+        except InvalidRequest:
+            if row is None:
+                raise
+            manifest = None
         if manifest is not None:
             principal.require(manifest.owner, f"checkpoint {path}")
             await self._index(manifest)
-        elif row is not None and row.is_indexed:
+        elif row is not None and (row.is_indexed or row.damage is not None):
             principal.require(row.owner, f"checkpoint {path}")
         else:
             # Nothing, or one that is being saved.
@@ -206,14 +274,7 @@ class Checkpoints:
 
     async def _read(self, path: CheckpointPath) -> Manifest | None:
         content = await self._objects.read(path.manifest_key)
-        if content is None:
-            return None
-        try:
-            return Manifest.model_validate_json(content)
-        except ValidationError as error:
-            raise InvalidRequest(
-                f"{path} can't be read: its manifest is damaged or of a newer format ({error})"
-            ) from None
+        return None if content is None else decode_manifest(Manifest, content, str(path))
 
     async def _index(self, manifest: Manifest) -> None:
         """Have the index say what a manifest says.
@@ -240,6 +301,7 @@ class Checkpoints:
         One that can't be looked at now keeps no other from it, and is looked at the next time.
         """
         limit = asyncio.Semaphore(_LOOKS_AT_ONCE)
+        rows = await self._without_those_never_begun(rows)
 
         async def look_at(row: Checkpoint) -> None:
             async with limit:
@@ -250,20 +312,42 @@ class Checkpoints:
 
         await asyncio.gather(*[look_at(row) for row in rows])
 
+    async def _without_those_never_begun(self, rows: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Leave out checkpoints of which there is no file, where there are many to look at.
+
+        Those are of saves that wait for their turn or failed in it, which may be thousands.
+        """
+        folders: dict[str, list[Checkpoint]] = {}
+        for row in rows:
+            folders.setdefault(f"{run_prefix(row.run_id)}/{row.kind}/", []).append(row)
+        kept = []
+        for folder, inside in folders.items():
+            begun = {row.name for row in inside}
+            if len(inside) > _LOOKS_AT_ONCE:
+                with suppress(Unavailable):
+                    begun &= set(await self._objects.folders(folder))
+            kept += [row for row in inside if row.name in begun or _is_given_up(row)]
+        return kept
+
     async def _look_at(self, row: Checkpoint) -> None:
-        is_given_up = datetime.now(UTC) - row.asked_at > _GIVE_UP
+        is_given_up = _is_given_up(row)
         try:
             manifest = await self._read(_path(row))
-        except InvalidRequest:
-            if not is_given_up:
-                raise
-            manifest = None
+        except InvalidRequest as error:
+            # It is listed as such. Until it is given up, another one may take its place.
+            if row.damage is None or is_given_up:
+                await self._catalog.mark_damaged(_path(row), error.message, is_indexed=is_given_up)
+            raise
         # An overwrite is over when the manifest is another one; comparing it with the time of the
         # request would compare the clocks of two machines.
         if manifest is not None and (is_given_up or manifest.created_at != row.created_at):
             await self._catalog.reindex_checkpoint(manifest)
         elif manifest is None and is_given_up:
             await self._catalog.forget_checkpoint(_path(row))
+
+
+def _is_given_up(row: Checkpoint) -> bool:
+    return datetime.now(UTC) - row.asked_at > _GIVE_UP
 
 
 def _not_found(path: CheckpointPath) -> NotFound:
@@ -290,10 +374,15 @@ def info(row: Checkpoint) -> CheckpointInfo:
         public=row.is_public,
         user_metadata=row.user_metadata,
         expires_at=row.expires_at,
+        damage=row.damage,
     )
 
 
 def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointInfo | None:
-    """Return the newest checkpoint of a kind."""
-    of_kind = [entry for entry in infos if entry.checkpoint_type == kind.checkpoint_type]
+    """Return the newest checkpoint of a kind that can be read."""
+    of_kind = [
+        entry
+        for entry in infos
+        if entry.checkpoint_type == kind.checkpoint_type and entry.damage is None
+    ]
     return max(of_kind, key=lambda entry: entry.time, default=None)

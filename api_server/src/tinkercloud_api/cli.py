@@ -1,18 +1,22 @@
 """The `tinkercloud` command.
 
-`serve`, `keys` and `doctor` work on this machine's state folder; `models` and `sessions` ask a
-running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+`serve`, `keys`, `catalog` and `doctor` work on this machine's state folder; `models` and `sessions`
+ask a running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
+import dataclasses
 import importlib.metadata
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import aiohttp
 import typer
+from obstore.exceptions import BaseError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,8 +25,13 @@ from tinkercloud_api import diagnosis, logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.catalog_rebuild import rebuild
+from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError
+from tinkercloud_api.objects import Objects
 from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
+from tinkercloud_protocol.errors import WireError
 
 T = TypeVar("T")
 
@@ -32,9 +41,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys_app = typer.Typer(help="API keys of this machine's catalog.", no_args_is_help=True)
+catalog_app = typer.Typer(help="The index of runs and checkpoints.", no_args_is_help=True)
 models_app = typer.Typer(help="Base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
+app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 
@@ -49,6 +60,8 @@ StateDir = Annotated[
         help="Folder that holds all state: that of a server, if it is for one.", show_default=False
     ),
 ]
+_UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
+_LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -164,11 +177,35 @@ def _whose_catalog(settings: Settings) -> str:
     return f"catalog: in {folder}{made}; no server uses it, --state-dir names another"
 
 
+def _lifetime(text: str) -> timedelta:
+    """Read a number of days, hours, minutes or seconds, such as `30d`."""
+    found = _LIFETIME.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is not a lifetime: write a number of days, hours, minutes or seconds, such"
+            " as 30d, 12h, 90m or 600s"
+        )
+    return timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
+
+
+def _moment(moment: datetime | None) -> str:
+    return moment.isoformat(timespec="seconds") if moment is not None else ""
+
+
 @keys_app.command("create")
 def create_key(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     owner: Annotated[str | None, typer.Option(help="Whose it is; by default NAME.")] = None,
     role: Annotated[Role, typer.Option(help="admin sees what belongs to others.")] = Role.USER,
+    expires: Annotated[
+        timedelta | None,
+        typer.Option(
+            parser=_lifetime,
+            metavar="LIFETIME",
+            help="Refuse the key after 30d, 12h, ...; by default never.",
+            show_default=False,
+        ),
+    ] = None,
     state_dir: StateDir = None,
     *,
     as_json: Json = False,
@@ -178,11 +215,16 @@ def create_key(
     row = _with_catalog(
         state_dir,
         lambda catalog: catalog.add_key(
-            key_hash=hash_key(key), name=name, owner=owner or name, role=role
+            key_hash=hash_key(key),
+            name=name,
+            owner=owner or name,
+            role=role,
+            expires_at=now() + expires if expires is not None else None,
         ),
     )
     if as_json:
-        typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
+        made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
+        typer.echo(json.dumps({**made, "expires": _moment(row.expires_at)}))
     else:
         typer.echo(key)
 
@@ -196,12 +238,14 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
             "name": row.name,
             "owner": row.owner,
             "role": row.role,
-            "created": row.created_at.isoformat(timespec="seconds"),
-            "revoked": row.revoked_at.isoformat(timespec="seconds") if row.revoked_at else "",
+            "created": _moment(row.created_at),
+            "last used": _moment(row.last_used_at),
+            "expires": _moment(row.expires_at),
+            "revoked": _moment(row.revoked_at),
         }
         for row in _with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
-    columns = ["id", "name", "owner", "role", "created", "revoked"]
+    columns = ["id", "name", "owner", "role", "created", "last used", "expires", "revoked"]
     _show(rows, columns, as_json=as_json)
 
 
@@ -213,6 +257,27 @@ def revoke_key(
     """Revoke a key. A running server refuses it within ten seconds."""
     if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
         _fail(f"there is no key {key_id} that is not revoked already")
+
+
+@catalog_app.command("rebuild")
+def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> None:
+    """List runs and checkpoints again whose catalog was lost, from what is in the object store.
+
+    What the catalog knows stays as it is. Keys, public checkpoints and metadata of runs are not in
+    the object store.
+    """
+    settings = _settings(state_dir=state_dir)
+    try:
+        objects = Objects(open_store(settings.checkpoint_url))
+        rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
+    except (WireError, BaseError) as error:
+        _fail(f"{settings.checkpoint_url}: {error}")
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(rebuilt)))
+        return
+    typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
+    for sentence in rebuilt.damaged:
+        typer.echo(f"damaged: {sentence}")
 
 
 def _ask(method: str, base_url: str, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON

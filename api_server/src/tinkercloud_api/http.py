@@ -1,9 +1,19 @@
 """What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, MutableMapping
+import io
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    MutableMapping,
+)
 from typing import Any
 
 import orjson
+import zstandard
 
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, WireError
 from tinkercloud_protocol.futures import JSON
@@ -74,6 +84,36 @@ class HotRequest:
                 yield chunk
             if not message.get("more_body"):
                 return
+
+
+async def beginning_of(chunks: AsyncIterator[bytes], size: int) -> bytes:
+    """Read at least so many bytes, or all there are."""
+    beginning = b""
+    async for chunk in chunks:
+        beginning += chunk
+        if len(beginning) >= size:
+            break
+    return beginning
+
+
+def decompressed_beginning(beginning: bytes, size: int) -> bytes:
+    """Return the first bytes of what a zstd stream that begins so holds.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(beginning)) as reader:
+            return reader.read(size)
+    except zstandard.ZstdError as error:
+        raise InvalidRequest(f"body is not valid zstd: {error}") from None
+
+
+async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield what was read already, and the rest."""
+    yield first
+    async for chunk in rest:
+        yield chunk
 
 
 _MAX_DISCARDED_BYTES = 256 << 20

@@ -44,6 +44,13 @@ class Objects:
             listed = await obstore.list_with_delimiter_async(self._store, prefix)
             return [found.rstrip("/").rpartition("/")[2] for found in listed["common_prefixes"]]
 
+    async def has_any(self, prefix: str) -> bool:
+        """Return whether there is an object in a folder, whose prefix ends with a slash."""
+        with _an_answer():
+            async for batch in obstore.list(self._store, prefix, chunk_size=1):
+                return bool(batch)
+        return False
+
     async def delete(self, key: str) -> None:
         """Delete an object. One that is missing is fine."""
         with _an_answer(), suppress(*_MISSING):

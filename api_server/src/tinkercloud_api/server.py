@@ -13,17 +13,23 @@ from types import FrameType
 
 import structlog
 import uvicorn
+from obstore.exceptions import BaseError
 
 from tinkercloud_api import state_folder
 from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.catalog_rebuild import has_checkpoints
+from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import resolve
+from tinkercloud_api.objects import Objects
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.local import LocalProvider
 from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.errors import WireError
 
 log = structlog.get_logger(__name__)
 
@@ -132,7 +138,14 @@ async def _introduce(settings: Settings, port: int) -> None:
     await migrate(engine)
     catalog = Catalog(engine)
     key = None
-    has_keys = settings.bootstrap_key is not None or bool(await catalog.keys())
+    await _warn_of_lost_catalog(settings, catalog)
+    keys = await catalog.keys()
+    has_keys = settings.bootstrap_key is not None or bool(keys)
+    if settings.bootstrap_key is None and keys and not any(each.is_valid(now()) for each in keys):
+        log.warning(
+            "all API keys are revoked or have expired: make another one",
+            command=_command(settings, "keys", "create", "NAME"),
+        )
     if settings.provider == "kubernetes":
         await catalog.close()
         if not has_keys:
@@ -145,6 +158,24 @@ async def _introduce(settings: Settings, port: int) -> None:
         )
     await catalog.close()
     sys.stderr.write(_welcome(settings, port, key) + "\n\n")
+
+
+async def _warn_of_lost_catalog(settings: Settings, catalog: Catalog) -> None:
+    """Say it if there are checkpoints that an empty catalog knows nothing of."""
+    try:
+        is_lost = await catalog.is_empty() and await has_checkpoints(
+            Objects(open_store(settings.checkpoint_url))
+        )
+    except (WireError, BaseError) as error:
+        log.warning("cannot tell whether there are checkpoints", error=str(error))
+        return
+    if is_lost:
+        log.warning(
+            "the catalog is empty and there are checkpoints: they load by path and are in no list,"
+            " until the catalog is rebuilt from them",
+            checkpoints=settings.checkpoint_url,
+            command=_command(settings, "catalog", "rebuild"),
+        )
 
 
 def _user_name() -> str:
@@ -162,7 +193,7 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     if key is not None:
         lines += ["An API key was made. It is shown this once and stored hashed:", ""]
     else:
-        lines += ["Another API key:", "", _key_command(settings), ""]
+        lines += ["Another API key:", "", _command(settings, "keys", "create", "NAME"), ""]
     lines += [
         f"export TINKER_BASE_URL={url}",
         f"export TINKER_API_KEY={key or 'tml-...'}",
@@ -179,10 +210,11 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     return "\n".join(lines)
 
 
-def _key_command(settings: Settings) -> str:
-    """Return a command that makes a key for this server, typed wherever."""
+def _command(settings: Settings, *arguments: str) -> str:
+    """Return a command about this server's catalog, typed wherever."""
     beside_python = Path(sys.executable).with_name("tinkercloud")
-    command = [str(beside_python) if beside_python.exists() else "tinkercloud", "keys", "create"]
+    program = str(beside_python) if beside_python.exists() else "tinkercloud"
     if settings.database_url is None:
-        return shlex.join([*command, "NAME", "--state-dir", str(settings.state_dir.absolute())])
-    return shlex.join([*command, "NAME"]) + "    # with this server's database_url"
+        state_dir = str(settings.state_dir.absolute())
+        return shlex.join([program, *arguments, "--state-dir", state_dir])
+    return shlex.join([program, *arguments]) + "    # with this server's database_url"

@@ -39,6 +39,11 @@ from tinkercloud_protocol.wire import sentences
 ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
 KEY_PREFIX = "tml-"
+_KEY_CHARACTERS = 22
+"""Of a configured key, behind the prefix: 128 random bits in base64. It is stored under a fast
+hash, which is safe for random keys only."""
+_KEY_DIFFERENT_CHARACTERS = 8
+"""Among them: fewer are no random key."""
 
 _POSTGRESQL, _SQLITE = "postgresql+asyncpg", "sqlite+aiosqlite"
 _OF_LIBPQ = {"sslmode": "ssl"}
@@ -114,13 +119,17 @@ class Settings(BaseSettings):
     """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://...; by
     default a folder in `state_dir`. Credentials come from the environment as usual for the store.
     """
+    max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
+    """Bytes that the checkpoints of one owner may have, all runs together; absent means no limit. A
+    save under a new name is refused once they have as many."""
     models: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )
     """Served models: the name SDK users ask for, and a local Hugging Face folder or the id of a
     model in the local Hugging Face cache."""
     bootstrap_key: SecretStr | None = None
-    """An API key (`tml-...`) to register at start, for scripts and charts."""
+    """An API key to register at start, for scripts and charts: `tml-` and at least 22 random
+    characters. Another one in its place revokes it; one that was revoked stays refused."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log: debug, info, warning or error."""
     log_format: Literal["console", "json"] = "console"
@@ -150,11 +159,8 @@ class Settings(BaseSettings):
     # Not of the fields alone: what is said of a field shows what came for it.
     @model_validator(mode="after")
     def _has_secrets_that_can_be_used(self) -> "Settings":
-        key = self.bootstrap_key
-        if key is not None and not key.get_secret_value().startswith(KEY_PREFIX):
-            raise ValueError(
-                f"bootstrap_key: must begin with {KEY_PREFIX!r}: the SDK refuses other keys"
-            )
+        if self.bootstrap_key is not None:
+            _check_key(self.bootstrap_key.get_secret_value())
         if self.database_url is not None:
             _check_database_url(self.database_url.get_secret_value())
         return self
@@ -204,6 +210,25 @@ class Settings(BaseSettings):
     def checkpoint_url(self) -> str:
         """URL of the checkpoints' object store."""
         return self.checkpoint_root or (self.state_dir.absolute() / "checkpoints").as_uri()
+
+
+def _check_key(key: str) -> None:
+    """Refuse a key that the SDK does not send or that can be guessed; it is not shown.
+
+    Raises:
+        ValueError: the message names the field, and says what to write.
+    """
+    if not key.startswith(KEY_PREFIX):
+        raise ValueError(
+            f"bootstrap_key: must begin with {KEY_PREFIX!r}: the SDK refuses other keys"
+        )
+    rest = key.removeprefix(KEY_PREFIX)
+    if len(rest) < _KEY_CHARACTERS or len(set(rest)) < _KEY_DIFFERENT_CHARACTERS:
+        raise ValueError(
+            f"bootstrap_key: has {len(rest)} characters behind {KEY_PREFIX!r}, {len(set(rest))} of"
+            f" them different; at least {_KEY_CHARACTERS} random ones are needed, as from"
+            f" `echo {KEY_PREFIX}$(openssl rand -hex 32)`"
+        )
 
 
 def _check_database_url(text: str) -> None:

@@ -6,6 +6,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.model_names import is_of, model_of
 from tinkercloud_api.providers.base import Placement, ServedModel, SessionProvider
 from tinkercloud_api.providers.choices import Choices, gathered
 from tinkercloud_api.router import Router
@@ -32,14 +33,12 @@ class TrainingRuns:
             NotFound: the session does not exist for this principal.
             InvalidRequest: the base model is not served, or the id was used for another run.
         """
-        self.served(request.base_model)
+        base_model = self.served(request.base_model).name
         spec = ModelSpec(
             owner=principal.owner, lora=request.lora_config, optimizer=request.optimizer_config
         )
         model_id = ModelId(request.session_id, request.model_seq_id)
-        return await self._begin(
-            model_id, request.base_model, spec, request.user_metadata, principal
-        )
+        return await self._begin(model_id, base_model, spec, request.user_metadata, principal)
 
     async def create_from_checkpoint(
         self, request: LoadWeightsRequest, principal: Principal
@@ -52,10 +51,11 @@ class TrainingRuns:
         """
         path = CheckpointPath.parse(request.path)
         manifest = await self.checkpoints.manifest(path, principal)
-        if request.base_model not in {None, manifest.base_model}:
+        asked_for = request.base_model
+        if asked_for is not None and not is_of(asked_for, manifest.base_model):
             raise InvalidRequest(
                 f"base_model: {path} was trained on {manifest.base_model!r}, it can't be loaded"
-                f" into {request.base_model!r}"
+                f" into {asked_for!r}"
             )
         if request.optimizer and request.optimizer_config not in {None, manifest.optimizer}:
             raise InvalidRequest(
@@ -132,16 +132,17 @@ class TrainingRuns:
         return session
 
     def served(self, name: str) -> ServedModel:
-        """Return a served base model.
+        """Return the served base model that a client's name for it means.
 
         Raises:
             InvalidRequest: it is not served; the message lists those that are.
         """
-        models = {model.name: model for model in self.provider.models()}
-        if name not in models:
-            offered = ", ".join(map(repr, models)) or "none"
+        models = self.provider.models()
+        model = model_of(name, models)
+        if model is None:
+            offered = ", ".join(repr(each.name) for each in models) or "none"
             raise InvalidRequest(f"base_model {name!r} is not served here; served are: {offered}")
-        return models[name]
+        return model
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """Mark a session as over and free what it holds. Repeating it is fine."""

@@ -138,6 +138,8 @@ class CheckpointInfo(Answer):
     public: bool
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    damage: str | None = None
+    """Why it can't be read, if it can't. The SDK does not know this field."""
 
 
 class CheckpointList(Answer):
@@ -176,3 +178,6 @@ class ApiKeyInfo(Answer):
     name: str
     note: str
     details: dict[str, Any]
+    expires_at: datetime | None = None
+    last_used_at: datetime | None = None
+    """Before this request, to within a minute."""

@@ -25,18 +25,25 @@ or the new one, never a mixture, wherever the writer dies.
 It goes on to exist after the run was resumed, until the run is suspended again or deleted; its
 generation keeps it from being used twice.
 
+Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself
+(`checksum`, over all its other keys): damage is noticed. Manifests from before that have none.
+
 Compatibility: readers ignore unknown keys; a change that an old reader would misread raises
 `format_version`, and readers refuse versions they don't know.
 """
 
+import hashlib
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict
+import orjson
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import MANIFEST_NAME, CheckpointPath, suspended_prefix
 from tinkercloud_protocol.training import OptimizerConfig
+from tinkercloud_protocol.wire import describe
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -47,6 +54,7 @@ GRADIENT = "gradient.safetensors"
 HEAD_STATE = "head.json"
 BODIES = "bodies.bin"
 
+_CHECKSUM = "checksum"
 _MAX_LINEAGE = 8
 
 
@@ -137,6 +145,51 @@ class SuspendedManifest(BaseModel):
 
     def __str__(self) -> str:
         return f"the suspended state of training run {self.run_id}"
+
+
+ManifestT = TypeVar("ManifestT", Manifest, SuspendedManifest)
+
+
+def encode_manifest(manifest: Manifest | SuspendedManifest) -> bytes:
+    """Return the file of a manifest, with a checksum of itself."""
+    fields = manifest.model_dump(mode="json")
+    return orjson.dumps({**fields, _CHECKSUM: _checksum(fields)}, option=orjson.OPT_INDENT_2)
+
+
+def decode_manifest(model: type[ManifestT], content: bytes, name: str) -> ManifestT:
+    """Read the file of a manifest.
+
+    Args:
+        model: which of the two it is.
+        content: of the file.
+        name: to call it by in messages.
+
+    Raises:
+        InvalidRequest: it is damaged, or was written by a newer release.
+    """
+    try:
+        fields = orjson.loads(content)
+        manifest = model.model_validate_json(content)
+    except ValidationError as error:
+        raise InvalidRequest(
+            f"{name} can't be read: its manifest is damaged or of a newer format"
+            f" ({describe(error)})"
+        ) from None
+    except ValueError:
+        raise InvalidRequest(
+            f"{name} can't be read: its manifest is damaged (it is not JSON)"
+        ) from None
+    checksum = fields.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(fields):
+        raise InvalidRequest(
+            f"{name} can't be read: its manifest is damaged (it differs from its checksum)"
+        )
+    return manifest
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    # Over all keys that a file has, also those that only a newer release knows.
+    return hashlib.sha256(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def suspended_key(run_id: str) -> str:

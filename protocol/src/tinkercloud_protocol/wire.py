@@ -4,6 +4,7 @@ Requests are read leniently in one sense only: unknown fields are ignored, becau
 fields every few weeks. Types are strict: a number in quotes is a mistake somebody should hear of.
 """
 
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -50,13 +51,24 @@ def _few_entries(entries: object) -> object:
     return entries
 
 
+def _as_text(value: object) -> object:
+    """Return a text as it is, and any other value as JSON: the SDK reads back texts only."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise ValueError("is nested too deeply: send a flatter value") from None
+
+
 UserMetadata = Annotated[
     dict[
         Annotated[str, StringConstraints(max_length=128)],
-        Annotated[str, StringConstraints(max_length=4096)],
+        Annotated[str, StringConstraints(max_length=4096), BeforeValidator(_as_text)],
     ],
     BeforeValidator(_few_entries),
 ]
+"""Values may be any JSON; one that is not a text is kept as its JSON text."""
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]
 """Seconds until a checkpoint expires: one hour to ten years, as the SDK documents."""
 

@@ -15,7 +15,11 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
     "a name that climbs": ("save_weights", {"path": ".."}, "not allowed"),
     "an empty name": ("save_weights", {"path": ""}, "path"),
     "a short life": ("save_weights", {"path": "x", "ttl_seconds": 5}, "ttl_seconds"),
-    "metadata of numbers": ("save_weights", {"path": "x", "user_metadata": {"a": 1}}, "user_meta"),
+    "metadata of long values": (
+        "save_weights",
+        {"path": "x", "user_metadata": {"a": [1] * 4096}},
+        "user_metadata.a",
+    ),
     "metadata of megabytes": (
         "save_weights",
         {"path": "x", "user_metadata": {"a": "x" * (2 << 20)}},

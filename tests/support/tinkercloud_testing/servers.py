@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
-API_KEY = "tml-the-first-owner"
+API_KEY = "tml-the-first-owner-of-this-server"
 
 TRAINERS: Mapping[str, Mapping[str, str]] = {
     "torch": {},

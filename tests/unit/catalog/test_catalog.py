@@ -1,23 +1,30 @@
 """The catalog: its migrations make its tables, and its statements may be repeated."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import alembic.autogenerate
 import alembic.command
 import pytest
+import structlog
 from alembic.migration import MigrationContext
+from pydantic import SecretStr
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from tinkercloud_api import auth
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.app import register_bootstrap_key
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
 from tinkercloud_api.catalog import database
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, Session, Table, TrainingRun
+from tinkercloud_api.catalog.tables import ApiKey, SamplingSession, Session, Table, TrainingRun
+from tinkercloud_api.settings import Settings
 from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
@@ -254,7 +261,7 @@ async def test_keys_are_stored_hashed_and_looked_up_by_hash(catalog: Catalog) ->
     key = new_key()
     await catalog.add_key(key_hash=hash_key(key), name="n", owner="me", role=Role.USER)
     await catalog.add_key(key_hash=hash_key(key), name="n", owner="me", role=Role.USER)
-    authenticator = Authenticator(catalog)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
 
     principal = await authenticator.principal(key)
 
@@ -267,12 +274,142 @@ async def test_keys_are_stored_hashed_and_looked_up_by_hash(catalog: Catalog) ->
             await authenticator.principal(wrong)
 
 
+async def add_key(catalog: Catalog, **changes: Any) -> str:
+    """Register a fresh key and return it."""
+    key = new_key()
+    fields = {"name": "n", "owner": "me", "role": Role.USER}
+    await catalog.add_key(key_hash=hash_key(key), **(fields | changes))
+    return key
+
+
+async def test_a_key_is_refused_once_it_has_expired_though_it_was_looked_up_before(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expires_at = datetime(2026, 1, 2, tzinfo=UTC)
+    key = await add_key(catalog, expires_at=expires_at)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
+    monkeypatch.setattr(auth, "now", lambda: expires_at - timedelta(seconds=1))
+    assert (await authenticator.principal(key)).expires_at == expires_at
+
+    monkeypatch.setattr(auth, "now", lambda: expires_at)
+
+    with pytest.raises(Unauthenticated, match="expired at 2026-01-02T00:00:00"):
+        await authenticator.principal(key)
+
+
+async def test_a_key_revoked_while_it_is_looked_up_is_refused_from_then_on(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await add_key(catalog)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
+    holder = await Authenticator(catalog, Activity(catalog).use_key).principal(key)
+    look_up = catalog.key
+
+    async def slow_key(key_hash: str) -> ApiKey | None:
+        row = await look_up(key_hash)
+        await authenticator.revoke(holder)
+        return row
+
+    monkeypatch.setattr(catalog, "key", slow_key)
+    for _ in range(2):
+        with pytest.raises(Unauthenticated, match="has been revoked"):
+            await authenticator.principal(key)
+
+
+async def test_the_last_use_of_a_key_is_written_with_the_next_housekeeping(
+    catalog: Catalog,
+) -> None:
+    key, other = await add_key(catalog), await add_key(catalog)
+    activity = Activity(catalog)
+    authenticator = Authenticator(catalog, activity.use_key)
+    principal = await authenticator.principal(key)
+    assert [row.last_used_at for row in await catalog.keys()] == [None, None]
+
+    await activity.write()
+
+    assert await catalog.last_use_of_key(principal.key_id) is not None
+    unused = await catalog.key(hash_key(other))
+    assert unused is not None
+    assert unused.last_used_at is None
+
+
+async def configure_key(catalog: Catalog, key: str, tmp_path: Path) -> list[Mapping[str, Any]]:
+    """Start with a bootstrap key; return what is logged."""
+    with structlog.testing.capture_logs() as logged:
+        settings = Settings(state_dir=tmp_path, bootstrap_key=SecretStr(key))
+        await register_bootstrap_key(catalog, settings)
+    return list(logged)
+
+
+async def is_accepted(catalog: Catalog, key: str) -> bool:
+    try:
+        await Authenticator(catalog, Activity(catalog).use_key).principal(key)
+    except Unauthenticated:
+        return False
+    return True
+
+
+async def test_a_bootstrap_key_ends_the_one_before_it_and_no_other_key(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    first, second, made = new_key(), new_key(), await add_key(catalog, role=Role.ADMIN)
+    assert await configure_key(catalog, first, tmp_path) == []
+    assert await configure_key(catalog, first, tmp_path) == []
+
+    (line,) = await configure_key(catalog, second, tmp_path)
+
+    assert "replaces an earlier one, which is revoked" in line["event"]
+    assert line["other_replicas_refuse_it_within_seconds"] == 10
+    assert not await is_accepted(catalog, first)
+    assert await is_accepted(catalog, second)
+    assert await is_accepted(catalog, made)
+
+
+async def test_a_replica_that_still_has_the_old_bootstrap_key_does_not_end_the_new_one(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    old, new = new_key(), new_key()
+    await configure_key(catalog, old, tmp_path)
+    await configure_key(catalog, new, tmp_path)
+
+    (line,) = await configure_key(catalog, old, tmp_path)
+
+    assert "stays refused: configure another one" in line["event"]
+    assert await is_accepted(catalog, new)
+    assert not await is_accepted(catalog, old)
+
+
+async def test_a_key_made_by_the_command_is_rotated_once_it_is_configured(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    made = await add_key(catalog, role=Role.ADMIN)
+    await configure_key(catalog, made, tmp_path)
+
+    await configure_key(catalog, new_key(), tmp_path)
+
+    assert not await is_accepted(catalog, made)
+
+
+async def test_a_bootstrap_key_of_an_earlier_release_is_rotated_too(
+    catalog: Catalog, database_url: str, tmp_path: Path
+) -> None:
+    old = await add_key(catalog, name="bootstrap", owner="bootstrap", role=Role.ADMIN)
+    engine = open_database(database_url)
+    await downgrade(engine, "0003")
+    await migrate(engine)
+    await engine.dispose()
+
+    await configure_key(catalog, new_key(), tmp_path)
+
+    assert not await is_accepted(catalog, old)
+
+
 async def test_what_belongs_to_others_does_not_exist_but_for_admins(catalog: Catalog) -> None:
     keys = {}
     for role in Role:
         keys[role] = new_key()
         await catalog.add_key(key_hash=hash_key(keys[role]), name="n", owner="me", role=role)
-    authenticator = Authenticator(catalog)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key)
     user = await authenticator.principal(keys[Role.USER])
     admin = await authenticator.principal(keys[Role.ADMIN])
 

@@ -18,9 +18,12 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
-from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
+from tinkercloud_api.checkpoints import Checkpoints, latest, open_store
+from tinkercloud_api.objects import Objects
 from tinkercloud_protocol.checkpoints import Manifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.servers import free_port
 
@@ -122,10 +125,11 @@ async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
     await world.checkpoints.expect(path("refused"), "me")
     refused.add(path("refused").manifest_key)
 
-    assert await world.names() == {"good"}
-    assert [info.tinker_path for info in await world.checkpoints.of_run("s:train:0")] == [
-        str(path("good"))
-    ]
+    assert await world.names() == {"good", "newer"}
+    assert {info.tinker_path for info in await world.checkpoints.of_run("s:train:0")} == {
+        str(path("good")),
+        str(path("newer")),
+    }
     await world.checkpoints.discover("s:train:0")
 
 
@@ -376,3 +380,157 @@ async def test_a_damaged_manifest_is_refused_with_a_reason(world: World) -> None
 
     with pytest.raises(InvalidRequest, match="newer format"):
         await world.checkpoints.manifest(path("newer"), ME)
+
+
+async def ask(world: World, name: str, status: int | None) -> None:
+    """Ask a head for a checkpoint that answers with this status."""
+
+    async def answer() -> int | None:
+        return status
+
+    await world.checkpoints.expect_unless_refused(path(name), "me", answer)
+
+
+async def waiting(world: World) -> set[str]:
+    """Return the names of the checkpoints whose manifests are still to be looked at."""
+    return {row.name for row in await world.catalog.unindexed_checkpoints(None)}
+
+
+async def test_a_save_that_the_head_refuses_at_once_leaves_nothing_to_look_at(world: World) -> None:
+    await world.save("kept")
+
+    for status in (400, 404, 410, 413, 429):
+        await ask(world, "refused", status)
+        await ask(world, "kept", status)
+    await ask(world, "taken", 200)
+    await ask(world, "unknown", 503)
+    await ask(world, "died", None)
+
+    assert await waiting(world) == {"taken", "unknown", "died"}
+    assert await world.names() == {"kept"}
+
+
+async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_accepted(
+    world: World,
+) -> None:
+    await ask(world, "before", 200)
+    await ask(world, "before", 400)
+
+    async def another_is_accepted_meanwhile() -> int:
+        await ask(world, "meanwhile", 200)
+        return 400
+
+    await world.checkpoints.expect_unless_refused(
+        path("meanwhile"), "me", another_is_accepted_meanwhile
+    )
+
+    assert await waiting(world) == {"before", "meanwhile"}
+    for name in ("before", "meanwhile"):
+        await world.put(a_manifest(path(name)))
+    assert await world.names() == {"before", "meanwhile"}
+
+
+async def test_of_thousands_of_saves_that_failed_in_their_turn_no_manifest_is_looked_for(
+    world: World, looked_at: list[str]
+) -> None:
+    for index in range(30):
+        await world.checkpoints.expect(path(f"failed-{index}"), "me")
+    await world.checkpoints.expect(path("saved"), "me")
+    await world.put(a_manifest(path("saved")))
+
+    assert await world.names() == {"saved"}
+
+    assert looked_at == [path("saved").manifest_key]
+    await world.age("failed-1", timedelta(hours=7))
+    await world.names()
+    assert "failed-1" not in await waiting(world)
+    assert len(await waiting(world)) == 29
+
+
+async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
+    world: World,
+) -> None:
+    await world.checkpoints.expect(path("a"), "admin")
+    await world.put(a_manifest(path("a"), owner="me"))
+    await world.checkpoints.page("admin", PAGE)
+
+    assert await world.names() == {"a"}
+    assert await world.checkpoints.page("admin", PAGE) == ([], 0)
+
+
+async def test_folders_of_checkpoints_that_were_deleted_are_gone(
+    world: World, tmp_path: Path
+) -> None:
+    await world.save("a")
+    await world.save("b")
+
+    await world.checkpoints.delete(path("a"), ME)
+    assert await world.names() == {"b"}
+    await world.checkpoints.delete(path("b"), ME)
+
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+async def test_a_checkpoint_that_can_not_be_read_is_listed_with_the_reason_until_it_is_deleted(
+    world: World,
+) -> None:
+    await world.save("older")
+    await world.save_of_a_newer_format("newer")
+    for _ in range(2):
+        infos = {info.checkpoint_id: info for info in await world.checkpoints.of_run("s:train:0")}
+        assert set(infos) == {"weights/older", "weights/newer"}
+        assert infos["weights/older"].damage is None
+        assert "damaged or of a newer format" in (infos["weights/newer"].damage or "")
+        best = latest(list(infos.values()), CheckpointKind.TRAINING)
+        assert best is not None
+        assert best.checkpoint_id == "weights/older"
+        await world.age("newer", timedelta(hours=7))
+    assert await waiting(world) == set()
+
+    with pytest.raises(NotFound):
+        await world.checkpoints.delete(path("newer"), Principal(2, "key", "you", Role.USER))
+    await world.checkpoints.delete(path("newer"), ME)
+
+    assert await world.names() == await world.files() == {"older"}
+
+
+async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
+    world: World,
+) -> None:
+    await world.save_of_a_newer_format("a")
+    await world.names()
+
+    await world.save("a")
+
+    (info,) = await world.checkpoints.of_run("s:train:0")
+    assert info.damage is None
+    assert info.time is not None
+
+
+async def test_a_catalog_that_was_lost_is_rebuilt_and_one_that_was_not_stays_as_it_is(
+    world: World,
+) -> None:
+    objects = Objects(world.store)
+    assert await rebuild(world.catalog, objects) == Rebuilt()
+    assert not await has_checkpoints(objects)
+    adapter = LoraConfig(rank=4)
+    for name, where in {"a": "s:train:0", "b": "s:train:1"}.items():
+        await world.put(a_manifest(path(name, where), lora=adapter, base_model="m"))
+    await obstore.put_async(world.store, path("bad").manifest_key, b"{}")
+    await obstore.put_async(world.store, "runs/else/weights/x/manifest.json", b"{}")
+    assert await world.catalog.is_empty()
+    assert await has_checkpoints(objects)
+
+    rebuilt = await rebuild(world.catalog, objects)
+    await world.checkpoints.set_ttl(path("a"), ME, 3600)
+    assert await rebuild(world.catalog, objects) == rebuilt
+
+    assert (rebuilt.runs, rebuilt.checkpoints, len(rebuilt.damaged)) == (2, 2, 2)
+    assert await world.names() == {"a", "b", "bad"}
+    (kept,) = [info for info in await world.checkpoints.of_run("s:train:0") if not info.damage]
+    assert kept.expires_at is not None
+    runs, total = await world.catalog.runs("me", PAGE)
+    assert total == 2
+    assert {(run.owner, run.base_model, run.spec["lora"]["rank"]) for run in runs} == {
+        ("me", "m", 4)
+    }

@@ -85,6 +85,32 @@ def test_all_that_an_image_is_built_from_is_sent_to_who_builds_it(path: Path) ->
     ] == []
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_an_image_installs_what_a_hash_names_and_its_base_may_be_named_by_digest(
+    path: Path,
+) -> None:
+    text = path.read_text().replace("\\\n", " ")
+    installs = [
+        line for line in re.split(r"\n|&&", text) if re.search(r"\b(pip install|uv sync)\b", line)
+    ]
+
+    assert installs
+    for install in installs:
+        is_ours = "--no-deps ./protocol ./worker_image" in install
+        is_locked = "uv sync --frozen" in install
+        assert is_ours or is_locked or "--require-hashes" in install, install
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${BASE}", "${BASE}"]
+
+
+def test_the_installer_and_the_images_use_one_version_of_uv_whose_hashes_are_known() -> None:
+    wanted = (ROOT / "tools" / "uv-requirements.txt").read_text()
+
+    assert len(re.findall(r"^uv==[0-9.]+ ", wanted, re.MULTILINE)) == 1
+    assert len(re.findall(r"^    --hash=sha256:[0-9a-f]{64}", wanted, re.MULTILINE)) > 1
+    for path in [*DOCKERFILES, ROOT / "tools" / "install.sh"]:
+        assert "tools/uv-requirements.txt" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [

@@ -108,7 +108,7 @@ def test_the_key_that_the_chart_makes_is_random_and_one_the_sdk_accepts() -> Non
 
 
 FROM_SECRETS = {
-    "TINKERCLOUD_BOOTSTRAP_KEY": "tml-from-elsewhere",
+    "TINKERCLOUD_BOOTSTRAP_KEY": "tml-a-random-key-from-elsewhere",
     "TINKERCLOUD_DATABASE_URL": "postgresql+asyncpg://u:p@postgres/tinkercloud",
 }
 

@@ -1,6 +1,7 @@
 """Checkpoints in a folder and in S3: whole or absent, wherever the writer dies."""
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -9,16 +10,17 @@ from typing import Any
 
 import boto3
 import obstore
+import orjson
 import pytest
 from moto.server import ThreadedMotoServer
 from obstore.exceptions import GenericError
-from obstore.store import ObjectStore
+from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_worker.checkpoints import parts
+from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 
@@ -102,6 +104,28 @@ async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
     assert sorted(listed) == sorted([PATH.manifest_key, *[f"{PATH.prefix}/{name}" for name in NEW]])
 
 
+@pytest.mark.parametrize("scheme", ["s3", "az", "gs"])
+async def test_a_store_without_an_endpoint_of_its_own_is_opened_for_https_alone(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "us-east-1",
+        "AZURE_STORAGE_ACCOUNT_NAME": "x",
+        "AZURE_STORAGE_ACCOUNT_KEY": "eA==",
+        "GOOGLE_SKIP_SIGNATURE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    objects = open_store(f"{scheme}://bucket/root")
+    assert not isinstance(objects, LocalStore | MemoryStore)
+
+    assert objects.client_options is not None
+    assert str(objects.client_options["allow_http"]).lower() == "false"
+
+
 class Death(Exception):
     """Stands for the end of the process."""
 
@@ -114,7 +138,7 @@ class DyingObstore:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(obstore, name)
-        if name not in {"put_async", "delete_async"}:
+        if name not in {"put_async", "rename_async", "delete_async"}:
             return function
 
         async def write(*arguments: object, **keywords: object) -> object:
@@ -131,7 +155,9 @@ async def write_until_death(
 ) -> bool:
     """Write the new checkpoint, dying after so many writes; return whether it got through."""
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "obstore", DyingObstore(writes))
+        dying = DyingObstore(writes)
+        patch.setattr(store_module, "obstore", dying)
+        patch.setattr(durable, "obstore", dying)
         try:
             await CheckpointStore(objects).write(a_manifest("new"), NEW, overwrite=overwrite)
         except Death:
@@ -183,6 +209,102 @@ async def test_an_overwriter_that_dies_leaves_the_old_checkpoint_or_the_new_one(
             break
     assert seen == sorted(seen)
     assert set(seen) == {False, True}
+
+
+async def recorded(
+    store: CheckpointStore, root: Path, monkeypatch: pytest.MonkeyPatch, *, overwrite: bool
+) -> list[tuple[str, str]]:
+    """Write the new checkpoint; return which names were renamed and synchronized, in order."""
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, obstore.rename_async
+
+    def recording_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append(("fsync", str(path.relative_to(root))))
+
+    async def recording_rename(objects: ObjectStore, old: str, new: str, **options: Any) -> None:
+        await rename(objects, old, new, **options)
+        done.append(("rename", new))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", recording_fsync)
+        patch.setattr(obstore, "rename_async", recording_rename)
+        await store.write(a_manifest("new"), NEW, overwrite=overwrite)
+    return done
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_a_checkpoint_in_a_folder_is_on_the_disk_before_its_manifest_and_that_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    store = CheckpointStore(open_store(tmp_path.as_uri()))
+    if overwrite:
+        await store.write(a_manifest("old"), OLD, overwrite=False)
+
+    done = await recorded(store, tmp_path, monkeypatch, overwrite=overwrite)
+
+    folder, manifest = PATH.prefix, PATH.manifest_key
+    switches = [index for index, each in enumerate(done) if each == ("rename", manifest)]
+    assert len(switches) == (2 if overwrite else 1)
+    folders = {".", *(str(parent) for parent in Path(manifest).parents)}
+    start = 0
+    for index in switches:
+        before, after = done[start:index], done[index:]
+        synchronized = {name for what, name in before if what == "fsync"}
+        assert folders <= synchronized
+        for name in NEW:
+            assert any(Path(each).name == name for each in synchronized), before
+        # The manifest's bytes are there before it takes its name, and the name before the answer.
+        assert any(name.startswith(f"{manifest}.") for name in synchronized)
+        assert ("fsync", folder) in after
+        start = index + 1
+
+
+async def test_a_manifest_that_changed_on_the_disk_is_noticed(objects: ObjectStore) -> None:
+    store = CheckpointStore(objects)
+    await store.write(a_manifest(), OLD, overwrite=False)
+    content = bytes(await (await obstore.get_async(objects, PATH.manifest_key)).bytes_async())
+    assert b'"step": 1' in content
+
+    await obstore.put_async(objects, PATH.manifest_key, content.replace(b'"step": 1', b'"step": 4'))
+    with pytest.raises(InvalidRequest, match=r"is damaged \(it differs from its checksum"):
+        await store.find(PATH)
+    await obstore.put_async(objects, PATH.manifest_key, b"")
+    with pytest.raises(InvalidRequest, match=r"is damaged \(it is not JSON"):
+        await store.find(PATH)
+
+
+async def test_a_manifest_of_an_earlier_or_a_later_release_is_read(objects: ObjectStore) -> None:
+    store = CheckpointStore(objects)
+    written = await store.write(a_manifest(), OLD, overwrite=False)
+    content = bytes(await (await obstore.get_async(objects, PATH.manifest_key)).bytes_async())
+    fields = orjson.loads(content)
+    fields.pop("checksum")
+
+    await obstore.put_async(objects, PATH.manifest_key, orjson.dumps(fields))
+    assert await store.find(PATH) == written
+    later = orjson.dumps({"new_key": 1, **fields}, option=orjson.OPT_SORT_KEYS)
+    checksum = hashlib.sha256(later).hexdigest()
+    await obstore.put_async(
+        objects, PATH.manifest_key, orjson.dumps({"new_key": 1, **fields, "checksum": checksum})
+    )
+    assert await store.find(PATH) == written
+
+
+async def test_what_is_wrong_with_a_manifest_is_told_without_addresses_of_a_library(
+    objects: ObjectStore,
+) -> None:
+    await obstore.put_async(objects, PATH.manifest_key, b'{"step": "many"}')
+
+    with pytest.raises(InvalidRequest) as refused:
+        await CheckpointStore(objects).find(PATH)
+
+    assert "tinker_path: Field required" in refused.value.message
+    assert "http" not in refused.value.message
+    with pytest.raises(ValueError, match=r"header is not one of tensors: a\.dtype") as unread:
+        tensor_file.decode(b"\x0a\0\0\0\0\0\0\0" + b'{"a":{}  }')
+    assert "http" not in str(unread.value)
 
 
 @pytest.mark.parametrize("damaged", [b"bad a", b"old", b"old a and more"])

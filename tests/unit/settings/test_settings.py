@@ -258,12 +258,25 @@ def test_a_fault_of_several_settings_is_told_in_its_own_words_and_shows_no_secre
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_PROVIDER", "kubernetes")
-    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush")
+    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush-this-is-the-secret-key")
 
     message = refusal()
 
     assert message.startswith("error: settings: checkpoint_root: required with provider=kubernetes")
     assert "hush" not in message
+
+
+@pytest.mark.parametrize("weak", ["x", "random-8fK2q", "abab" * 16])
+def test_a_key_that_can_be_guessed_is_refused_with_what_to_write_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, weak: str
+) -> None:
+    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", f"tml-{weak}")
+
+    message = refusal()
+
+    assert message.startswith(f"error: settings: bootstrap_key: has {len(weak)} characters behind")
+    assert "`echo tml-$(openssl rand -hex 32)`" in message
+    assert f"tml-{weak}" not in message
 
 
 def test_a_key_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +326,7 @@ def test_a_fault_of_a_table_names_the_setting_as_where_the_others_are_set(
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush")
+    monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush-this-is-the-secret-key")
     monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:hush@h/d")
 
     assert "hush" not in repr(load_settings())

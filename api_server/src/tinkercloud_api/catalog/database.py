@@ -69,7 +69,8 @@ def _configure_sqlite(connection: DBAPIConnection, _record: ConnectionPoolEntry)
     # Readers and one writer at a time, each waiting for the other rather than failing.
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA busy_timeout=10000")
-    cursor.execute("PRAGMA synchronous=NORMAL")
+    # A key that was shown and a checkpoint that was acknowledged survive a loss of power.
+    cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
 

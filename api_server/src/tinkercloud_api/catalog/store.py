@@ -22,6 +22,7 @@ from tinkercloud_api.catalog.tables import (
 from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.paths import CheckpointPath
 
+_MAX_DAMAGE_CHARACTERS = 1000
 _MAX_SWEPT = 100
 """Runs that one round of housekeeping sweeps up."""
 
@@ -36,15 +37,48 @@ class Catalog(Statements):
 
     # Keys
 
-    async def add_key(self, *, key_hash: str, name: str, owner: str, role: str) -> ApiKey:
+    async def add_key(
+        self,
+        *,
+        key_hash: str,
+        name: str,
+        owner: str,
+        role: str,
+        expires_at: datetime | None = None,
+    ) -> ApiKey:
         """Register a key; one that is registered already is returned as it is."""
         return await self._insert(
-            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role),
+            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role, expires_at=expires_at),
             select(ApiKey).where(ApiKey.key_hash == key_hash),
         )
 
+    async def add_bootstrap_key(
+        self, *, key_hash: str, name: str, owner: str, role: str
+    ) -> tuple[ApiKey, Sequence[int]]:
+        """Register the key of the settings, and revoke those that came from there before.
+
+        One that has been revoked stays so, and revokes nothing.
+
+        Returns:
+            The key, and the ids of the keys it has replaced.
+        """
+        row = await self._insert(
+            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role, is_bootstrap=True),
+            select(ApiKey).where(ApiKey.key_hash == key_hash),
+        )
+        if not row.is_valid(now()):
+            return row, []
+        # One that was made by `keys create` before it was configured is rotated like the others.
+        configured = update(ApiKey).where(ApiKey.id == row.id).values(is_bootstrap=True)
+        is_replaced = and_(ApiKey.is_bootstrap, ApiKey.id != row.id, ApiKey.revoked_at.is_(None))
+        replaced = update(ApiKey).where(is_replaced).values(revoked_at=now())
+        async with self._writing() as session:
+            await session.execute(configured)
+            found = await session.scalars(replaced.returning(ApiKey.id))
+            return row, sorted(found.all())
+
     async def key(self, key_hash: str) -> ApiKey | None:
-        """Return a key that has not been revoked."""
+        """Return a key that has not been revoked; it may have expired."""
         query = select(ApiKey).where(ApiKey.key_hash == key_hash, ApiKey.revoked_at.is_(None))
         return await self._one(query)
 
@@ -59,6 +93,21 @@ class Catalog(Statements):
             .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
             .values(revoked_at=now())
         )
+
+    async def last_use_of_key(self, key_id: int) -> datetime | None:
+        """Return when a key was last used, as far as that has been recorded."""
+        row = await self._one(select(ApiKey).where(ApiKey.id == key_id))
+        return row.last_used_at if row is not None else None
+
+    async def touch_keys(self, moments: dict[int, datetime]) -> None:
+        """Record when keys were last used."""
+        async with self._writing() as connection:
+            # All replicas lock rows in one order, or two could wait for each other.
+            for key_id, moment in sorted(moments.items()):
+                is_later = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at < moment)
+                await connection.execute(
+                    update(ApiKey).where(ApiKey.id == key_id, is_later).values(last_used_at=moment)
+                )
 
     # Sessions
 
@@ -209,6 +258,12 @@ class Catalog(Statements):
             update(TrainingRun).where(TrainingRun.id == run_id).values(is_swept=True)
         )
 
+    async def is_empty(self) -> bool:
+        """Whether there are neither runs nor checkpoints."""
+        async with self._reading() as session:
+            runs = await session.scalar(select(TrainingRun.id).limit(1))
+            return runs is None and await session.scalar(select(Checkpoint.name).limit(1)) is None
+
     # Sampling sessions
 
     async def add_sampler(self, sampler: SamplingSession) -> SamplingSession:
@@ -222,16 +277,46 @@ class Catalog(Statements):
 
     # Checkpoints
 
-    async def expect_checkpoint(self, path: CheckpointPath, owner: str) -> None:
-        """Record that a checkpoint was asked for: its manifest must be looked at."""
-        row = await self._insert(
-            Checkpoint(run_id=path.run_id, kind=str(path.kind), name=path.name, owner=owner),
-            select(Checkpoint).where(_is(path)),
+    async def expect_checkpoint(self, path: CheckpointPath, owner: str) -> datetime | None:
+        """Record that a checkpoint was asked for: its manifest must be looked at.
+
+        Returns:
+            The moment that is recorded, with which `withdraw_checkpoint` undoes this; None if
+            the checkpoint was asked for before, and is still waited for.
+        """
+        asked_at = now()
+        new = Checkpoint(
+            run_id=path.run_id, kind=str(path.kind), name=path.name, owner=owner, asked_at=asked_at
         )
-        if row.is_indexed:
-            await self._change(
-                update(Checkpoint).where(_is(path)).values(is_indexed=False, asked_at=now())
-            )
+        row = await self._insert(new, select(Checkpoint).where(_is(path)))
+        if row is new:
+            return asked_at
+        # Also of one that is waited for: whoever asked before must not withdraw it now.
+        await self._change(
+            update(Checkpoint).where(_is(path)).values(is_indexed=False, asked_at=asked_at)
+        )
+        return asked_at if row.is_indexed else None
+
+    async def withdraw_checkpoint(self, path: CheckpointPath, asked_at: datetime) -> None:
+        """Undo `expect_checkpoint`, unless somebody has asked for the checkpoint since."""
+        is_asked_for = and_(
+            _is(path), Checkpoint.asked_at == asked_at, Checkpoint.is_indexed.is_(False)
+        )
+        is_new = Checkpoint.created_at.is_(None)
+        async with self._writing() as session:
+            await session.execute(delete(Checkpoint).where(is_asked_for, is_new))
+            await session.execute(update(Checkpoint).where(is_asked_for).values(is_indexed=True))
+
+    async def size_of_checkpoints(self, owner: str) -> int:
+        """Return the bytes of an owner's checkpoints."""
+        query = select(func.sum(Checkpoint.size_bytes)).where(Checkpoint.owner == owner)
+        async with self._reading() as session:
+            return await session.scalar(query) or 0
+
+    async def largest_checkpoints(self, owner: str, count: int) -> Sequence[Checkpoint]:
+        """Return an owner's largest checkpoints, the largest first."""
+        query = select(Checkpoint).where(Checkpoint.owner == owner, _is_listed())
+        return await self._all(query.order_by(Checkpoint.size_bytes.desc()).limit(count))
 
     async def index_checkpoint(self, manifest: Manifest) -> None:
         """Record what a manifest says, of a checkpoint that nobody may have asked for."""
@@ -250,13 +335,23 @@ class Catalog(Statements):
                 update(Checkpoint)
                 .where(_is(path), is_another)
                 .values(
+                    owner=manifest.owner,
                     created_at=manifest.created_at,
                     size_bytes=manifest.size_bytes,
                     user_metadata=manifest.user_metadata,
                     expires_at=manifest.expires_at,
                 )
             )
-            await session.execute(update(Checkpoint).where(_is(path)).values(is_indexed=True))
+            known = update(Checkpoint).where(_is(path)).values(is_indexed=True, damage=None)
+            await session.execute(known)
+
+    async def mark_damaged(self, path: CheckpointPath, damage: str, *, is_indexed: bool) -> None:
+        """Record why the manifest of a checkpoint can't be read, and whether to look again."""
+        await self._change(
+            update(Checkpoint)
+            .where(_is(path))
+            .values(damage=damage[:_MAX_DAMAGE_CHARACTERS], is_indexed=is_indexed)
+        )
 
     async def unindexed_checkpoints(self, owner: str | None) -> Sequence[Checkpoint]:
         """Return the checkpoints whose manifests must be looked at; owner None: everybody's."""
@@ -271,21 +366,25 @@ class Catalog(Statements):
         return await self._all(query.where(Checkpoint.run_id.in_(run_ids)))
 
     async def checkpoint(self, path: CheckpointPath) -> Checkpoint | None:
-        """Return a checkpoint that exists."""
-        query = select(Checkpoint).where(_is(path)).where(Checkpoint.created_at.is_not(None))
+        """Return a checkpoint that exists, damaged or not."""
+        query = select(Checkpoint).where(_is(path), _exists())
         return await self._one(query)
+
+    async def is_known(self, path: CheckpointPath) -> bool:
+        """Whether a checkpoint exists, or was asked for."""
+        return await self._one(select(Checkpoint).where(_is(path))) is not None
 
     async def checkpoints_of_runs(self, run_ids: Sequence[str]) -> Sequence[Checkpoint]:
         """Return the checkpoints of some runs, oldest first."""
         query = select(Checkpoint).where(Checkpoint.run_id.in_(run_ids), _is_listed())
-        return await self._all(query.order_by(Checkpoint.created_at, Checkpoint.name))
+        return await self._all(query.order_by(_time(), Checkpoint.name))
 
     async def checkpoints(self, owner: str | None, page: Page) -> tuple[Sequence[Checkpoint], int]:
         """Return checkpoints, newest first, and how many there are in all."""
         query = select(Checkpoint).where(_is_listed())
         if owner is not None:
             query = query.where(Checkpoint.owner == owner)
-        return await self._page(query.order_by(Checkpoint.created_at.desc()), page)
+        return await self._page(query.order_by(_time().desc()), page)
 
     async def set_expiry(self, path: CheckpointPath, expires_at: datetime | None) -> None:
         """Let a checkpoint in the index expire at a moment; None means never."""
@@ -316,7 +415,15 @@ async def _delete_runs(connection: AsyncSession, which: ColumnElement[bool]) -> 
 
 def _is_listed() -> ColumnElement[bool]:
     is_left = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now())
-    return and_(Checkpoint.created_at.is_not(None), is_left)
+    return and_(_exists(), is_left)
+
+
+def _exists() -> ColumnElement[bool]:
+    return or_(Checkpoint.created_at.is_not(None), Checkpoint.damage.is_not(None))
+
+
+def _time() -> ColumnElement[datetime]:
+    return func.coalesce(Checkpoint.created_at, Checkpoint.asked_at)
 
 
 def _is(path: CheckpointPath) -> ColumnElement[bool]:

@@ -87,6 +87,17 @@ class ApiKey(Table):
     role: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(default=now)
     revoked_at: Mapped[datetime | None]
+    expires_at: Mapped[datetime | None]
+    """None means never."""
+    last_used_at: Mapped[datetime | None]
+    """To within a minute; None if it was never used."""
+    is_bootstrap: Mapped[bool] = mapped_column(default=False)
+    """Whether it came from the setting `bootstrap_key`."""
+
+    def is_valid(self, moment: datetime) -> bool:
+        """Whether requests with it are accepted at a moment."""
+        is_expired = self.expires_at is not None and self.expires_at <= moment
+        return self.revoked_at is None and not is_expired
 
 
 class Session(Table):
@@ -168,3 +179,5 @@ class Checkpoint(Table):
     user_metadata: Mapped[dict[str, str] | None]
     expires_at: Mapped[datetime | None]
     is_public: Mapped[bool] = mapped_column(default=False)
+    damage: Mapped[str | None]
+    """Why the manifest can't be read; what follows from it is that of the one before, if any."""

@@ -5,7 +5,6 @@ goes to a head, the key is checked, and that what the request is about belongs t
 """
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any, TypeVar
 
 import orjson
 import structlog
-import zstandard
 from starlette.types import ASGIApp
 
 from tinkercloud_api.auth import Principal
@@ -26,6 +24,9 @@ from tinkercloud_api.http import (
     Send,
     answer,
     answer_error,
+    beginning_of,
+    chained,
+    decompressed_beginning,
     reading_to_the_end,
     refuse_encoding,
 )
@@ -80,10 +81,13 @@ class Call:
     """Who is asking, once that is known."""
     has_answered: bool = False
     """Whether any part of an answer has been sent."""
+    status: int | None = None
+    """Of the answer, once it has begun."""
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send a part of the answer (ASGI)."""
         self.has_answered = True
+        self.status = message.get("status", self.status)
         await self.raw_send(message)
 
     async def forward(
@@ -160,12 +164,13 @@ async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the head of its model."""
     refuse_encoding(call.request.headers, accepted=("zstd",))
     async with aclosing(call.request.chunks()) as chunks:
-        prefix = await _prefix(chunks)
+        prefix = await beginning_of(chunks, envelope.PREFIX_BYTES)
         encoding = call.request.headers.get("content-encoding", "identity")
-        plain = _decompressed_prefix(prefix) if encoding == "zstd" else prefix
+        is_plain = encoding != "zstd"
+        plain = prefix if is_plain else decompressed_beginning(prefix, envelope.PREFIX_BYTES)
         model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
         route = await _route_run(call, model_id)
-        await call.forward(route, model_id, _chain(prefix, chunks))
+        await call.forward(route, model_id, chained(prefix, chunks))
 
 
 async def ordered(call: Call, body: bytes) -> None:
@@ -181,7 +186,8 @@ async def save_weights(call: Call, body: bytes) -> None:
     request = await _read_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
-        await _expect(call, path)
+        await _forward_save(call, route, request, body, path)
+        return
     await call.forward(route, model_id, body)
 
 
@@ -192,8 +198,10 @@ async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     request = await _read_or_none(SaveWeightsForSamplerRequest, body)
     if request is not None and request.model_id == model_id:
         if request.path is not None:
-            await _expect(call, _path_or_none(model_id, CheckpointKind.SAMPLER, request.path))
-        elif request.sampling_session_seq_id is not None:
+            path = _path_or_none(model_id, CheckpointKind.SAMPLER, request.path)
+            await _forward_save(call, route, request, body, path)
+            return
+        if request.sampling_session_seq_id is not None:
             try:
                 await _expect_sampler(
                     call, ModelId.parse(model_id), request.sampling_session_seq_id
@@ -261,7 +269,9 @@ async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:
     await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
 
 
-def _place(request: RequestT) -> bytes:
+def _place(
+    request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
+) -> bytes:
     """Return a body that names a request's place in its model's order, and nothing else.
 
     A head that is older than refusals would do what it is told, whoever may ask for it: it is not
@@ -398,9 +408,29 @@ async def _held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadR
         raise Unavailable(why().reason) from None
 
 
-async def _expect(call: Call, path: CheckpointPath | None) -> None:
-    if path is not None:
-        await call.server.checkpoints.expect(path, call.principal.owner)
+async def _forward_save(
+    call: Call,
+    route: HeadRoute,
+    request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+    body: bytes,
+    path: CheckpointPath | None,
+) -> None:
+    """Forward a request to save a checkpoint at a path; None if the head is going to refuse it."""
+
+    async def forward() -> int | None:
+        await call.forward(route, request.model_id, body)
+        return call.status
+
+    if path is None:
+        await forward()
+        return
+    checkpoints, settings = call.server.checkpoints, call.server.settings
+    try:
+        await checkpoints.check_room(path, settings.max_checkpoint_bytes_per_owner)
+    except InvalidRequest as error:
+        await _forward_refused(call, _place(request), error)
+        return
+    await checkpoints.expect_unless_refused(path, call.principal.owner, forward)
 
 
 async def _expect_sampler(call: Call, model_id: ModelId, index: int) -> None:
@@ -447,30 +477,6 @@ async def _read_or_none(model: type[RequestT], body: bytes) -> RequestT | None:
         return await _read(model, body)
     except InvalidRequest:
         return None
-
-
-async def _prefix(chunks: AsyncIterator[bytes]) -> bytes:
-    """Read until the beginning of the body can be routed by."""
-    prefix = b""
-    async for chunk in chunks:
-        prefix += chunk
-        if len(prefix) >= envelope.PREFIX_BYTES:
-            break
-    return prefix
-
-
-def _decompressed_prefix(prefix: bytes) -> bytes:
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(prefix)) as reader:
-            return reader.read(envelope.PREFIX_BYTES)
-    except zstandard.ZstdError as error:
-        raise InvalidRequest(f"body is not valid zstd: {error}") from None
-
-
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for chunk in rest:
-        yield chunk
 
 
 HANDLERS: Mapping[str, Handler] = {

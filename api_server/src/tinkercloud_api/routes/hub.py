@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from tinkercloud_api.context import Server
+from tinkercloud_api.model_names import model_with_tokenizer
 from tinkercloud_api.providers.base import ServedModel
 
 router = APIRouter(prefix="/hf", tags=["tokenizers"])
@@ -45,8 +46,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _find(server: Server, repo: str) -> ServedModel | None:
-    models = server.provider.models()
-    model = next((model for model in models if repo in {model.name, model.tokenizer}), None)
+    model = model_with_tokenizer(repo, server.provider.models())
     is_served = server.settings.hf_mirror and model is not None and model.local_path is not None
     return model if is_served else None
 

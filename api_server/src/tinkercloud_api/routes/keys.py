@@ -9,16 +9,21 @@ router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
 
 
 @router.get("/apikey/me")
-async def show_key(caller: Caller) -> ApiKeyInfo:
+async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
     """Return what is known of the key that was sent."""
     details = {"org_details": {"name": "tinkercloud"}, "user_details": {"email": caller.owner}}
     return ApiKeyInfo(
-        key_id=caller.key_id, name=caller.key_name, note=str(caller.role), details=details
+        key_id=caller.key_id,
+        name=caller.key_name,
+        note=str(caller.role),
+        details=details,
+        expires_at=caller.expires_at,
+        last_used_at=await server.catalog.last_use_of_key(caller.key_id),
     )
 
 
 @router.delete("/apikey/me")
 async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
-    """Revoke the key that was sent."""
-    await server.catalog.revoke_key(caller.key_id)
+    """Revoke the key that was sent, here at once, at other replicas within ten seconds."""
+    await server.authenticator.revoke(caller)
     return {}

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
 from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.model_names import is_of
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.catalogue import (
@@ -116,13 +117,13 @@ async def create_sampling_session(
     if request.model_path is not None:
         path = CheckpointPath.parse(request.model_path)
         manifest = await server.checkpoints.manifest(path, caller)
-        if base_model not in {None, manifest.base_model}:
+        if base_model is not None and not is_of(base_model, manifest.base_model):
             raise InvalidRequest(
                 f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
             )
         base_model, saved_at = manifest.base_model, manifest.created_at
     assert base_model is not None  # noqa: S101 - the request model asks for one of the two
-    server.training_runs.served(base_model)
+    base_model = server.training_runs.served(base_model).name
     session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
     row = await server.router.begin_sampler(
         SamplingSession(

@@ -1,29 +1,35 @@
 """Writes and reads checkpoints, so that each one is whole or absent whenever the writer dies.
 
-The order of writes is explained in `protocol.checkpoints`. The store may be a local folder, S3,
+The order of writes is explained in `protocol.checkpoints`; what is written survives a loss of power
+before the next is begun (`durable`). The store may be a local folder, S3,
 Google Cloud Storage or Azure; they differ by URL only (obstore).
 """
 
 import asyncio
 import hashlib
+import os
 import uuid
 from collections.abc import Iterable, Mapping, Set
+from typing import Literal
 
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore, from_url
-from pydantic import ValidationError
 
 from tinkercloud_protocol.checkpoints import (
     Manifest,
     StoredFile,
     SuspendedManifest,
+    decode_manifest,
+    encode_manifest,
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
-from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size, parts
+from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
 
 
 def open_store(url: str) -> ObjectStore:
@@ -32,8 +38,8 @@ def open_store(url: str) -> ObjectStore:
     A local folder is made if it does not exist.
     """
     if url.startswith("file:"):
-        return from_url(url, mkdir=True)
-    return from_url(url, client_options={"allow_http": True})
+        return from_url(url, mkdir=True, automatic_cleanup=True)
+    return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
 class CheckpointStore:
@@ -52,13 +58,7 @@ class CheckpointStore:
             answer = await obstore.get_async(self._store, path.manifest_key)
         except FileNotFoundError:
             return None
-        content = bytes(await answer.bytes_async())
-        try:
-            return Manifest.model_validate_json(content)
-        except ValidationError as error:
-            raise InvalidRequest(
-                f"{path} can't be read: its manifest is damaged or of a newer format ({error})"
-            ) from None
+        return decode_manifest(Manifest, bytes(await answer.bytes_async()), str(path))
 
     async def read(
         self, path: CheckpointPath, names: Iterable[str] | None = None
@@ -125,15 +125,6 @@ class CheckpointStore:
             left.close()
         return content.data
 
-    async def _put(self, key: str, content: bytes) -> None:
-        await obstore.put_async(
-            self._store,
-            key,
-            content,
-            chunk_size=part_size(len(content)),
-            max_concurrency=IN_FLIGHT,
-        )
-
     async def write(
         self, manifest: Manifest, files: Mapping[str, bytes], *, overwrite: bool
     ) -> Manifest:
@@ -175,16 +166,16 @@ class CheckpointStore:
 
     async def _put_files(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
         await asyncio.gather(
-            *[self._put(manifest.key_of(name), content) for name, content in files.items()]
+            *[
+                durable.put(self._store, manifest.key_of(name), content)
+                for name, content in files.items()
+            ]
         )
 
-    async def _put_manifest(self, manifest: Manifest, mode: str) -> None:
-        content = manifest.model_dump_json(indent=2).encode()
-        key = manifest.path.manifest_key
+    async def _put_manifest(self, manifest: Manifest, mode: Literal["create", "overwrite"]) -> None:
+        content, key = encode_manifest(manifest), manifest.path.manifest_key
         try:
-            await obstore.put_async(
-                self._store, key, content, mode="create" if mode == "create" else "overwrite"
-            )
+            await durable.put_at_once(self._store, key, content, mode)
         except AlreadyExistsError:
             raise _exists(manifest.path) from None
 
@@ -199,26 +190,20 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         content = bytes(await answer.bytes_async())
-        try:
-            return SuspendedManifest.model_validate_json(content)
-        except ValidationError as error:
-            raise InvalidRequest(
-                f"the suspended state of training run {run_id} can't be read: its manifest is"
-                f" damaged or of a newer format ({error})"
-            ) from None
+        name = f"the suspended state of training run {run_id}"
+        return decode_manifest(SuspendedManifest, content, name)
 
     async def put_suspended(
         self, manifest: SuspendedManifest, name: str, content: bytes
     ) -> StoredFile:
         """Write one file of a suspended state, which does not exist before `commit_suspended`."""
-        await self._put(manifest.key_of(name), content)
+        await durable.put(self._store, manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
 
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
         """Make a suspended state exist, in place of the run's previous one."""
-        content = manifest.model_dump_json(indent=2).encode()
         key = suspended_key(manifest.run_id)
-        await obstore.put_async(self._store, key, content)
+        await durable.put_at_once(self._store, key, encode_manifest(manifest), "overwrite")
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tinkercloud_protocol.checkpoints import BODIES, HEAD_STATE, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import describe
 
 Hex = Annotated[str, Field(pattern=r"[0-9a-f]*")]
 
@@ -110,7 +111,9 @@ class SuspendedHead:
         try:
             self.state = HeadState.model_validate_json(bytes(files[HEAD_STATE]))
         except ValidationError as error:
-            raise InvalidRequest(f"{manifest}: {HEAD_STATE} is damaged ({error})") from None
+            raise InvalidRequest(
+                f"{manifest}: {HEAD_STATE} is damaged ({describe(error)})"
+            ) from None
 
     def body(self, span: Span) -> bytes:
         """Return the bytes a span stands for."""

@@ -16,9 +16,11 @@ from typing import Annotated, BinaryIO
 import numpy as np
 import orjson
 import torch
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+
+from tinkercloud_protocol.wire import describe
 
 _DTYPES = {
     torch.int64: "I64",
@@ -107,7 +109,10 @@ def decode(content: bytes | memoryview) -> dict[str, Tensor]:
     header = orjson.loads(content[_LENGTH_BYTES:start])
     if isinstance(header, dict):
         header.pop(_METADATA, None)
-    entries = _HEADER.validate_python(header)
+    try:
+        entries = _HEADER.validate_python(header)
+    except ValidationError as error:
+        raise ValueError(f"its header is not one of tensors: {describe(error)}") from None
     # Other ways warn of memory that is read-only.
     data = from_dlpack(np.frombuffer(content, np.uint8, offset=start))
     if data.data_ptr() % _ALIGNMENT:

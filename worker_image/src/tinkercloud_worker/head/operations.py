@@ -53,6 +53,7 @@ class Operations:
         self._samplers = samplers
         self._uploads: dict[str, asyncio.Task[Manifest]] = {}
         self._steps = 0
+        self._last_moment = datetime.min.replace(tzinfo=UTC)
         self._refused: str | None = "the model does not exist yet"
         self._gradient_lost: str | None = None
         """How the gradient was lost, until a request has been told."""
@@ -217,6 +218,18 @@ class Operations:
         """
         await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
 
+    def next_moment(self) -> datetime:
+        """Return the time of what is saved now, later than that of all the run has saved before.
+
+        The latest checkpoint is found by it, also after this machine's clock was set back.
+        """
+        self._last_moment = max(datetime.now(UTC), self._last_moment + timedelta(microseconds=1))
+        return self._last_moment
+
+    def continue_after(self, moment: datetime) -> None:
+        """Have what is saved from now on be later than a moment."""
+        self._last_moment = max(self._last_moment, moment)
+
     def miss_gradient(self, reason: str) -> None:
         """Tell the next request that builds on the gradient that it was lost, and how."""
         self._gradient_lost = reason
@@ -314,7 +327,7 @@ class Operations:
         user_metadata: dict[str, str] | None,
         step: int,
     ) -> Manifest:
-        now = datetime.now(UTC)
+        now, created_at = datetime.now(UTC), self.next_moment()
         return Manifest(
             tinker_path=str(path),
             owner=self._spec.owner,
@@ -322,7 +335,7 @@ class Operations:
             lora=self._spec.lora,
             optimizer=self._spec.optimizer,
             step=step,
-            created_at=now,
+            created_at=created_at,
             expires_at=now + timedelta(seconds=ttl_seconds) if ttl_seconds else None,
             user_metadata=user_metadata,
             files={},

@@ -12,7 +12,6 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import structlog
 
@@ -118,7 +117,7 @@ class Suspension:
             owner=model.spec.owner,
             base_model=config.model.name,
             lora=model.spec.lora,
-            created_at=datetime.now(UTC),
+            created_at=model.operations.next_moment(),
             data_prefix=uuid.uuid4().hex,
             files={},
         )
@@ -220,6 +219,7 @@ class Suspension:
             await self._restore_weights(model, manifest, head.state)
             await self._restore_samplers(model_id, manifest, head.state.samplers)
             model.lineage = manifest.lineage
+            model.operations.continue_after(manifest.created_at)
             accept()
             self._restore_order(model, head)
         except BaseException as error:

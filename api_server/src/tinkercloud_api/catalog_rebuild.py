@@ -1,0 +1,178 @@
+"""The catalog's rows of runs and checkpoints, made again from the manifests in the object store.
+
+For a catalog that was lost while the checkpoints were not. Manifests say whose a checkpoint is, of
+which base model and how it was trained; the runs, and the sessions they belong to, follow from
+that. What only the catalog knew is lost: keys, which checkpoints were public, expiries that were
+changed after saving, and metadata of runs and sessions.
+
+A run whose latest manifest is that of a suspended state resumes with its client's next request; if
+it had gone on since, that request's number tells. For any other run the answer is that it was lost,
+with the checkpoint to resume from: its generation names no head.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.objects import Objects
+from tinkercloud_protocol.checkpoints import (
+    Manifest,
+    SuspendedManifest,
+    decode_manifest,
+    suspended_key,
+)
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, run_prefix
+
+_RUNS = "runs/"
+_NO_HEAD = "lost-with-the-catalog"
+_UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What a rebuild has found in the object store."""
+
+    runs: int = 0
+    checkpoints: int = 0
+    damaged: list[str] = field(default_factory=list)
+    """What can't be read, and why, one sentence each."""
+
+
+async def rebuild(catalog: Catalog, objects: Objects) -> Rebuilt:
+    """Add to a catalog what it lacks of the runs and checkpoints in a store.
+
+    Rows that exist stay as they are, so it may be repeated, also beside a running server.
+
+    Raises:
+        Unavailable: the store or the database does not answer; repeating it continues.
+    """
+    rebuilt = Rebuilt()
+    for run_id in await objects.folders(_RUNS):
+        try:
+            model_id = ModelId.parse(run_id)
+        except InvalidRequest:
+            rebuilt.damaged.append(f"{_RUNS}{run_id} is not the folder of a training run")
+            continue
+        await _rebuild_run(model_id, catalog, objects, rebuilt)
+    return rebuilt
+
+
+async def has_checkpoints(objects: Objects) -> bool:
+    """Whether there is anything in a store that a catalog would have to know.
+
+    Raises:
+        Unavailable: the store does not answer.
+    """
+    return await objects.has_any(_RUNS)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """The checkpoints in a run's folder."""
+
+    manifests: list[Manifest] = field(default_factory=list)
+    damaged: dict[CheckpointPath, str] = field(default_factory=dict)
+    """Those that can't be read, and why."""
+    others: list[str] = field(default_factory=list)
+    """What is no checkpoint, one sentence each."""
+
+
+async def _saved(model_id: ModelId, objects: Objects) -> _Saved:
+    saved = _Saved()
+    for kind in CheckpointKind:
+        for name in await objects.folders(f"{run_prefix(str(model_id))}/{kind}/"):
+            try:
+                path = CheckpointPath(str(model_id), kind, name)
+            except InvalidRequest as error:
+                saved.others.append(error.message)
+                continue
+            content = await objects.read(path.manifest_key)
+            try:
+                if content is not None:
+                    saved.manifests.append(decode_manifest(Manifest, content, str(path)))
+            except InvalidRequest as error:
+                saved.damaged[path] = error.message
+    return saved
+
+
+async def _rebuild_run(
+    model_id: ModelId, catalog: Catalog, objects: Objects, rebuilt: Rebuilt
+) -> None:
+    saved = await _saved(model_id, objects)
+    rebuilt.damaged += [*saved.others, *saved.damaged.values()]
+    suspended = await _suspended(model_id, objects, rebuilt)
+    described: list[Manifest | SuspendedManifest] = [*saved.manifests]
+    if suspended is not None:
+        described.append(suspended)
+    if not described:
+        return
+    await _add_run(model_id, described, catalog)
+    for manifest in saved.manifests:
+        row = await catalog.checkpoint(manifest.path)
+        if row is None or row.damage is not None:
+            await catalog.index_checkpoint(manifest)
+    for path, damage in saved.damaged.items():
+        # Whose it is, the run's other manifests say.
+        await catalog.expect_checkpoint(path, described[0].owner)
+        await catalog.mark_damaged(path, damage, is_indexed=True)
+    rebuilt.runs += 1
+    rebuilt.checkpoints += len(saved.manifests)
+
+
+async def _suspended(
+    model_id: ModelId, objects: Objects, rebuilt: Rebuilt
+) -> SuspendedManifest | None:
+    content = await objects.read(suspended_key(str(model_id)))
+    if content is None:
+        return None
+    try:
+        name = f"the suspended state of training run {model_id}"
+        return decode_manifest(SuspendedManifest, content, name)
+    except InvalidRequest as error:
+        rebuilt.damaged.append(error.message)
+        return None
+
+
+async def _add_run(
+    model_id: ModelId, described: list[Manifest | SuspendedManifest], catalog: Catalog
+) -> None:
+    """Add the row of a run, and that of its session, as its manifests describe them."""
+    if await catalog.run(str(model_id)) is not None:
+        return
+    last = max(described, key=_moment)
+    begun, used = min(map(_moment, described)), _moment(last)
+    if await catalog.session(model_id.session_id) is None:
+        await catalog.add_session(
+            Session(
+                id=model_id.session_id,
+                owner=last.owner,
+                created_at=begun,
+                last_heartbeat_at=used,
+                sdk_version=_UNKNOWN,
+                tags=[],
+                user_metadata={},
+            )
+        )
+    spec = ModelSpec(owner=last.owner, lora=last.lora)
+    if isinstance(last, Manifest):
+        spec = spec.model_copy(update={"optimizer": last.optimizer})
+    await catalog.add_run(
+        TrainingRun(
+            id=str(model_id),
+            session_id=model_id.session_id,
+            owner=last.owner,
+            base_model=last.base_model,
+            spec=spec.model_dump(mode="json"),
+            created_at=begun,
+            last_request_at=used,
+            generation=last.generation if isinstance(last, SuspendedManifest) else _NO_HEAD,
+        )
+    )
+
+
+def _moment(manifest: Manifest | SuspendedManifest) -> datetime:
+    return manifest.created_at

@@ -1,0 +1,69 @@
+"""Objects that survive a loss of power once they are written.
+
+S3, Google Cloud Storage and Azure have stored an object when they answer. A local folder has it in
+the kernel's memory until it is synchronized, which obstore has no option for.
+"""
+
+import asyncio
+import os
+import uuid
+from pathlib import Path
+from typing import Literal
+
+import obstore
+from obstore.store import LocalStore, ObjectStore
+
+from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size
+
+
+async def put(store: ObjectStore, key: str, content: bytes) -> None:
+    """Write an object, large or small, in place of the one under this key."""
+    await obstore.put_async(
+        store, key, content, chunk_size=part_size(len(content)), max_concurrency=IN_FLIGHT
+    )
+    if isinstance(store, LocalStore):
+        await asyncio.to_thread(_synchronize, _root(store), key)
+
+
+async def put_at_once(
+    store: ObjectStore, key: str, content: bytes, mode: Literal["create", "overwrite"]
+) -> None:
+    """Write a small object such that readers see all of it or, whenever this process dies, nothing.
+
+    Raises:
+        AlreadyExistsError: there is one, and the mode is `create`.
+    """
+    if not isinstance(store, LocalStore):
+        await obstore.put_async(store, key, content, mode=mode)
+        return
+    # A file that is renamed before it is on the disk may be empty after a loss of power, and with
+    # it the one whose name it took.
+    staged = f"{key}.{uuid.uuid4().hex}"
+    await put(store, staged, content)
+    try:
+        await obstore.rename_async(store, staged, key, overwrite=mode == "overwrite")
+    except BaseException:
+        await obstore.delete_async(store, staged)
+        raise
+    await asyncio.to_thread(_synchronize, _root(store), key)
+
+
+def _root(store: LocalStore) -> Path:
+    return Path(store.prefix or "/")
+
+
+def _synchronize(root: Path, key: str) -> None:
+    path = root / key
+    _fsync(path)
+    # A folder that was made just now is itself an entry of the one above it.
+    while path != root:
+        path = path.parent
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
