@@ -68,7 +68,7 @@ class Limits(Part):
     max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Upper bound of a session's `trainer.maxBatchTokens`; absent means the shape's own."""
     max_sessions_per_owner: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Live sessions of one owner; absent means any number."""
+    """Live sessions of one owner; absent means any number. Further ones wait (`QuotaExceeded`)."""
 
 
 class SessionPolicy(Part):

@@ -70,7 +70,8 @@ class Reason(StrEnum):
     QUOTA_TOO_SMALL = "QuotaTooSmall"
     """The queue's or the namespace's quota could never hold it. Never fits."""
     QUOTA_EXCEEDED = "QuotaExceeded"
-    """The namespace's quota is used up by others. Busy: wait."""
+    """The namespace's quota is used up by others, or its owner has as many live sessions as its
+    BaseModel allows. Busy: wait."""
     QUEUED = "Queued"
     """Kueue has not admitted it yet. Busy: wait."""
     NO_QUEUE = "NoQueue"
@@ -118,7 +119,7 @@ class Reason(StrEnum):
     LIFETIME_EXCEEDED = "LifetimeExceeded"
     """It existed for as long as `spec.maxLifetimeSeconds` says."""
     FINISHED = "Finished"
-    """It is over, and is deleted after `spec.ttlSecondsAfterFinished`."""
+    """It is over, and is deleted after `spec.ttlSecondsAfterFinished` unless it was declared."""
     TERMINATING = "Terminating"
     """It is being deleted."""
     APPLY_FAILED = "ApplyFailed"

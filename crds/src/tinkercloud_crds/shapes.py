@@ -386,4 +386,5 @@ class Idle(Part):
     """How long nobody may use it."""
     action: Literal["Suspend", "Delete"] = "Suspend"
     """Suspend: its state is saved, its pods go, and the next request brings it back. Delete: a
-    last checkpoint is made and the session is deleted."""
+    last checkpoint is made and the session is deleted; one that was declared is Finished and
+    stays."""

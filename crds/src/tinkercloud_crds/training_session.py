@@ -151,7 +151,8 @@ class TrainingSessionSpec(Part):
     max_lifetime_seconds: Seconds | None = None
     """After this long it ends: last checkpoint, then as ttlSecondsAfterFinished says."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] = 3600
-    """How long it is kept to look at once it has ended."""
+    """How long it is kept to look at once it has ended. One that was declared, not made by the
+    API server, is never deleted: it stays Finished."""
 
 
 class Workers(Part):

@@ -1,11 +1,12 @@
 """Whether a session is to have pods now, and when that can change: pure.
 
 A session that nobody uses is suspended or deleted (`spec.idle`), one that is too old ends
-(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. All of it follows
-from timestamps in the object, so a restarted operator decides the same.
+(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. A declared session is
+never deleted, since whoever declares it would make it again: it is finished, and kept. All of it
+follows from timestamps in the object, so a restarted operator decides the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
@@ -22,6 +23,9 @@ _ON_ITS_WAY = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADI
 _UNTOLD = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
 """For how long a session in use may not be said to be: the API server's replicas let some seconds
 more go by, and a write of theirs may fail."""
+_ABANDONED = timedelta(minutes=10)
+"""After this long without a request, the client of a session that never ran is taken for gone: one
+that waits asks again every minute. If it returns after all, another session is made for it."""
 
 
 class Wanted(StrEnum):
@@ -58,6 +62,20 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
         return _after_the_end(observed, finished)
+    abandoned_at = _abandoned_at(observed)
+    if abandoned_at is None:
+        return _before_the_end(observed, idle, max_lifetime_seconds)
+    if observed.now >= abandoned_at:
+        message = "its client stopped asking for it before it ran"
+        return Decision(Wanted.DELETED, Reason.IDLE, message)
+    decision = _before_the_end(observed, idle, max_lifetime_seconds)
+    changes_at = min(abandoned_at, decision.changes_at or abandoned_at)
+    return replace(decision, changes_at=changes_at)
+
+
+def _before_the_end(
+    observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None
+) -> Decision:
     expiry = _after(observed.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
         return Decision(
@@ -101,7 +119,8 @@ def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision
     if observed.now >= idle_at:
         message = f"unused for {idle.timeout_seconds} s"
         if idle.action == "Delete":
-            return Decision(Wanted.DELETED, Reason.IDLE, message)
+            end = Wanted.FINISHED if observed.is_declared else Wanted.DELETED
+            return Decision(end, Reason.IDLE, message)
         return Decision(
             Wanted.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
         )
@@ -145,6 +164,16 @@ def _reached(observed: Observed, kind: ConditionType) -> datetime | None:
     return parse_time(condition.last_transition_time)
 
 
+def _abandoned_at(observed: Observed) -> datetime | None:
+    """Return when the client of a session that never ran is taken for gone, if it has one."""
+    head, has_run = observed.head, observed.status.incarnation is not None
+    if observed.is_declared or observed.spec.suspend or has_run:
+        return None
+    if head is not None and head.is_started:
+        return None
+    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED
+
+
 def _is_queued(observed: Observed) -> bool:
     """Whether, by the last status, Kueue has not let it in: it holds nothing and can't be used."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
@@ -173,6 +202,8 @@ def _owner_suspended_it(observed: Observed) -> bool:
 
 
 def _after_the_end(observed: Observed, finished: datetime) -> Decision:
+    if observed.is_declared:
+        return Decision(Wanted.FINISHED, Reason.FINISHED, "over; delete it to start it again")
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
         return Decision(Wanted.DELETED, Reason.FINISHED, "kept as long as it was to be")

@@ -83,6 +83,8 @@ class Observed:
     deleted: datetime | None
     """When its deletion was asked for."""
     has_finalizer: bool
+    is_declared: bool
+    """Whether a person or a GitOps tool made it, rather than the API server for a client."""
     spec: TrainingSessionSpec
     status: TrainingSessionStatus
     last_activity: datetime | None

@@ -166,10 +166,11 @@ def resolve(
         *_unlike_trainers(spec, base_model),
         *_planned_anew(spec, base_model),
         *_not_offered(spec, base_model),
-        *_too_many(base_model, sessions_of_owner),
     ]
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
+    if (waits := _too_many(spec, base_model, sessions_of_owner)) is not None:
+        return waits
     shape = _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
     return (_engine_refusal(shape) or shape) if isinstance(shape, Shape) else shape
 
@@ -319,14 +320,19 @@ def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[s
     ]
 
 
-def _too_many(base_model: BaseModelSpec, sessions_of_owner: int) -> list[str]:
+def _too_many(
+    spec: TrainingSessionSpec, base_model: BaseModelSpec, sessions_of_owner: int
+) -> Refusal | None:
+    """Return that a session waits for others of its owner to end, and its place in their queue."""
     limit = base_model.limits.max_sessions_per_owner
     if limit is None or sessions_of_owner < limit:
-        return []
-    return [
-        f"spec.owner: has {sessions_of_owner} live sessions of this BaseModel, and may have"
-        f" {limit}; finish or delete one"
-    ]
+        return None
+    return Refusal(
+        Reason.QUOTA_EXCEEDED,
+        f"spec.owner: {spec.owner!r} may have {limit} live sessions of this BaseModel, and has"
+        f" {sessions_of_owner} older ones; this is number {sessions_of_owner - limit + 1} of those"
+        " that wait for one to end: finish or delete one",
+    )
 
 
 def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:

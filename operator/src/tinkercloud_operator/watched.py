@@ -110,6 +110,7 @@ class Watched:
         if manifest is None:
             return None
         metadata = manifest["metadata"]
+        annotations = metadata.get("annotations", {})
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
             status = seen.session_status(manifest)
@@ -131,9 +132,10 @@ class Watched:
             created=datetime.fromisoformat(metadata["creationTimestamp"]),
             deleted=parse_time(metadata.get("deletionTimestamp")),
             has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+            is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
             spec=spec,
             status=status,
-            last_activity=parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY)),
+            last_activity=parse_time(annotations.get(labels.LAST_ACTIVITY)),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
             children={key: item for key, item in children.items() if key.kind != "Pod"},

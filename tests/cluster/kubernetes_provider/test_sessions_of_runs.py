@@ -84,6 +84,20 @@ def test_a_session_that_never_fits_fails_its_run_at_once(
     with pytest.raises(tinker.RequestFailedError, match=f"{reason}: needs 16 GPUs") as caught:
         waiting.result()
     assert caught.value.category.value == category
+    world.cluster.wait_for(f"trainingsession/{name}", "delete", world.namespace)
+
+
+def test_a_run_over_its_owners_number_of_sessions_waits_and_is_told_its_place(
+    world: World, server: Server
+) -> None:
+    known = world.sessions()
+    waiting = server.client().create_lora_training_client(MODEL, rank=8)
+    name = world.new_session(known)
+
+    world.say(name, (ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "number 1 of those"))
+    world.make_ready(name, world.head)
+
+    assert step(waiting.result()) > 0
 
 
 def test_what_the_base_model_does_not_allow_is_refused_before_anything_is_made(

@@ -59,15 +59,19 @@ OFFERS: Mapping[str, BaseModelSpec] = {
     "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
     "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
     "deleted when idle": a_base_model(sessions={"idle": IDLE | {"action": "Delete"}}),
+    "for a client": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
+    "for a client, short life": a_base_model(
+        sessions={"idle": IDLE | {"action": "Delete"}, "maxLifetimeSeconds": 7200}
+    ),
 }
 
 
 class World:
     """A session and everything around the operator that looks after it."""
 
-    def __init__(self, base_model: BaseModelSpec) -> None:
+    def __init__(self, base_model: BaseModelSpec, *, is_declared: bool = True) -> None:
         self.offered = base_model
-        self.session = observed(base_model=base_model)
+        self.session = observed(base_model=base_model, is_declared=is_declared)
         self.children: dict[ChildKey, Json] = {}
         self.pods: dict[str, Pod] = {}
         self.has_secret = False
@@ -391,6 +395,6 @@ def ranks_in_pods(world: World) -> int:
 
 
 def a_world(offer: str = "workers", *events: str) -> World:
-    world = World(OFFERS[offer])
+    world = World(OFFERS[offer], is_declared=not offer.startswith("for a client"))
     world.happen(*events)
     return world

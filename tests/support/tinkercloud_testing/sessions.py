@@ -99,6 +99,7 @@ def observed(**fields: Any) -> Observed:
         "created": NOON,
         "deleted": None,
         "has_finalizer": False,
+        "is_declared": True,
         "spec": a_session(),
         "status": TrainingSessionStatus.model_validate({}),
         "last_activity": None,

@@ -38,6 +38,7 @@ def a_session(**changes: Any) -> Observed:
         created=NOW - timedelta(minutes=5),
         deleted=None,
         has_finalizer=True,
+        is_declared=True,
         spec=TrainingSessionSpec(base_model="tiny/llama", owner="somebody"),
         status=TrainingSessionStatus(conditions=[]),
         last_activity=NOW,

@@ -204,6 +204,27 @@ def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Wat
     assert (found.has_finalizer, found.generation) == (True, 4)
 
 
+@pytest.mark.parametrize(
+    ("spec", "annotations", "is_declared"),
+    [
+        ({}, {}, True),
+        ({"modelId": "s:train:0"}, {}, False),
+        ({}, {labels.CREATED_FOR: "a sampling session"}, False),
+    ],
+    ids=["from Git", "a run", "samplers of a client"],
+)
+def test_a_session_is_declared_unless_the_api_server_made_it(
+    watched: Watched, spec: Json, annotations: Json, is_declared: bool
+) -> None:
+    made = session("made", annotations=annotations)
+    watched.note("TrainingSession", made | {"spec": {**made["spec"], **spec}})
+
+    found = look(watched, "made")
+
+    assert found is not None
+    assert found.is_declared is is_declared
+
+
 def test_an_unknown_session_or_one_that_can_not_be_read_is_none(watched: Watched) -> None:
     watched.note("TrainingSession", session("broken") | {"spec": {"owner": 7}})
 
