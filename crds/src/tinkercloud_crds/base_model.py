@@ -5,12 +5,11 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
+from tinkercloud_crds.placement import ObjectName, Placement
 from tinkercloud_crds.shapes import (
     MAX_TOKENS,
     HeadShape,
     Idle,
-    ObjectName,
-    Placement,
     SamplerShape,
     Seconds,
     Text,

@@ -6,17 +6,11 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from tinkercloud_crds.extras import FOR_PODS, Environment, ExtendedResources
+from tinkercloud_crds.placement import ObjectName, RolePlacement
 from tinkercloud_crds.structural import Part, rules
 
 Text = Annotated[str, Field(max_length=253)]
 Message = Annotated[str, Field(max_length=1024)]
-ObjectName = Annotated[
-    str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9][-a-z0-9]*)*$")
-]
-LabelValue = Annotated[
-    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
-]
-LabelKey = Annotated[str, Field(max_length=317)]
 Image = Annotated[str, Field(min_length=1, max_length=512)]
 Quantity = Annotated[
     str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$")
@@ -35,6 +29,13 @@ OBJECT_STORE_SHARE = 0.8
 """Of /dev/shm, what Ray's store of objects has, through which states of models pass."""
 MAX_TOKENS = 1 << 22
 """Tokens of a sequence, or of a micro-batch."""
+
+
+PLACED_PODS = (
+    "!has(self.placement) || self.replicas >= 1",
+    "placement: is for pods of this role, of which there are none; leave it out, or set replicas",
+)
+"""Rule of a shape whose pods have a placement of their own."""
 
 
 class Resources(Part):
@@ -83,6 +84,8 @@ class HeadShape(Part):
     """Container image; it holds `tinkercloud_worker`."""
     resources: Resources = Resources()
     """What the head's container needs."""
+    placement: RolePlacement | None = None
+    """Where the head's pod runs, if elsewhere than the others."""
 
 
 class TrainerShape(Part):
@@ -141,6 +144,7 @@ class TrainerShape(Part):
                 "backend: megatron trains on worker pods; replicas must be 1 or more",
             ),
             FOR_PODS,
+            PLACED_PODS,
         )
     )
 
@@ -156,6 +160,8 @@ class TrainerShape(Part):
     """Ranks of each worker pod that has no GPUs: processes that train together, on its cores."""
     resources: Resources = Resources()
     """What each worker's container needs besides GPUs."""
+    placement: RolePlacement | None = None
+    """Where the trainer pods run, if elsewhere than the others."""
     extended_resources: ExtendedResources = ()
     """What each worker's container asks of its node by name, such as devices of a fast network."""
     environment: Environment = ()
@@ -302,6 +308,7 @@ class SamplerShape(Part):
                 f" are {MAX_ENGINES} at most; set image and replicas",
             ),
             FOR_PODS,
+            PLACED_PODS,
         )
     )
 
@@ -316,6 +323,9 @@ class SamplerShape(Part):
     """GPUs of each sampler pod or colocated engine, over which the engine is divided."""
     resources: Resources = Resources()
     """What each engine's container needs besides GPUs."""
+    placement: RolePlacement | None = None
+    """Where engines' own pods run, if elsewhere than the others. Colocated engines are where the
+    trainers are."""
     extended_resources: ExtendedResources = ()
     """What each engine's container asks of its node by name."""
     environment: Environment = ()
@@ -336,47 +346,6 @@ class SamplerShape(Part):
         told = given.get("engines")
         has_any = given.get("backend") == "sglang"
         return {**given, "engines": (told if told is not None else {}) if has_any else None}
-
-
-class Toleration(Part):
-    """A taint that pods accept."""
-
-    key: LabelKey | None = None
-    """The taint's key; absent means any."""
-    operator: Literal["Exists", "Equal"] = "Equal"
-    """How `value` is compared."""
-    value: LabelValue | None = None
-    """The taint's value."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """The taint's effect; absent means any."""
-
-
-class NodeRequirement(Part):
-    """A term of required node affinity; all terms must hold."""
-
-    key: LabelKey
-    """The node label."""
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = "In"
-    """How it is compared."""
-    values: Annotated[list[LabelValue], Field(default_factory=list, max_length=64)]
-    """With what."""
-
-
-class Placement(Part):
-    """Where pods may run."""
-
-    node_selector: Annotated[dict[str, LabelValue], Field(default_factory=dict, max_length=16)]
-    """Labels a node must have."""
-    node_affinity: Annotated[list[NodeRequirement], Field(default_factory=list, max_length=16)]
-    """Requirements a node must meet."""
-    tolerations: Annotated[list[Toleration], Field(default_factory=list, max_length=16)]
-    """Taints the pods accept."""
-    priority_class_name: ObjectName | None = None
-    """PriorityClass of the pods."""
-    queue_name: ObjectName | None = None
-    """Kueue LocalQueue that admits the sessions; absent means none."""
-    runtime_class_name: ObjectName | None = None
-    """RuntimeClass of the pods."""
 
 
 class Idle(Part):

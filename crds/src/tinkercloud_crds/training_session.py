@@ -6,7 +6,8 @@ from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.base_model import ModelName
 from tinkercloud_crds.conditions import Conditions
-from tinkercloud_crds.shapes import Idle, Message, ObjectName, Seconds, Text
+from tinkercloud_crds.placement import ObjectName
+from tinkercloud_crds.shapes import Idle, Message, Seconds, Text
 from tinkercloud_crds.structural import IMMUTABLE, Part, rules
 
 MAX_NAME_LENGTH = 40

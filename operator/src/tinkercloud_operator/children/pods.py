@@ -10,7 +10,8 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import Placement, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.placement import Placement, TopologyAffinity
+from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Devices, Shape
 
@@ -118,6 +119,7 @@ class Build:
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:
     """Return the template of one group's pods."""
     settings, source = build.settings, build.shape.base_model.source
+    placement = build.shape.placement_of(component)
     spec: Json = {
         "serviceAccountName": settings.service_account,
         "automountServiceAccountToken": False,
@@ -126,7 +128,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "securityContext": _pod_security(settings),
         "containers": [_with_scratch(container, resources, settings)],
         "volumes": _volumes(build, resources),
-        **_placement(build.shape.placement),
+        **_placement(build, component),
     }
     devices = build.shape.devices
     if devices is not None and component != "head":
@@ -141,11 +143,14 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
     return {
         "metadata": {
             "labels": {
+                **settings.pod_labels,
+                **(placement.pod_labels or {}),
                 labels.SESSION_LABEL: build.names.session,
                 labels.COMPONENT_LABEL: component,
                 labels.MANAGED_BY_LABEL: labels.MANAGED_BY,
             },
             "annotations": {
+                **(placement.pod_annotations or {}),
                 "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
                 "karpenter.sh/do-not-disrupt": "true",
             },
@@ -292,16 +297,13 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
     }
 
 
-def _placement(placement: Placement) -> Json:
+def _placement(build: Build, component: str) -> Json:
+    placement = build.shape.placement_of(component)
     spec: Json = {}
     if placement.node_selector:
         spec["nodeSelector"] = dict(placement.node_selector)
-    if placement.node_affinity:
-        terms = [term.model_dump(by_alias=True) for term in placement.node_affinity]
-        required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
-        spec["affinity"] = {
-            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
-        }
+    if affinity := _affinity(build, component, placement):
+        spec["affinity"] = affinity
     if placement.tolerations:
         spec["tolerations"] = [
             toleration.model_dump(by_alias=True, exclude_none=True)
@@ -311,4 +313,30 @@ def _placement(placement: Placement) -> Json:
         spec["priorityClassName"] = placement.priority_class_name
     if placement.runtime_class_name is not None:
         spec["runtimeClassName"] = placement.runtime_class_name
+    if placement.scheduler_name is not None:
+        spec["schedulerName"] = placement.scheduler_name
     return spec
+
+
+def _affinity(build: Build, component: str, placement: Placement) -> Json:
+    affinity: Json = {}
+    if placement.node_affinity:
+        terms = [term.model_dump(by_alias=True) for term in placement.node_affinity]
+        required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    if placement.topology_affinity is not None:
+        role = build.shape.role_placement(component)
+        near = {labels.SESSION_LABEL: build.names.session}
+        if role is not None and role.topology_affinity is not None:
+            near[labels.COMPONENT_LABEL] = component
+        affinity["podAffinity"] = _near(placement.topology_affinity, near)
+    return affinity
+
+
+def _near(topology: TopologyAffinity, pods: dict[str, str]) -> Json:
+    """Return the affinity to pods with these labels; the first of them may run anywhere."""
+    term = {"labelSelector": {"matchLabels": pods}, "topologyKey": topology.key}
+    if topology.enforcement == "Required":
+        return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    preferred = {"weight": 100, "podAffinityTerm": term}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}

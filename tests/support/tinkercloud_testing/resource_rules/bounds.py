@@ -67,6 +67,16 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"placement": {"tolerations": [{"operator": "Exists"}] * 16}},
         {"placement": {"tolerations": [{"operator": "Exists"}] * 17}},
     ),
+    "spec.placement.topologyAffinity": (
+        base_model,
+        {"placement": {"topologyAffinity": {"key": "rack", "enforcement": "Preferred"}}},
+        {"placement": {"topologyAffinity": {"key": "rack", "enforcement": "Sometimes"}}},
+    ),
+    "spec.trainer.placement.podLabels": (
+        base_model,
+        {"trainer": TRAINERS | {"placement": {"podLabels": {"team": "a"}}}},
+        {"trainer": TRAINERS | {"placement": {"podLabels": {"team": "a b"}}}},
+    ),
     "spec.sessions.queueNames": (
         base_model,
         {"sessions": {"queueNames": ["q"] * 64}},
