@@ -73,7 +73,7 @@ class Reason(StrEnum):
     """The namespace's quota is used up by others, or its owner has as many live sessions as its
     BaseModel allows. Busy: wait."""
     QUEUED = "Queued"
-    """Kueue has not admitted it yet. Busy: wait."""
+    """Kueue has not admitted it yet, or older sessions wait for the same nodes. Busy: wait."""
     NO_QUEUE = "NoQueue"
     """It uses no queue."""
     ADMITTED = "Admitted"

@@ -93,6 +93,8 @@ class Observed:
     """The BaseModel of its `spec.baseModel`, if there is one."""
     sessions_of_owner: int
     """Live sessions of its owner and BaseModel that are older than this one."""
+    turn: str | None
+    """Why older sessions that compete for the same nodes come first, if any do."""
     children: Mapping[ChildKey, Manifest]
     """Live children but the Secret, which can only be read by name."""
     has_predecessors: bool

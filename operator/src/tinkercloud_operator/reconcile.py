@@ -61,6 +61,8 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
         case Wanted.RUNNING if stopping_since(observed) is not None:
             # A cluster made before this is written would be taken for the one that stops.
             return _plan(observed, [], seen, 0.0)
+        case Wanted.RUNNING if observed.turn is not None and observed.ray_cluster is None:
+            return _plan(observed, [], seen, min(_RETRY_SECONDS, again or _RETRY_SECONDS))
         case Wanted.RUNNING:
             return _plan(observed, _running(observed, shape, settings), seen, again)
         case Wanted.SUSPENDED:

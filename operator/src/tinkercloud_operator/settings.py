@@ -88,6 +88,11 @@ class Settings(BaseSettings):
     kueue_groups: Annotated[int, Field(ge=3)] = 18
     """Groups of pods that the cluster's Kueue takes in one workload: 18 as of release 0.19, 8 in
     older ones. Head and trainers are a group each, and so is every engine."""
+    starts_in_order: bool = True
+    """Whether sessions that compete for GPUs, or for other devices, get their pods in order of
+    arrival, each once all pods of those before it have nodes: otherwise two could get half of the
+    GPUs each and wait for the rest. Sessions with a queue or a scheduler of their own are left to
+    those."""
     resync_seconds: Annotated[int, Field(ge=5)] = 300
     """Everything is listed, and every session looked at, again after this long, whether anything
     happened or not."""

@@ -309,7 +309,7 @@ class World:
     def settle(self) -> Plan:
         """End all trouble from outside and take turns until nobody has anything to do."""
         self.refuses = False
-        self.change(has_kuberay=True, has_device_claims=True)
+        self.change(has_kuberay=True, has_device_claims=True, turn=None)
         self.trouble_pods(None)
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
@@ -359,6 +359,8 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "KubeRay is removed": lambda world: world.change(has_kuberay=False),
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
     "the cluster forgets device claims": lambda world: world.change(has_device_claims=False),
+    "an older session comes first": lambda world: world.change(turn="waits for its turn: two"),
+    "the older session has its nodes": lambda world: world.change(turn=None),
     "children are refused": lambda world: world.set_refusing(refuses=True),
     "children are welcome": lambda world: world.set_refusing(refuses=False),
     "a minute passes": lambda world: world.pass_time(60),

@@ -105,6 +105,7 @@ def observed(**fields: Any) -> Observed:
         "last_activity": None,
         "base_model": a_base_model(),
         "sessions_of_owner": 0,
+        "turn": None,
         "children": {},
         "has_predecessors": False,
         "has_secret": False,

@@ -49,6 +49,7 @@ def a_session(**changes: Any) -> Observed:
             head=HeadShape(image="worker"),
         ),
         sessions_of_owner=0,
+        turn=None,
         children={},
         has_predecessors=False,
         has_secret=True,
