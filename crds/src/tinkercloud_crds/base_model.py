@@ -83,6 +83,11 @@ class SessionPolicy(Part):
     """Longest idle timeout a session may choose; absent means any."""
     max_lifetime_seconds: Seconds | None = None
     """Longest lifetime of a session, chosen or not; absent means any."""
+    start_deadline_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
+    """How long a session whose pods can't run (an image that can't be pulled, a container that
+    crashes again and again or needs more memory, a missing Secret) may keep its nodes without
+    having been Ready. Then its pods go and it is Failed (`StartFailed`). Waiting for nodes doesn't
+    count."""
 
 
 class BaseModelSpec(Part):

@@ -120,6 +120,9 @@ class Reason(StrEnum):
     """It existed for as long as `spec.maxLifetimeSeconds` says."""
     FINISHED = "Finished"
     """It is over, and is deleted after `spec.ttlSecondsAfterFinished` unless it was declared."""
+    START_FAILED = "StartFailed"
+    """Its pods could not run for as long as `sessions.startDeadlineSeconds` of its BaseModel says,
+    and are gone."""
     TERMINATING = "Terminating"
     """It is being deleted."""
     APPLY_FAILED = "ApplyFailed"

@@ -173,6 +173,15 @@ class Workers(Part):
     """Ready/wanted, for `kubectl get`."""
 
 
+class Failing(Part):
+    """Why a session's pods can't run."""
+
+    since: Annotated[str, Field(max_length=40)]
+    """Since when, without having been Ready meanwhile (RFC 3339)."""
+    message: Message = ""
+    """What was seen last."""
+
+
 class TrainingSessionStatus(Part):
     """What the operator has seen."""
 
@@ -205,6 +214,8 @@ class TrainingSessionStatus(Part):
     """Head processes that ended without having been asked to."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None
     """The incarnation whose state was saved before its pods went."""
+    failing: Failing | None = None
+    """Why its pods can't run, while they can't."""
     finished_time: Annotated[str, Field(max_length=40)] | None = None
     """When it ended (RFC 3339)."""
     message: Message | None = None

@@ -51,30 +51,39 @@ class Decision:
     changes_at: datetime | None = None
 
 
-def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None) -> Decision:
+def decide(
+    observed: Observed,
+    idle: Idle | None,
+    max_lifetime_seconds: int | None,
+    start_deadline_seconds: int | None = None,
+) -> Decision:
     """Return what a session is to be now.
 
     Args:
         observed: what was seen.
         idle: what happens when nobody uses it; None if that can't be told: it stays as it is.
         max_lifetime_seconds: how long it may exist; None for any time.
+        start_deadline_seconds: how long its pods may fail; None for any time.
     """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
         return _after_the_end(observed, finished)
     abandoned_at = _abandoned_at(observed)
-    if abandoned_at is None:
-        return _before_the_end(observed, idle, max_lifetime_seconds)
-    if observed.now >= abandoned_at:
+    if abandoned_at is not None and observed.now >= abandoned_at:
         message = "its client stopped asking for it before it ran"
         return Decision(Wanted.DELETED, Reason.IDLE, message)
-    decision = _before_the_end(observed, idle, max_lifetime_seconds)
-    changes_at = min(abandoned_at, decision.changes_at or abandoned_at)
-    return replace(decision, changes_at=changes_at)
+    decision = _before_the_end(observed, idle, max_lifetime_seconds, start_deadline_seconds)
+    moments = (abandoned_at, decision.changes_at)
+    return replace(
+        decision, changes_at=min((each for each in moments if each is not None), default=None)
+    )
 
 
 def _before_the_end(
-    observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None
+    observed: Observed,
+    idle: Idle | None,
+    max_lifetime_seconds: int | None,
+    start_deadline_seconds: int | None,
 ) -> Decision:
     expiry = _after(observed.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
@@ -85,6 +94,16 @@ def _before_the_end(
         )
     if observed.spec.suspend:
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
+    failed_at = _failed_at(observed, start_deadline_seconds)
+    if failed_at is not None and observed.now >= failed_at:
+        return _start_failed(observed, expiry)
+    running = _while_it_may_run(observed, idle, expiry)
+    if failed_at is None or running.wanted is not Wanted.RUNNING:
+        return running
+    return replace(running, changes_at=min(failed_at, running.changes_at or failed_at))
+
+
+def _while_it_may_run(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
         # Its head serves nobody any more. Who wants it back gets another one.
         message = "stops before it is resumed"
@@ -94,6 +113,24 @@ def _before_the_end(
     if idle is None or _is_queued(observed):
         return _as_it_is(observed, expiry)
     return _by_use(observed, idle, expiry)
+
+
+def _failed_at(observed: Observed, start_deadline_seconds: int | None) -> datetime | None:
+    """Return when a session whose pods can't run is to fail; None if they can, or at no time."""
+    failing = observed.status.failing
+    since = parse_time(failing.since) if failing is not None else None
+    return _after(since, start_deadline_seconds) if since is not None else None
+
+
+def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
+    """Return what becomes of a session whose pods can't run: one that can be resumed is kept."""
+    failing = observed.status.failing
+    why = failing.message if failing is not None else ""
+    if observed.is_declared or observed.status.incarnation is not None:
+        message = f"its pods could not run; suspend and resume it to try again: {why}"
+        return Decision(Wanted.SUSPENDED, Reason.START_FAILED, message, expiry)
+    message = f"its pods could not run: {why}"
+    return Decision(Wanted.FINISHED, Reason.START_FAILED, message)
 
 
 def stopping_since(observed: Observed) -> datetime | None:
@@ -207,6 +244,8 @@ def _after_the_end(observed: Observed, finished: datetime) -> Decision:
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
         return Decision(Wanted.DELETED, Reason.FINISHED, "kept as long as it was to be")
+    if observed.status.failing is not None:
+        return replace(_start_failed(observed, None), changes_at=gone_at)
     return Decision(Wanted.FINISHED, Reason.FINISHED, "over", gone_at)
 
 

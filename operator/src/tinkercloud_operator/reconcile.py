@@ -122,7 +122,8 @@ def _decision(observed: Observed, offered: Shape | Refusal) -> Decision:
     # Without pods, a refused session waits to be allowed: that is not idleness.
     is_judged = isinstance(offered, Shape) or observed.has_pods
     idle = idle_policy(spec, base_model) if is_judged else None
-    return decide(observed, idle, longest_lifetime(spec, base_model))
+    deadline = base_model.sessions.start_deadline_seconds if base_model is not None else None
+    return decide(observed, idle, longest_lifetime(spec, base_model), deadline)
 
 
 def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> Iterable[Action]:
