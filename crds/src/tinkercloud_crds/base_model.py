@@ -45,11 +45,20 @@ class ModelSource(Part):
                 "!has(self.volume) || !self.volume.path.split('/').exists(part, part == '..')",
                 "volume.path: must not leave the volume ('..')",
             ),
+            (
+                "!has(self.revision) || has(self.hub)",
+                "revision: is of a model on the hub; leave it out, or give hub",
+            ),
         )
     )
 
     hub: ModelName | None = None
     """A model id on the Hugging Face hub, downloaded when a head starts."""
+    revision: (
+        Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
+    ) = None
+    """Commit, tag or branch of `hub`; absent means `main` as it is when each pod starts. A commit
+    makes all pods, and a session before and after it was suspended, use the same weights."""
     volume: VolumeSource | None = None
     """A folder on a volume."""
     uri: Annotated[str, Field(max_length=1024, pattern=r"^(s3|gs|az)://.+$")] | None = None

@@ -121,7 +121,7 @@ def definition(kind: Kind) -> Schema:
                 "plural": kind.plural,
                 "singular": kind.kind.lower(),
                 "shortNames": [kind.short_name],
-                "categories": ["all", "ml"],
+                "categories": ["ml"],
             },
             "versions": [
                 {

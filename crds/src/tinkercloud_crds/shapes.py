@@ -42,7 +42,8 @@ class Resources(Part):
     """What one container needs. Requests and limits are equal for memory and GPUs."""
 
     cpu: Quantity = "1"
-    """Cores requested; there is no limit, so that idle cores are used."""
+    """Cores requested; there is no limit, so that idle cores are used, unless the operator is
+    configured with one (`limit_cores`)."""
     memory: Quantity = "4Gi"
     """Memory requested, and its limit."""
     shared_memory: Quantity = "1Gi"

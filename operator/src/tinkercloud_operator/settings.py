@@ -64,6 +64,16 @@ class Settings(BaseSettings):
     reserve_scratch: bool = False
     """Whether a session pod asks its node for what it may write to scratch space, as
     `ephemeral-storage`. Nodes must have that to give, and so must Kueue's ClusterQueues."""
+    limit_cores: bool = False
+    """Whether each container of a session is limited to the cores that it requests. ResourceQuotas
+    may ask for it, and pods are of QoS class Guaranteed with it; idle cores are not used then."""
+    download_memory: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(M|Mi|G|Gi)$")] = "4Gi"
+    """Memory of the container that downloads a model before a pod's others start."""
+    ca_config_map: str | None = None
+    """ConfigMap with the certificate authorities that containers of sessions trust, instead of
+    their images' own."""
+    ca_key: str = "ca-bundle.crt"
+    """Entry of that ConfigMap, in PEM."""
     client_labels: Annotated[
         list[Annotated[dict[str, str], Field(min_length=1)]], Field(min_length=1)
     ] = [{"app.kubernetes.io/part-of": "tinkercloud"}]

@@ -229,8 +229,11 @@ class World:
                 return
 
     def kueue(self, *, admits: bool = True) -> None:
+        """Admit or evict it. What was evicted is admitted again once its pods are gone."""
         cluster = self.children.get(RAY_CLUSTER)
-        if cluster is not None and labels.QUEUE_LABEL in cluster["metadata"]["labels"]:
+        if cluster is None or labels.QUEUE_LABEL not in cluster["metadata"]["labels"]:
+            return
+        if not (admits and cluster["spec"].get("suspend") and self.pods):
             cluster["spec"]["suspend"] = not admits
 
     # Everybody else.

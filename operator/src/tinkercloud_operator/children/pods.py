@@ -22,6 +22,7 @@ TOKEN_FOLDER = "/etc/tinkercloud-token"  # noqa: S105
 SCRATCH_FOLDER = "/scratch"
 MODEL_FOLDER = "/models"
 CHECKPOINT_FOLDER = "/checkpoints"
+CA_FOLDER = "/etc/tinkercloud-ca"
 FETCHED_MODEL_FOLDER = f"{SCRATCH_FOLDER}/model"
 
 GPU_RESOURCE = "nvidia.com/gpu"
@@ -166,14 +167,15 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         "name": name,
         "image": image,
         **({} if policy is None else {"imagePullPolicy": policy}),
-        "resources": _needs(build.shape, resources, gpus),
+        "resources": _needs(build, resources, gpus),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
-        "volumeMounts": _mounts(),
+        "volumeMounts": _mounts(build.settings),
         "env": [
+            *_trusted(build.settings),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
@@ -197,15 +199,28 @@ def with_extras(container: Json, worker: TrainerShape | SamplerShape) -> Json:
     return container | {"resources": needs | alike, "env": [*container["env"], *variables]}
 
 
-def _needs(shape: Shape, resources: Resources, gpus: int) -> Json:
+def _needs(build: Build, resources: Resources, gpus: int) -> Json:
     """Return what a container asks for: the pod's claim, in which all GPUs are, or GPUs alone."""
-    limits: Json = {"memory": resources.memory}
     requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
-    if gpus and shape.devices is not None:
+    limits = _limits(build.settings, requests)
+    if gpus and build.shape.devices is not None:
         return {"requests": requests, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
     if gpus:
         limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
     return {"requests": requests, "limits": limits}
+
+
+def _limits(settings: Settings, requests: Json) -> Json:
+    """Return the limits of a container; without one, it uses idle cores."""
+    return dict(requests) if settings.limit_cores else {"memory": requests["memory"]}
+
+
+def _trusted(settings: Settings) -> list[Json]:
+    """Return the variables by which OpenSSL, rustls and requests find the authorities to trust."""
+    if settings.ca_config_map is None:
+        return []
+    path = f"{CA_FOLDER}/{settings.ca_key}"
+    return [{"name": name, "value": path} for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")]
 
 
 def _with_scratch(container: Json, resources: Resources, settings: Settings) -> Json:
@@ -240,8 +255,10 @@ def _pod_security(settings: Settings) -> Json:
     return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
 
 
-def _mounts() -> list[Json]:
+def _mounts(settings: Settings) -> list[Json]:
+    authorities = {"name": "ca-bundle", "mountPath": CA_FOLDER, "readOnly": True}
     return [
+        *([] if settings.ca_config_map is None else [authorities]),
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
         {"name": "scratch", "mountPath": SCRATCH_FOLDER},
@@ -259,7 +276,10 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
         if volume is None
         else {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}}
     )
+    authorities = build.settings.ca_config_map
+    bundle = {"name": "ca-bundle", "configMap": {"name": authorities}}
     return [
+        *([] if authorities is None else [bundle]),
         {"name": "config", "configMap": {"name": names.head_config}},
         {"name": "token", "secret": {"secretName": names.token_secret, "defaultMode": 0o440}},
         {"name": "scratch", "emptyDir": {"sizeLimit": resources.scratch}},
@@ -280,6 +300,9 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
     """
     source = build.shape.base_model.source
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
+    if source.revision is not None:
+        where = f"{where}@{source.revision}"
+    requests = {"cpu": "1", "memory": build.settings.download_memory}
     kept = ("image", "imagePullPolicy", "securityContext", "env", "terminationMessagePolicy")
     return {
         "name": "fetch-model",
@@ -287,11 +310,8 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
             *("python", "-m", "tinkercloud_worker.fetch_model"),
             *(where, FETCHED_MODEL_FOLDER, *part),
         ],
-        "resources": {
-            "requests": {"cpu": "1", "memory": "1Gi"},
-            "limits": {"memory": "1Gi"},
-        },
-        "volumeMounts": _mounts(),
+        "resources": {"requests": requests, "limits": _limits(build.settings, requests)},
+        "volumeMounts": _mounts(build.settings),
         "envFrom": environment_of(build.settings.checkpoint_secret, source.secret_name),
         **{key: container[key] for key in kept if key in container},
     }
