@@ -26,7 +26,8 @@ def placed(role: str | None, **placement: Any) -> Json:
     """Return a BaseModel with the placement of a role, or of everything."""
     if role is None:
         return base_model(placement=placement)
-    return base_model(**{**SHAPES, role: SHAPES[role] | {"placement": placement}})
+    shapes: Json = {**SHAPES, role: SHAPES[role] | {"placement": placement}}
+    return base_model(**shapes)
 
 
 def _of_map(role: str | None, field: str) -> Rule:
