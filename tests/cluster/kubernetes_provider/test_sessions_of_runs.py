@@ -91,13 +91,21 @@ def test_a_run_over_its_owners_number_of_sessions_waits_and_is_told_its_place(
     world: World, server: Server
 ) -> None:
     known = world.sessions()
-    waiting = server.client().create_lora_training_client(MODEL, rank=8)
+    session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+    promise = server.post("create_model", {**create, "lora_config": {"rank": 4}}).json()
     name = world.new_session(known)
+    world.say(name, (ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "number 2 of those"))
 
-    world.say(name, (ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "number 1 of those"))
-    world.make_ready(name, world.head)
+    def waiting() -> dict[str, object]:
+        return server.post("retrieve_future", {"request_id": promise["request_id"]}).json()
 
-    assert step(waiting.result()) > 0
+    wait_until(lambda: waiting()["queue_state"] == "paused_rate_limit", "the status to be seen")
+
+    assert waiting()["queue_state_reason"] == (
+        f"TrainingSession {name}: QuotaExceeded: number 2 of those"
+    )
+    assert name in world.sessions()
 
 
 def test_what_the_base_model_does_not_allow_is_refused_before_anything_is_made(
