@@ -11,7 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_testing.charts import CASES, CHART, CRD_CHART, ROOT, helm, pod_specs
+from tinkercloud_testing.charts import (
+    CASES,
+    CHART,
+    CRD_CHART,
+    ROOT,
+    HelmFailed,
+    helm,
+    pod_specs,
+)
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.models import save, tiny_llama
 
@@ -134,6 +142,21 @@ def test_the_first_key_survives_upgrades_and_data_survives_the_release(
         "tinker-checkpoints",
     }
     assert cluster.objects("deployments", namespace) == []
+
+
+def test_a_second_release_in_a_namespace_is_refused_and_the_first_upgraded(
+    cluster: Cluster, namespace: str
+) -> None:
+    run = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace)
+    alone = "operator.readNodes=false,apiServer.replicas=0,operator.replicas=0"
+    chart = (str(CHART), "--set", alone, *run)
+    helm("install", "first", *chart)
+
+    with pytest.raises(HelmFailed, match='has release "first" of this chart already'):
+        helm("install", "second", *chart)
+
+    helm("upgrade", "first", *chart)
+    helm("uninstall", "first", "--no-hooks", *run)
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,15 @@ def test_an_owner_with_too_many_sessions_gets_the_next_when_one_is_gone(
         sessions.make_ready("of-another", owner="grace")
 
         sessions.make("second")
-        sessions.wait_for_reason("second", "NotAllowed")
+        sessions.wait_for_reason("second", "QuotaExceeded")
         message = sessions.condition("second", "Ready")["message"]
+        phase = sessions.status("second")["phase"]
         sessions.delete("first")
         sessions.wait_for("second", "condition=Ready")
 
-        assert message.startswith("spec.owner: has 1 live sessions")
+        assert phase == "Queued"
+        assert "may have 1 live sessions" in message
+        assert "number 1 of those that wait" in message
 
 
 @pytest.mark.parametrize("component", ["head", "trainer", "sampler"])

@@ -51,7 +51,11 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $scheduling.topologySpreadConstraints }}
-topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+topologySpreadConstraints:
+  {{- range . }}
+  {{- $ours := dict "labelSelector" (dict "matchLabels" (include "tinkercloud.selector" $ | fromYaml)) }}
+  - {{- toYaml (ternary . (merge (deepCopy .) $ours) (hasKey . "labelSelector")) | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- with $scheduling.priorityClassName }}
 priorityClassName: {{ . | quote }}
@@ -85,6 +89,9 @@ affinity:
   value: {{ $value | quote }}
 {{- end }}
 {{- end -}}
+
+{{/* Where the bundle of `caBundle` is, for programs that use OpenSSL, requests or rustls. */}}
+{{- define "tinkercloud.caFile" -}}/etc/tinkercloud-ca/{{ .Values.caBundle.key }}{{- end -}}
 
 {{/* A claim. Takes the root context, a component, a name and a volume's values. */}}
 {{- define "tinkercloud.claim" -}}
@@ -129,18 +136,28 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Egress rules that API server and operator share: names, and the Kubernetes API server, which no label finds.
-     OpenShift's DNS pods listen at 5353, and its network judges what is sent to a Service by the pod that it reaches. */}}
-{{- define "tinkercloud.commonEgress" -}}
+{{/* Egress to DNS. OpenShift's DNS pods listen at 5353, and its network judges what is sent to a Service by the pod that
+     it reaches. */}}
+{{- define "tinkercloud.dnsEgress" -}}
 - ports:
     {{- range list 53 5353 }}
     - { protocol: UDP, port: {{ . }} }
     - { protocol: TCP, port: {{ . }} }
     {{- end }}
+{{- end -}}
+
+{{/* Egress to DNS and to the Kubernetes API server, which no label finds. */}}
+{{- define "tinkercloud.kubernetesEgress" -}}
+{{ include "tinkercloud.dnsEgress" . }}
 - ports:
     {{- range .Values.networkPolicy.kubernetesPorts }}
     - { protocol: TCP, port: {{ . }} }
     {{- end }}
+{{- end -}}
+
+{{/* Egress rules that API server and operator share. */}}
+{{- define "tinkercloud.commonEgress" -}}
+{{ include "tinkercloud.kubernetesEgress" . }}
 - to:
     - podSelector:
         matchExpressions:

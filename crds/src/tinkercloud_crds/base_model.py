@@ -5,12 +5,11 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
+from tinkercloud_crds.placement import ObjectName, Placement
 from tinkercloud_crds.shapes import (
     MAX_TOKENS,
     HeadShape,
     Idle,
-    ObjectName,
-    Placement,
     SamplerShape,
     Seconds,
     Text,
@@ -46,11 +45,20 @@ class ModelSource(Part):
                 "!has(self.volume) || !self.volume.path.split('/').exists(part, part == '..')",
                 "volume.path: must not leave the volume ('..')",
             ),
+            (
+                "!has(self.revision) || has(self.hub)",
+                "revision: is of a model on the hub; leave it out, or give hub",
+            ),
         )
     )
 
     hub: ModelName | None = None
     """A model id on the Hugging Face hub, downloaded when a head starts."""
+    revision: (
+        Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
+    ) = None
+    """Commit, tag or branch of `hub`; absent means `main` as it is when each pod starts. A commit
+    makes all pods, and a session before and after it was suspended, use the same weights."""
     volume: VolumeSource | None = None
     """A folder on a volume."""
     uri: Annotated[str, Field(max_length=1024, pattern=r"^(s3|gs|az)://.+$")] | None = None
@@ -68,7 +76,7 @@ class Limits(Part):
     max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Upper bound of a session's `trainer.maxBatchTokens`; absent means the shape's own."""
     max_sessions_per_owner: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Live sessions of one owner; absent means any number."""
+    """Live sessions of one owner; absent means any number. Further ones wait (`QuotaExceeded`)."""
 
 
 class SessionPolicy(Part):
@@ -84,6 +92,11 @@ class SessionPolicy(Part):
     """Longest idle timeout a session may choose; absent means any."""
     max_lifetime_seconds: Seconds | None = None
     """Longest lifetime of a session, chosen or not; absent means any."""
+    start_deadline_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
+    """How long a session whose pods can't run (an image that can't be pulled, a container that
+    crashes again and again or needs more memory, a missing Secret) may keep its nodes without
+    having been Ready. Then its pods go and it is Failed (`StartFailed`). Waiting for nodes doesn't
+    count."""
 
 
 class BaseModelSpec(Part):

@@ -22,7 +22,7 @@ from tinkercloud_crds.training_session import (
     TrainingSessionStatus,
 )
 
-MAX_BYTES = 64 << 10
+MAX_BYTES = 96 << 10
 """Small enough for a last-applied annotation (256 KiB) with room to spare, and to be read."""
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,7 +121,7 @@ def definition(kind: Kind) -> Schema:
                 "plural": kind.plural,
                 "singular": kind.kind.lower(),
                 "shortNames": [kind.short_name],
-                "categories": ["all", "ml"],
+                "categories": ["ml"],
             },
             "versions": [
                 {

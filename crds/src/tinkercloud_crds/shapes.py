@@ -6,17 +6,11 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from tinkercloud_crds.extras import FOR_PODS, Environment, ExtendedResources
+from tinkercloud_crds.placement import ObjectName, RolePlacement
 from tinkercloud_crds.structural import Part, rules
 
 Text = Annotated[str, Field(max_length=253)]
 Message = Annotated[str, Field(max_length=1024)]
-ObjectName = Annotated[
-    str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9][-a-z0-9]*)*$")
-]
-LabelValue = Annotated[
-    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
-]
-LabelKey = Annotated[str, Field(max_length=317)]
 Image = Annotated[str, Field(min_length=1, max_length=512)]
 Quantity = Annotated[
     str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$")
@@ -37,11 +31,19 @@ MAX_TOKENS = 1 << 22
 """Tokens of a sequence, or of a micro-batch."""
 
 
+PLACED_PODS = (
+    "!has(self.placement) || self.replicas >= 1",
+    "placement: is for pods of this role, of which there are none; leave it out, or set replicas",
+)
+"""Rule of a shape whose pods have a placement of their own."""
+
+
 class Resources(Part):
     """What one container needs. Requests and limits are equal for memory and GPUs."""
 
     cpu: Quantity = "1"
-    """Cores requested; there is no limit, so that idle cores are used."""
+    """Cores requested; there is no limit, so that idle cores are used, unless the operator is
+    configured with one (`limit_cores`)."""
     memory: Quantity = "4Gi"
     """Memory requested, and its limit."""
     shared_memory: Quantity = "1Gi"
@@ -83,6 +85,8 @@ class HeadShape(Part):
     """Container image; it holds `tinkercloud_worker`."""
     resources: Resources = Resources()
     """What the head's container needs."""
+    placement: RolePlacement | None = None
+    """Where the head's pod runs, if elsewhere than the others."""
 
 
 class TrainerShape(Part):
@@ -141,6 +145,7 @@ class TrainerShape(Part):
                 "backend: megatron trains on worker pods; replicas must be 1 or more",
             ),
             FOR_PODS,
+            PLACED_PODS,
         )
     )
 
@@ -156,6 +161,8 @@ class TrainerShape(Part):
     """Ranks of each worker pod that has no GPUs: processes that train together, on its cores."""
     resources: Resources = Resources()
     """What each worker's container needs besides GPUs."""
+    placement: RolePlacement | None = None
+    """Where the trainer pods run, if elsewhere than the others."""
     extended_resources: ExtendedResources = ()
     """What each worker's container asks of its node by name, such as devices of a fast network."""
     environment: Environment = ()
@@ -307,6 +314,7 @@ class SamplerShape(Part):
                 f" are {MAX_ENGINES} at most; set image and replicas",
             ),
             FOR_PODS,
+            PLACED_PODS,
         )
     )
 
@@ -325,6 +333,9 @@ class SamplerShape(Part):
     """GPUs of each sampler pod or colocated engine, over which the engine is divided."""
     resources: Resources = Resources()
     """What each engine's container needs besides GPUs."""
+    placement: RolePlacement | None = None
+    """Where engines' own pods run, if elsewhere than the others. Colocated engines are where the
+    trainers are."""
     extended_resources: ExtendedResources = ()
     """What each engine's container asks of its node by name."""
     environment: Environment = ()
@@ -347,47 +358,6 @@ class SamplerShape(Part):
         return {**given, "engines": (told if told is not None else {}) if has_any else None}
 
 
-class Toleration(Part):
-    """A taint that pods accept."""
-
-    key: LabelKey | None = None
-    """The taint's key; absent means any."""
-    operator: Literal["Exists", "Equal"] = "Equal"
-    """How `value` is compared."""
-    value: LabelValue | None = None
-    """The taint's value."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """The taint's effect; absent means any."""
-
-
-class NodeRequirement(Part):
-    """A term of required node affinity; all terms must hold."""
-
-    key: LabelKey
-    """The node label."""
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = "In"
-    """How it is compared."""
-    values: Annotated[list[LabelValue], Field(default_factory=list, max_length=64)]
-    """With what."""
-
-
-class Placement(Part):
-    """Where pods may run."""
-
-    node_selector: Annotated[dict[str, LabelValue], Field(default_factory=dict, max_length=16)]
-    """Labels a node must have."""
-    node_affinity: Annotated[list[NodeRequirement], Field(default_factory=list, max_length=16)]
-    """Requirements a node must meet."""
-    tolerations: Annotated[list[Toleration], Field(default_factory=list, max_length=16)]
-    """Taints the pods accept."""
-    priority_class_name: ObjectName | None = None
-    """PriorityClass of the pods."""
-    queue_name: ObjectName | None = None
-    """Kueue LocalQueue that admits the sessions; absent means none."""
-    runtime_class_name: ObjectName | None = None
-    """RuntimeClass of the pods."""
-
-
 class Idle(Part):
     """What happens to a session nobody uses."""
 
@@ -395,4 +365,5 @@ class Idle(Part):
     """How long nobody may use it."""
     action: Literal["Suspend", "Delete"] = "Suspend"
     """Suspend: its state is saved, its pods go, and the next request brings it back. Delete: a
-    last checkpoint is made and the session is deleted."""
+    last checkpoint is made and the session is deleted; one that was declared is Finished and
+    stays."""

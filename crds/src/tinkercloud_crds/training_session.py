@@ -6,7 +6,8 @@ from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.base_model import ModelName
 from tinkercloud_crds.conditions import Conditions
-from tinkercloud_crds.shapes import Idle, Message, ObjectName, Seconds, Text
+from tinkercloud_crds.placement import ObjectName
+from tinkercloud_crds.shapes import Idle, Message, Seconds, Text
 from tinkercloud_crds.structural import IMMUTABLE, Part, rules
 
 MAX_NAME_LENGTH = 40
@@ -151,7 +152,8 @@ class TrainingSessionSpec(Part):
     max_lifetime_seconds: Seconds | None = None
     """After this long it ends: last checkpoint, then as ttlSecondsAfterFinished says."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] = 3600
-    """How long it is kept to look at once it has ended."""
+    """How long it is kept to look at once it has ended. One that was declared, not made by the
+    API server, is never deleted: it stays Finished."""
 
 
 class Workers(Part):
@@ -169,6 +171,15 @@ class Workers(Part):
     """Ready/wanted, for `kubectl get`."""
     samplers: Annotated[str, Field(max_length=16)] = ""
     """Ready/wanted, for `kubectl get`."""
+
+
+class Failing(Part):
+    """Why a session's pods can't run."""
+
+    since: Annotated[str, Field(max_length=40)]
+    """Since when, without having been Ready meanwhile (RFC 3339)."""
+    message: Message = ""
+    """What was seen last."""
 
 
 class TrainingSessionStatus(Part):
@@ -203,6 +214,8 @@ class TrainingSessionStatus(Part):
     """Head processes that ended without having been asked to."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None
     """The incarnation whose state was saved before its pods went."""
+    failing: Failing | None = None
+    """Why its pods can't run, while they can't."""
     finished_time: Annotated[str, Field(max_length=40)] | None = None
     """When it ended (RFC 3339)."""
     message: Message | None = None

@@ -153,6 +153,7 @@ class Controller:
         surroundings = Surroundings(
             has_kuberay=self.has_kuberay,
             has_device_claims=self.has_device_claims,
+            starts_in_order=self._settings.starts_in_order,
             nodes=None,
             apply_error=self._executor.refusal(name),
             answers=self._questions.answers(name),

@@ -107,6 +107,8 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
         through = "through no LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
         message = f"{before}waits for Kueue to admit it {through}"
         return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
+    if queue is None and cluster is None and observed.turn is not None:
+        return Finding(is_reached=False, reason=Reason.QUEUED, message=observed.turn)
     if queue is None:
         return Finding(is_reached=True, reason=Reason.NO_QUEUE)
     if cluster is None:

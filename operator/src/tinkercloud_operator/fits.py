@@ -7,7 +7,7 @@ that waits.
 
 from collections.abc import Mapping, Sequence
 
-from tinkercloud_crds.shapes import NodeRequirement, Placement, Toleration
+from tinkercloud_crds.placement import NodeRequirement, Placement, Toleration
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.observed import Node
 from tinkercloud_operator.quantities import parse_quantity
@@ -27,7 +27,7 @@ def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
     """
     if shape.devices is not None or any(_OF_KARPENTER in node.labels for node in nodes):
         return None
-    kin = [(request, _of_kind(nodes, request, shape.placement)) for request in shape.pods]
+    kin = [(request, _of_kind(nodes, request)) for request in shape.pods]
     if not all(found for _, found in kin):
         return None
     for request, found in kin:
@@ -43,7 +43,7 @@ def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
 def without_kin(shape: Shape, nodes: Sequence[Node]) -> str | None:
     """Return which pod of a session wants nodes of a kind of which there is none now; or None."""
     for request in shape.pods:
-        if not _of_kind(nodes, request, shape.placement):
+        if not _of_kind(nodes, request):
             return (
                 f"none of the {len(nodes)} nodes there are now"
                 f" {_wanted_of_nodes(request)}, as a {_described(request)} needs; it waits for one"
@@ -70,9 +70,9 @@ def _devices(request: PodRequest) -> dict[str, float]:
     return gpus | {each.name: parse_quantity(each.amount) for each in request.extended}
 
 
-def _of_kind(nodes: Sequence[Node], request: PodRequest, placement: Placement) -> list[Node]:
+def _of_kind(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
     """Return the nodes that take such a pod, and have what it asks for, however much."""
-    wanted = _devices(request)
+    wanted, placement = _devices(request), request.placement
     # What the admission plugin ExtendedResourceToleration adds to pods that ask for extended
     # resources, GPUs among them. Whether it is on can't be seen; where it is not, such a pod is not
     # said never to fit.

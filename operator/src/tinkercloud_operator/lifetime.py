@@ -1,11 +1,12 @@
 """Whether a session is to have pods now, and when that can change: pure.
 
 A session that nobody uses is suspended or deleted (`spec.idle`), one that is too old ends
-(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. All of it follows
-from timestamps in the object, so a restarted operator decides the same.
+(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. A declared session is
+never deleted, since whoever declares it would make it again: it is finished, and kept. All of it
+follows from timestamps in the object, so a restarted operator decides the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
@@ -22,6 +23,9 @@ _ON_ITS_WAY = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADI
 _UNTOLD = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
 """For how long a session in use may not be said to be: the API server's replicas let some seconds
 more go by, and a write of theirs may fail."""
+_ABANDONED = timedelta(minutes=10)
+"""After this long without a request, the client of a session that never ran is taken for gone: one
+that waits asks again every minute. If it returns after all, another session is made for it."""
 
 
 class Wanted(StrEnum):
@@ -47,17 +51,40 @@ class Decision:
     changes_at: datetime | None = None
 
 
-def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None) -> Decision:
+def decide(
+    observed: Observed,
+    idle: Idle | None,
+    max_lifetime_seconds: int | None,
+    start_deadline_seconds: int | None = None,
+) -> Decision:
     """Return what a session is to be now.
 
     Args:
         observed: what was seen.
         idle: what happens when nobody uses it; None if that can't be told: it stays as it is.
         max_lifetime_seconds: how long it may exist; None for any time.
+        start_deadline_seconds: how long its pods may fail; None for any time.
     """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
         return _after_the_end(observed, finished)
+    abandoned_at = _abandoned_at(observed)
+    if abandoned_at is not None and observed.now >= abandoned_at:
+        message = "its client stopped asking for it before it ran"
+        return Decision(Wanted.DELETED, Reason.IDLE, message)
+    decision = _before_the_end(observed, idle, max_lifetime_seconds, start_deadline_seconds)
+    moments = (abandoned_at, decision.changes_at)
+    return replace(
+        decision, changes_at=min((each for each in moments if each is not None), default=None)
+    )
+
+
+def _before_the_end(
+    observed: Observed,
+    idle: Idle | None,
+    max_lifetime_seconds: int | None,
+    start_deadline_seconds: int | None,
+) -> Decision:
     expiry = _after(observed.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
         return Decision(
@@ -67,6 +94,16 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
         )
     if observed.spec.suspend:
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
+    failed_at = _failed_at(observed, start_deadline_seconds)
+    if failed_at is not None and observed.now >= failed_at:
+        return _start_failed(observed, expiry)
+    running = _while_it_may_run(observed, idle, expiry)
+    if failed_at is None or running.wanted is not Wanted.RUNNING:
+        return running
+    return replace(running, changes_at=min(failed_at, running.changes_at or failed_at))
+
+
+def _while_it_may_run(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
         # Its head serves nobody any more. Who wants it back gets another one.
         message = "stops before it is resumed"
@@ -76,6 +113,24 @@ def decide(observed: Observed, idle: Idle | None, max_lifetime_seconds: int | No
     if idle is None or _is_queued(observed):
         return _as_it_is(observed, expiry)
     return _by_use(observed, idle, expiry)
+
+
+def _failed_at(observed: Observed, start_deadline_seconds: int | None) -> datetime | None:
+    """Return when a session whose pods can't run is to fail; None if they can, or at no time."""
+    failing = observed.status.failing
+    since = parse_time(failing.since) if failing is not None else None
+    return _after(since, start_deadline_seconds) if since is not None else None
+
+
+def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
+    """Return what becomes of a session whose pods can't run: one that can be resumed is kept."""
+    failing = observed.status.failing
+    why = failing.message if failing is not None else ""
+    if observed.is_declared or observed.status.incarnation is not None:
+        message = f"its pods could not run; suspend and resume it to try again: {why}"
+        return Decision(Wanted.SUSPENDED, Reason.START_FAILED, message, expiry)
+    message = f"its pods could not run: {why}"
+    return Decision(Wanted.FINISHED, Reason.START_FAILED, message)
 
 
 def stopping_since(observed: Observed) -> datetime | None:
@@ -101,7 +156,8 @@ def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision
     if observed.now >= idle_at:
         message = f"unused for {idle.timeout_seconds} s"
         if idle.action == "Delete":
-            return Decision(Wanted.DELETED, Reason.IDLE, message)
+            end = Wanted.FINISHED if observed.is_declared else Wanted.DELETED
+            return Decision(end, Reason.IDLE, message)
         return Decision(
             Wanted.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
         )
@@ -145,6 +201,16 @@ def _reached(observed: Observed, kind: ConditionType) -> datetime | None:
     return parse_time(condition.last_transition_time)
 
 
+def _abandoned_at(observed: Observed) -> datetime | None:
+    """Return when the client of a session that never ran is taken for gone, if it has one."""
+    head, has_run = observed.head, observed.status.incarnation is not None
+    if observed.is_declared or observed.spec.suspend or has_run:
+        return None
+    if head is not None and head.is_started:
+        return None
+    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED
+
+
 def _is_queued(observed: Observed) -> bool:
     """Whether, by the last status, Kueue has not let it in: it holds nothing and can't be used."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
@@ -173,9 +239,13 @@ def _owner_suspended_it(observed: Observed) -> bool:
 
 
 def _after_the_end(observed: Observed, finished: datetime) -> Decision:
+    if observed.is_declared:
+        return Decision(Wanted.FINISHED, Reason.FINISHED, "over; delete it to start it again")
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
         return Decision(Wanted.DELETED, Reason.FINISHED, "kept as long as it was to be")
+    if observed.status.failing is not None:
+        return replace(_start_failed(observed, None), changes_at=gone_at)
     return Decision(Wanted.FINISHED, Reason.FINISHED, "over", gone_at)
 
 

@@ -83,6 +83,8 @@ class Observed:
     deleted: datetime | None
     """When its deletion was asked for."""
     has_finalizer: bool
+    is_declared: bool
+    """Whether a person or a GitOps tool made it, rather than the API server for a client."""
     spec: TrainingSessionSpec
     status: TrainingSessionStatus
     last_activity: datetime | None
@@ -91,6 +93,8 @@ class Observed:
     """The BaseModel of its `spec.baseModel`, if there is one."""
     sessions_of_owner: int
     """Live sessions of its owner and BaseModel that are older than this one."""
+    turn: str | None
+    """Why older sessions that compete for the same nodes come first, if any do."""
     children: Mapping[ChildKey, Manifest]
     """Live children but the Secret, which can only be read by name."""
     has_predecessors: bool

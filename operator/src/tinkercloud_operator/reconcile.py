@@ -61,6 +61,8 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
         case Wanted.RUNNING if stopping_since(observed) is not None:
             # A cluster made before this is written would be taken for the one that stops.
             return _plan(observed, [], seen, 0.0)
+        case Wanted.RUNNING if observed.turn is not None and observed.ray_cluster is None:
+            return _plan(observed, [], seen, min(_RETRY_SECONDS, again or _RETRY_SECONDS))
         case Wanted.RUNNING:
             return _plan(observed, _running(observed, shape, settings), seen, again)
         case Wanted.SUSPENDED:
@@ -120,7 +122,8 @@ def _decision(observed: Observed, offered: Shape | Refusal) -> Decision:
     # Without pods, a refused session waits to be allowed: that is not idleness.
     is_judged = isinstance(offered, Shape) or observed.has_pods
     idle = idle_policy(spec, base_model) if is_judged else None
-    return decide(observed, idle, longest_lifetime(spec, base_model))
+    deadline = base_model.sessions.start_deadline_seconds if base_model is not None else None
+    return decide(observed, idle, longest_lifetime(spec, base_model), deadline)
 
 
 def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> Iterable[Action]:

@@ -64,6 +64,16 @@ class Settings(BaseSettings):
     reserve_scratch: bool = False
     """Whether a session pod asks its node for what it may write to scratch space, as
     `ephemeral-storage`. Nodes must have that to give, and so must Kueue's ClusterQueues."""
+    limit_cores: bool = False
+    """Whether each container of a session is limited to the cores that it requests. ResourceQuotas
+    may ask for it, and pods are of QoS class Guaranteed with it; idle cores are not used then."""
+    download_memory: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(M|Mi|G|Gi)$")] = "4Gi"
+    """Memory of the container that downloads a model before a pod's others start."""
+    ca_config_map: str | None = None
+    """ConfigMap with the certificate authorities that containers of sessions trust, instead of
+    their images' own."""
+    ca_key: str = "ca-bundle.crt"
+    """Entry of that ConfigMap, in PEM."""
     client_labels: Annotated[
         list[Annotated[dict[str, str], Field(min_length=1)]], Field(min_length=1)
     ] = [{"app.kubernetes.io/part-of": "tinkercloud"}]
@@ -88,6 +98,11 @@ class Settings(BaseSettings):
     kueue_groups: Annotated[int, Field(ge=3)] = 18
     """Groups of pods that the cluster's Kueue takes in one workload: 18 as of release 0.19, 8 in
     older ones. Head and trainers are a group each, and so is every engine."""
+    starts_in_order: bool = True
+    """Whether sessions that compete for GPUs, or for other devices, get their pods in order of
+    arrival, each once all pods of those before it have nodes: otherwise two could get half of the
+    GPUs each and wait for the rest. Sessions with a queue or a scheduler of their own are left to
+    those."""
     resync_seconds: Annotated[int, Field(ge=5)] = 300
     """Everything is listed, and every session looked at, again after this long, whether anything
     happened or not."""

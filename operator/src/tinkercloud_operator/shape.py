@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
 from tinkercloud_crds.extras import ExtendedResource, total
+from tinkercloud_crds.placement import Placement, RolePlacement
 from tinkercloud_crds.planning.offer import TrainerPlan
 from tinkercloud_crds.planning.planner import Engine
 from tinkercloud_crds.planning.refusal import DoesNotFit
 from tinkercloud_crds.shapes import (
     Idle,
-    Placement,
     Planning,
     Resources,
     SamplerShape,
@@ -43,6 +43,7 @@ class PodRequest:
     component: str
     count: int
     resources: Resources
+    placement: Placement
     gpus: int
     """Of each pod, that its node counts itself; devices that are claimed are not among them."""
     extended: tuple[ExtendedResource, ...] = ()
@@ -115,10 +116,23 @@ class Shape:
         trainers = self.trainers if self.engines_per_trainer else min(1, self.trainers)
         return 1 + trainers + self.samplers
 
+    def role_placement(self, component: str) -> RolePlacement | None:
+        """Return what the pods of a component (`head`, `trainer`, `sampler`) have of their own."""
+        if component == "head":
+            return self.base_model.head.placement
+        if component == "sampler":
+            return self.sampler.placement
+        return self.trainer.placement if self.trainer is not None else None
+
+    def placement_of(self, component: str) -> Placement:
+        """Return the placement of the pods of a component (`head`, `trainer`, `sampler`)."""
+        return self.placement.of_role(self.role_placement(component))
+
     @property
     def pods(self) -> list[PodRequest]:
         """One entry for each kind of pod."""
-        kinds = [PodRequest("head", 1, self.base_model.head.resources, 0)]
+        head = self.base_model.head
+        kinds = [PodRequest("head", 1, head.resources, self.placement_of("head"), 0)]
         is_counted = self.devices is None
         if self.trainer is not None and self.trainers:
             gpus = self.trainer.gpus_per_replica if is_counted else 0
@@ -126,12 +140,14 @@ class Shape:
             containers = [self.trainer, *[self.sampler] * self.engines_per_trainer]
             needed = _together(*[each.resources for each in containers])
             extended = total(each.extended_resources for each in containers)
-            kinds.append(PodRequest("trainer", self.trainers, needed, gpus, extended))
+            place = self.placement_of("trainer")
+            kinds.append(PodRequest("trainer", self.trainers, needed, place, gpus, extended))
         if self.samplers:
             needed = _together(self.sampler.resources, RAY_NODE)
             gpus = self.sampler.gpus_per_replica if is_counted else 0
             extended = self.sampler.extended_resources
-            kinds.append(PodRequest("sampler", self.samplers, needed, gpus, extended))
+            place = self.placement_of("sampler")
+            kinds.append(PodRequest("sampler", self.samplers, needed, place, gpus, extended))
         return kinds
 
 
@@ -166,10 +182,11 @@ def resolve(
         *_unlike_trainers(spec, base_model),
         *_planned_anew(spec, base_model),
         *_not_offered(spec, base_model),
-        *_too_many(base_model, sessions_of_owner),
     ]
     if problems:
         return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
+    if (waits := _too_many(spec, base_model, sessions_of_owner)) is not None:
+        return waits
     shape = _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
     return (_engine_refusal(shape) or shape) if isinstance(shape, Shape) else shape
 
@@ -319,14 +336,19 @@ def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[s
     ]
 
 
-def _too_many(base_model: BaseModelSpec, sessions_of_owner: int) -> list[str]:
+def _too_many(
+    spec: TrainingSessionSpec, base_model: BaseModelSpec, sessions_of_owner: int
+) -> Refusal | None:
+    """Return that a session waits for others of its owner to end, and its place in their queue."""
     limit = base_model.limits.max_sessions_per_owner
     if limit is None or sessions_of_owner < limit:
-        return []
-    return [
-        f"spec.owner: has {sessions_of_owner} live sessions of this BaseModel, and may have"
-        f" {limit}; finish or delete one"
-    ]
+        return None
+    return Refusal(
+        Reason.QUOTA_EXCEEDED,
+        f"spec.owner: {spec.owner!r} may have {limit} live sessions of this BaseModel, and has"
+        f" {sessions_of_owner} older ones; this is number {sessions_of_owner - limit + 1} of those"
+        " that wait for one to end: finish or delete one",
+    )
 
 
 def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:

@@ -13,21 +13,24 @@ from tinkercloud_crds.conditions import (
     moved,
     timestamp,
 )
-from tinkercloud_crds.training_session import Phase, TrainingSessionStatus, Workers
+from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.children.pods import Names
 from tinkercloud_operator.findings import Finding, steps_to_ready
 from tinkercloud_operator.lifetime import Decision, Wanted
 from tinkercloud_operator.observed import Observed
 from tinkercloud_operator.shape import Refusal, Shape
 
-_NEEDS_HELP = NEVER_FITS | {
-    Reason.IMAGE_PULL_BACK_OFF,
-    Reason.CONFIGURATION_ERROR,
-    Reason.CRASH_LOOP,
-    Reason.OUT_OF_MEMORY,
-    Reason.OUT_OF_DISK,
-    Reason.APPLY_FAILED,
-}
+_CANT_RUN = frozenset(
+    {
+        Reason.IMAGE_PULL_BACK_OFF,
+        Reason.CONFIGURATION_ERROR,
+        Reason.CRASH_LOOP,
+        Reason.OUT_OF_MEMORY,
+        Reason.OUT_OF_DISK,
+    }
+)
+"""Reasons of pods that keep their nodes and don't run."""
+_NEEDS_HELP = NEVER_FITS | _CANT_RUN | {Reason.APPLY_FAILED, Reason.START_FAILED}
 """Reasons that make a session Stalled."""
 _AT_REST = frozenset({Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED})
 """Reasons of sessions that are without pods as they should be."""
@@ -65,6 +68,7 @@ def status(
         latest_checkpoint=_latest_checkpoint(observed),
         restarts=previous.restarts + _has_restarted(observed, incarnation),
         saved_incarnation=_saved_incarnation(observed),
+        failing=_failing(observed, decision, ready),
         finished_time=_finished_time(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
@@ -134,6 +138,8 @@ def _phase(observed: Observed, decision: Decision | None, ready: Finding) -> Pha
     if decision is not None and decision.wanted is not Wanted.RUNNING:
         if observed.has_pods:
             return "Suspending"
+        if decision.reason is Reason.START_FAILED:
+            return "Failed"
         return "Suspended" if decision.wanted is Wanted.SUSPENDED else "Finished"
     if ready.reason in _NEEDS_HELP:
         return "Failed"
@@ -203,6 +209,19 @@ def _saved_incarnation(observed: Observed) -> str | None:
 def _latest_checkpoint(observed: Observed) -> str | None:
     told = observed.answers.get(("checkpoint", observed.status.incarnation or ""))
     return told or observed.status.latest_checkpoint
+
+
+def _failing(observed: Observed, decision: Decision | None, ready: Finding) -> Failing | None:
+    """Return why its pods can't run. A container that crashes seems well between two crashes."""
+    before = observed.status.failing
+    if decision is None or decision.reason is Reason.START_FAILED:
+        return before
+    if ready.is_reached or decision.wanted is not Wanted.RUNNING or not observed.has_pods:
+        return None
+    if ready.reason not in _CANT_RUN:
+        return before
+    since = before.since if before is not None else timestamp(observed.now)
+    return Failing(since=since, message=ready.message[:MAX_MESSAGE_LENGTH])
 
 
 def _finished_time(observed: Observed, decision: Decision | None) -> str | None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator import seen
+from tinkercloud_operator import arrivals, seen
 from tinkercloud_operator.lifetime import parse_time
 from tinkercloud_operator.observed import ChildKey, Done, Manifest, Node, Observed, Pod
 from tinkercloud_operator.witness import has_secret
@@ -39,6 +39,7 @@ class Surroundings:
 
     has_kuberay: bool
     has_device_claims: bool
+    starts_in_order: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
     answers: Mapping[Done, str | None]
@@ -58,6 +59,10 @@ class Watched:
     """By session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last pod that has failed, which may be gone."""
+    _unplaced: set[str] = field(default_factory=set)
+    """Sessions that wait for nodes, by their last status."""
+    _let_in: set[str] = field(default_factory=set)
+    """Those of them whose turn has come: their RayClusters may be under way."""
     _gone: dict[tuple[str, str], int] = field(default_factory=dict)
     """Resource versions of deleted objects, by kind and uid, until the next list."""
 
@@ -110,6 +115,7 @@ class Watched:
         if manifest is None:
             return None
         metadata = manifest["metadata"]
+        annotations = metadata.get("annotations", {})
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
             status = seen.session_status(manifest)
@@ -131,11 +137,13 @@ class Watched:
             created=datetime.fromisoformat(metadata["creationTimestamp"]),
             deleted=parse_time(metadata.get("deletionTimestamp")),
             has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+            is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
             spec=spec,
             status=status,
-            last_activity=parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY)),
+            last_activity=parse_time(annotations.get(labels.LAST_ACTIVITY)),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
+            turn=self._turn(manifest, spec, base_model) if surroundings.starts_in_order else None,
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
             failed=_failed(self._failures.get(name), children),
@@ -181,6 +189,41 @@ class Watched:
             if other["spec"].get("owner") == manifest["spec"].get("owner") and _counts(other)
         )
 
+    def _turn(
+        self, manifest: Manifest, spec: TrainingSessionSpec, base_model: BaseModelSpec | None
+    ) -> str | None:
+        """Return why older sessions have their pods first, if any compete with this one."""
+        name = manifest["metadata"]["name"]
+        own = arrivals.claim(spec, base_model) if base_model is not None else None
+        if own is None or self._is_let_in(name):
+            return None
+        unplaced = [self.sessions[other] for other in self._unplaced - {name}]
+        # Of two that were made in the same second, the other one may have been seen first.
+        ahead = [
+            other
+            for other in sorted(unplaced, key=_age)
+            if _age(other) < _age(manifest) or self._is_let_in(other["metadata"]["name"])
+            if self._competes(other, own)
+        ]
+        if ahead:
+            return arrivals.turn_message(ahead)
+        self._let_in.add(name)
+        return None
+
+    def _is_let_in(self, name: str) -> bool:
+        has_cluster = ChildKey("RayCluster", name) in self._children.get(name, {})
+        return has_cluster or name in self._let_in
+
+    def _competes(self, session: Manifest, claim: arrivals.Claim) -> bool:
+        try:
+            spec = TrainingSessionSpec.model_validate(session["spec"])
+        except ValidationError:
+            return False
+        offering = self.offering(spec.base_model)
+        base_model = seen.base_model(offering) if offering is not None else None
+        other = arrivals.claim(spec, base_model) if base_model is not None else None
+        return other is not None and arrivals.compete(claim, other)
+
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
         if kind == "BaseModel":
             model_name = manifest["spec"].get("modelName", "")
@@ -213,6 +256,11 @@ class Watched:
         kept = None if is_gone else seen.slim(kind, manifest)
         if kind == "TrainingSession":
             _set(self.sessions, name, kept)
+            if kept is not None and arrivals.waits_for_nodes(kept):
+                self._unplaced.add(name)
+            else:
+                self._unplaced.discard(name)
+                self._let_in.discard(name)
             if is_gone:
                 self._failures.pop(name, None)
         elif kind == "BaseModel":

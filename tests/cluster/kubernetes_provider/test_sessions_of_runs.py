@@ -84,6 +84,28 @@ def test_a_session_that_never_fits_fails_its_run_at_once(
     with pytest.raises(tinker.RequestFailedError, match=f"{reason}: needs 16 GPUs") as caught:
         waiting.result()
     assert caught.value.category.value == category
+    world.cluster.wait_for(f"trainingsession/{name}", "delete", world.namespace)
+
+
+def test_a_run_over_its_owners_number_of_sessions_waits_and_is_told_its_place(
+    world: World, server: Server
+) -> None:
+    known = world.sessions()
+    session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+    promise = server.post("create_model", {**create, "lora_config": {"rank": 4}}).json()
+    name = world.new_session(known)
+    world.say(name, (ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "number 2 of those"))
+
+    def waiting() -> dict[str, object]:
+        return server.post("retrieve_future", {"request_id": promise["request_id"]}).json()
+
+    wait_until(lambda: waiting()["queue_state"] == "paused_rate_limit", "the status to be seen")
+
+    assert waiting()["queue_state_reason"] == (
+        f"TrainingSession {name}: QuotaExceeded: number 2 of those"
+    )
+    assert name in world.sessions()
 
 
 def test_what_the_base_model_does_not_allow_is_refused_before_anything_is_made(

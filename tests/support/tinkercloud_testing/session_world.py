@@ -59,15 +59,19 @@ OFFERS: Mapping[str, BaseModelSpec] = {
     "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
     "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
     "deleted when idle": a_base_model(sessions={"idle": IDLE | {"action": "Delete"}}),
+    "for a client": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
+    "for a client, short life": a_base_model(
+        sessions={"idle": IDLE | {"action": "Delete"}, "maxLifetimeSeconds": 7200}
+    ),
 }
 
 
 class World:
     """A session and everything around the operator that looks after it."""
 
-    def __init__(self, base_model: BaseModelSpec) -> None:
+    def __init__(self, base_model: BaseModelSpec, *, is_declared: bool = True) -> None:
         self.offered = base_model
-        self.session = observed(base_model=base_model)
+        self.session = observed(base_model=base_model, is_declared=is_declared)
         self.children: dict[ChildKey, Json] = {}
         self.pods: dict[str, Pod] = {}
         self.has_secret = False
@@ -225,8 +229,11 @@ class World:
                 return
 
     def kueue(self, *, admits: bool = True) -> None:
+        """Admit or evict it. What was evicted is admitted again once its pods are gone."""
         cluster = self.children.get(RAY_CLUSTER)
-        if cluster is not None and labels.QUEUE_LABEL in cluster["metadata"]["labels"]:
+        if cluster is None or labels.QUEUE_LABEL not in cluster["metadata"]["labels"]:
+            return
+        if not (admits and cluster["spec"].get("suspend") and self.pods):
             cluster["spec"]["suspend"] = not admits
 
     # Everybody else.
@@ -305,7 +312,7 @@ class World:
     def settle(self) -> Plan:
         """End all trouble from outside and take turns until nobody has anything to do."""
         self.refuses = False
-        self.change(has_kuberay=True, has_device_claims=True)
+        self.change(has_kuberay=True, has_device_claims=True, turn=None)
         self.trouble_pods(None)
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
@@ -355,6 +362,8 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "KubeRay is removed": lambda world: world.change(has_kuberay=False),
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
     "the cluster forgets device claims": lambda world: world.change(has_device_claims=False),
+    "an older session comes first": lambda world: world.change(turn="waits for its turn: two"),
+    "the older session has its nodes": lambda world: world.change(turn=None),
     "children are refused": lambda world: world.set_refusing(refuses=True),
     "children are welcome": lambda world: world.set_refusing(refuses=False),
     "a minute passes": lambda world: world.pass_time(60),
@@ -391,6 +400,6 @@ def ranks_in_pods(world: World) -> int:
 
 
 def a_world(offer: str = "workers", *events: str) -> World:
-    world = World(OFFERS[offer])
+    world = World(OFFERS[offer], is_declared=not offer.startswith("for a client"))
     world.happen(*events)
     return world

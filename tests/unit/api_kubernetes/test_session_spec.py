@@ -25,7 +25,7 @@ from tinkercloud_api.providers.session_status import (
     read_base_model,
     read_session,
 )
-from tinkercloud_crds.shapes import LabelValue
+from tinkercloud_crds.placement import LabelValue
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig

@@ -113,6 +113,19 @@ def test_a_stall_that_somebody_may_cure_goes_on_waiting() -> None:
     assert isinstance(standing(a_session(*crashing)), Waiting)
 
 
+@pytest.mark.parametrize(("ran", "standing_of"), [({}, Over), ({"incarnation": "pod.0"}, Waiting)])
+def test_a_start_that_failed_is_told_to_the_client_and_a_run_that_can_be_resumed_waits(
+    ran: dict[str, Any], standing_of: type
+) -> None:
+    failed = a_condition(ConditionType.READY, "False", Reason.START_FAILED, "no such image")
+
+    state = standing(a_session(failed, **ran))
+
+    told = state.error.message if isinstance(state, Over) else getattr(state, "reason", "")
+    assert isinstance(state, standing_of)
+    assert told == "TrainingSession one: StartFailed: no such image"
+
+
 def test_a_session_that_is_deleted_or_has_lived_long_enough_is_over() -> None:
     deleted = replace(a_session(READY, **SERVING), is_deleted=True)
     expired = a_session(a_condition(ConditionType.READY, "False", Reason.LIFETIME_EXCEEDED))

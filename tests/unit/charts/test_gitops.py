@@ -15,7 +15,7 @@ from celpy.adapter import json_to_cel
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.shapes import HeadShape
-from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_crds.training_session import Failing, TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.observed import ChildKey, Observed, Pod, Trouble
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
@@ -38,6 +38,7 @@ def a_session(**changes: Any) -> Observed:
         created=NOW - timedelta(minutes=5),
         deleted=None,
         has_finalizer=True,
+        is_declared=True,
         spec=TrainingSessionSpec(base_model="tiny/llama", owner="somebody"),
         status=TrainingSessionStatus(conditions=[]),
         last_activity=NOW,
@@ -48,6 +49,7 @@ def a_session(**changes: Any) -> Observed:
             head=HeadShape(image="worker"),
         ),
         sessions_of_owner=0,
+        turn=None,
         children={},
         has_predecessors=False,
         has_secret=True,
@@ -104,6 +106,12 @@ FINISHED = a_session(
     status=TrainingSessionStatus(conditions=[], finished_time="2026-11-20T11:59:00Z")
 )
 
+FAILED = a_session(
+    status=TrainingSessionStatus(
+        conditions=[], failing=Failing(since="2026-11-20T10:00:00Z", message="no such image")
+    )
+)
+
 every_state = pytest.mark.parametrize(
     ("observed", "argo", "flux"),
     [
@@ -113,6 +121,7 @@ every_state = pytest.mark.parametrize(
         pytest.param(IMPOSSIBLE, "Degraded", "failed", id="no such model"),
         pytest.param(BROKEN, "Degraded", "failed", id="no such image"),
         pytest.param(SUSPENDED, "Suspended", "current", id="suspended"),
+        pytest.param(FAILED, "Degraded", "failed", id="its pods could not run"),
         pytest.param(FINISHED, "Healthy", "current", id="finished"),
     ],
 )

@@ -68,11 +68,16 @@ def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequenc
 
     cluster = world.children.get(RAY_CLUSTER)
     wanted = wanted_pods(cluster) if cluster is not None else []
-    is_at_rest = world.status.phase in {"Suspended", "Finished"}
+    is_at_rest = world.status.phase in {"Suspended", "Finished", "Failed"}
     assert world.is_gone or sorted(world.pods) == sorted(wanted)
     assert world.is_gone or (cluster is None) == is_at_rest
     assert world.is_gone or cluster is None or world.has_secret
-    assert world.is_gone or world.status.phase in {"Ready", "Suspended", "Finished"}
+    assert world.is_gone or world.status.phase in {
+        "Ready",
+        "Suspended",
+        "Finished",
+        "Failed",
+    }
 
 
 @thorough

@@ -119,6 +119,19 @@ def test_kubernetes_adds_no_other_toleration(taint: Json) -> None:
     )
 
 
+def test_each_role_is_looked_for_among_the_nodes_that_it_may_run_on() -> None:
+    cpus = a_node(gpus=0, labels={"pool": "cpu"})
+    elsewhere: Json = {"placement": {"nodeSelector": {"pool": "cpu"}}}
+    pool = {"nodeSelector": {"pool": "gpu"}}
+
+    def why(head: Json) -> str | None:
+        model = a_base_model(trainer=TRAINERS, placement=pool, head={"image": "w", **head})
+        return without_kin(a_build(model).shape, [cpus, a_node(taints=(GPU_TAINT,))])
+
+    assert "head pod" in str(why({}))
+    assert why(elsewhere) is None
+
+
 RDMA = "rdma/hca"
 PAGES = "hugepages-2Mi"
 EXTENDED = [{"name": RDMA, "count": 2}, {"name": PAGES, "count": 512}]

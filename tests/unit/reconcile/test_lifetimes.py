@@ -9,7 +9,7 @@ from tinkercloud_crds.conditions import Condition, ConditionType, Reason, timest
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_operator.lifetime import Decision, Wanted, decide, last_use, parse_time
 from tinkercloud_operator.observed import Observed
-from tinkercloud_testing.sessions import NOON, a_session, a_status, observed
+from tinkercloud_testing.sessions import NOON, a_pod, a_session, a_status, observed
 
 HOUR = Idle(timeout_seconds=3600)
 DELETED_AFTER_AN_HOUR = Idle(timeout_seconds=3600, action="Delete")
@@ -19,6 +19,10 @@ def at(seconds: float, **fields: Any) -> Observed:
     """Return a session, made and accepted at noon, as it is seen this long after noon."""
     values: dict[str, Any] = {"status": a_status([since(ConditionType.ACCEPTED, "True", 0)])}
     return observed(**values | fields, now=NOON + timedelta(seconds=seconds))
+
+
+MADE_FOR_A_CLIENT: dict[str, Any] = {"is_declared": False}
+THAT_RAN = a_status([], incarnation="uid-0")
 
 
 def since(kind: ConditionType, status: Any, seconds: float, reason: str = "Any") -> Condition:
@@ -46,9 +50,65 @@ def after(seconds: float) -> Any:
 def test_a_session_is_idle_once_its_timeout_is_over_and_not_before(
     seconds: float, idle: Idle, wanted: Wanted
 ) -> None:
-    decision = decide(at(seconds), idle, None)
+    accepted = since(ConditionType.ACCEPTED, "True", 0)
+    status = a_status([accepted], incarnation="uid-0")
+
+    decision = decide(at(seconds, status=status, is_declared=False), idle, None)
 
     assert decision.wanted is wanted
+
+
+@pytest.mark.parametrize("seconds", [3600, 10**8])
+def test_a_declared_session_that_is_to_be_deleted_when_idle_is_finished_instead(
+    seconds: float,
+) -> None:
+    decision = decide(at(seconds), DELETED_AFTER_AN_HOUR, None)
+
+    assert (decision.wanted, decision.reason) == (Wanted.FINISHED, Reason.IDLE)
+
+
+@pytest.mark.parametrize("ttl", [0, 900])
+def test_a_declared_session_that_has_ended_is_kept_without_end(ttl: int) -> None:
+    kept = a_session(ttlSecondsAfterFinished=ttl)
+
+    decision = decide(at(10**8, spec=kept, status=ended(1000)), HOUR, 600)
+
+    assert decision.wanted is Wanted.FINISHED
+    assert decision.changes_at is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(1099.999, Wanted.RUNNING), (1100, Wanted.DELETED)]
+)
+@pytest.mark.parametrize("status", ["False", "Unknown", "True"])
+def test_a_session_whose_client_stopped_asking_before_it_ran_is_deleted(
+    seconds: float, wanted: Wanted, status: str
+) -> None:
+    waits = a_status([since(ConditionType.ACCEPTED, status, 0, Reason.QUOTA_EXCEEDED)])
+    session = at(seconds, **MADE_FOR_A_CLIENT, status=waits, last_activity=after(500))
+
+    assert decide(session, HOUR, None).wanted is wanted
+
+
+def test_the_moment_at_which_a_client_counts_as_gone_is_looked_forward_to() -> None:
+    session = at(550, **MADE_FOR_A_CLIENT, status=QUEUED, last_activity=after(500))
+
+    assert decide(session, HOUR, None).changes_at == after(1100)
+    assert decide(session, HOUR, 700).changes_at == after(700)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        MADE_FOR_A_CLIENT | {"status": THAT_RAN},
+        MADE_FOR_A_CLIENT | {"pods": (a_pod(),)},
+        MADE_FOR_A_CLIENT | {"spec": a_session(suspend=True)},
+    ],
+    ids=["declared", "it ran", "it runs", "suspended by its owner"],
+)
+def test_no_other_session_is_taken_for_abandoned(fields: dict[str, Any]) -> None:
+    assert decide(at(10**5, **fields), None, None).wanted is not Wanted.DELETED
 
 
 def test_a_running_session_names_the_moment_it_will_be_idle() -> None:
@@ -83,15 +143,17 @@ def test_the_earlier_of_idleness_and_the_end_is_looked_forward_to() -> None:
 def test_an_ended_session_is_kept_for_its_ttl_and_no_longer(seconds: float, wanted: Wanted) -> None:
     kept = a_session(ttlSecondsAfterFinished=900)
 
-    assert decide(at(seconds, spec=kept, status=ended(1000)), HOUR, None).wanted is wanted
+    session = at(seconds, spec=kept, status=ended(1000), is_declared=False)
+
+    assert decide(session, HOUR, None).wanted is wanted
 
 
 def test_an_ended_session_with_a_ttl_of_zero_goes_at_once() -> None:
     kept = a_session(ttlSecondsAfterFinished=0)
 
-    decision = decide(at(1000, spec=kept, status=ended(1000)), HOUR, None)
+    session = at(1000, spec=kept, status=ended(1000), is_declared=False)
 
-    assert decision.wanted is Wanted.DELETED
+    assert decide(session, HOUR, None).wanted is Wanted.DELETED
 
 
 def test_what_has_ended_does_not_begin_again_when_it_is_used() -> None:

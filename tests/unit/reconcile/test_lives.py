@@ -187,7 +187,7 @@ def test_what_runs_goes_on_without_its_base_model() -> None:
 
 
 def test_an_ended_session_is_deleted_in_time_even_without_its_base_model() -> None:
-    world = a_world("short life", "it settles", "a day passes", "it settles")
+    world = a_world("for a client, short life", "it settles", "a day passes", "it settles")
     assert world.status.phase == "Finished"
 
     world.happen("the BaseModel goes", "a day passes", "it settles")

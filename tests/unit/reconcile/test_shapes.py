@@ -6,7 +6,8 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
-from tinkercloud_crds.shapes import Idle, Placement
+from tinkercloud_crds.placement import Placement
+from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator import seen
 from tinkercloud_operator.reconcile import reconcile
@@ -157,11 +158,13 @@ def test_a_missing_base_model_is_named() -> None:
     assert "'Qwen/Qwen4'" in refused.message
 
 
-def test_one_session_too_many_of_an_owner_is_refused_with_both_numbers() -> None:
-    refused = refusal(a_session(), sessions=3)
+@pytest.mark.parametrize(("older", "place"), [(3, 1), (4, 2), (9, 7)])
+def test_one_session_too_many_of_an_owner_waits_and_knows_its_place(older: int, place: int) -> None:
+    refused = refusal(a_session(), sessions=older)
 
-    assert refused.message.startswith("spec.owner: has 3 live sessions")
-    assert "may have 3" in refused.message
+    assert refused.reason is Reason.QUOTA_EXCEEDED
+    assert "may have 3 live sessions" in refused.message
+    assert f"this is number {place} of those that wait" in refused.message
     assert isinstance(resolve(a_session(), OFFERED, 2), Shape)
 
 

@@ -45,6 +45,7 @@ def look(watched: Watched, name: str = "one") -> Observed | None:
     surroundings = Surroundings(
         has_kuberay=True,
         has_device_claims=True,
+        starts_in_order=True,
         nodes=None,
         apply_error=None,
         answers={},
@@ -202,6 +203,27 @@ def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Wat
     assert found is not None
     assert (found.deleted, found.last_activity) == (NOON, NOON)
     assert (found.has_finalizer, found.generation) == (True, 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "annotations", "is_declared"),
+    [
+        ({}, {}, True),
+        ({"modelId": "s:train:0"}, {}, False),
+        ({}, {labels.CREATED_FOR: "a sampling session"}, False),
+    ],
+    ids=["from Git", "a run", "samplers of a client"],
+)
+def test_a_session_is_declared_unless_the_api_server_made_it(
+    watched: Watched, spec: Json, annotations: Json, is_declared: bool
+) -> None:
+    made = session("made", annotations=annotations)
+    watched.note("TrainingSession", made | {"spec": {**made["spec"], **spec}})
+
+    found = look(watched, "made")
+
+    assert found is not None
+    assert found.is_declared is is_declared
 
 
 def test_an_unknown_session_or_one_that_can_not_be_read_is_none(watched: Watched) -> None:

@@ -65,6 +65,8 @@ class Hub:
     url: str = ""
     served: list[str] = field(default_factory=list)
     """Names of files whose content was sent."""
+    revisions: list[str] = field(default_factory=list)
+    """Those whose description was asked for."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -77,7 +79,8 @@ class Hub:
             if path.is_file()
         }
         match path.split("/"):
-            case ["", "api", "models", "acme", "tiny", "revision", _]:
+            case ["", "api", "models", "acme", "tiny", "revision", revision]:
+                self.revisions.append(revision)
                 siblings = [{"rfilename": name} for name in files]
                 return _json({"id": "acme/tiny", "sha": "0" * 40, "siblings": siblings})
             case ["", "api", "models", "acme", "tiny", "tree", _]:
@@ -154,6 +157,16 @@ def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
     assert not {path.name for path in folder.iterdir()} & {*CLUTTER, "onnx", ".cache"}
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@pytest.mark.parametrize(("suffix", "asked"), [("", "main"), ("@0a1b2c", "0a1b2c")])
+def test_a_model_of_the_hub_is_fetched_as_it_is_at_a_revision(
+    hub: Hub, tmp_path: Path, suffix: str, asked: str
+) -> None:
+    result = fetched(f"{SOURCE}{suffix}", tmp_path / "model", **hub.environment)
+
+    assert result.returncode == 0, result.stderr
+    assert hub.revisions[0] == asked
 
 
 def test_a_model_that_is_there_is_not_fetched_again(hub: Hub, tmp_path: Path) -> None:

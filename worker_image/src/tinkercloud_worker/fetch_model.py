@@ -1,9 +1,10 @@
 """`python -m tinkercloud_worker.fetch_model SOURCE FOLDER [PART]`: a model from where it is kept.
 
-SOURCE is `hub:<model id>` on the Hugging Face hub (HF_TOKEN and HF_ENDPOINT count), or a folder in
-an object store: `s3://...`, `gs://...`, `az://...` (credentials come from the environment). FOLDER
-appears whole or not at all: files gather in a folder beside it, where a fetch that was cut off
-goes on, and which is renamed at last. A FOLDER that is there is left as it is.
+SOURCE is `hub:<model id>[@<revision>]` on the Hugging Face hub (HF_TOKEN and HF_ENDPOINT count; the
+revision is a commit, a tag or a branch, and `main` unless given), or a folder in an object store:
+`s3://...`, `gs://...`, `az://...` (credentials come from the environment). FOLDER appears whole or
+not at all: files gather in a folder beside it, where a fetch that was cut off goes on, and which is
+renamed at last. A FOLDER that is there is left as it is.
 
 Only weights in safetensors and what describes them are fetched: no pickles, no code, and no second
 copy of the weights in another layout. PART is `whole` unless it is `description`, which is all but
@@ -83,14 +84,16 @@ def _downloader(source: str, wanted: Sequence[str]) -> Callable[[Path], None]:
     if source.startswith(_STORES):
         return lambda folder: _from_store(open_store(source), folder, wanted)
     raise FetchFailed(
-        f"{source!r} is no source of a model: name hub:<model id>, or a folder as s3://..., gs://..."
-        " or az://..."
+        f"{source!r} is no source of a model: name hub:<model id>[@<revision>], or a folder as s3://...,"
+        " gs://... or az://..."
     )
 
 
-def _from_hub(model_id: str, folder: Path, wanted: Sequence[str]) -> None:
+def _from_hub(model: str, folder: Path, wanted: Sequence[str]) -> None:
+    model_id, _, revision = model.partition("@")
     snapshot_download(
         model_id,
+        revision=revision or None,
         local_dir=folder,
         allow_patterns=list(wanted),
         ignore_patterns=list(UNWANTED),

@@ -206,11 +206,24 @@ class KubernetesProvider:
         log.info("training session wanted", session=_name(placement), target=placement.target)
 
     async def _replace(self, placement: Placement, session: Session, state: Over) -> None:
-        """Let a session that is over go, if another can take its place; it can for samplers."""
-        if placement.model is not None or not isinstance(state.error, StateLost):
+        """Delete a session that is over and never ran, or that another can replace (samplers).
+
+        What its client is told was refused must not start later, when nobody waits for it.
+        """
+        if not isinstance(state.error, StateLost):
+            await self._withdraw(placement, session)
+            raise state.error
+        if placement.model is not None:
             raise state.error
         if not session.is_deleted:
             await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
+
+    async def _withdraw(self, placement: Placement, session: Session) -> None:
+        """Delete a session that was refused, unless it has run or was declared by somebody else."""
+        is_declared = placement.choices.session is not None
+        if is_declared or session.is_deleted or session.incarnation is not None:
+            return
+        await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
 
     def waiting(self, placement: Placement) -> Waiting:
         """See `SessionProvider.waiting`."""

@@ -120,6 +120,8 @@ def standing(session: Session) -> Standing:
         return Over(StateLost(_said(session, "is over", why)))
     if stalled is not None and stalled.status == "True" and stalled.reason in NEVER_FITS:
         return Over(_never_fits(session, stalled))
+    if ready is not None and ready.reason == Reason.START_FAILED and session.incarnation is None:
+        return Over(HeadFailed(_said(session, ready.reason, ready.message)))
     if session.spec.suspend:
         return Waiting(
             "active",

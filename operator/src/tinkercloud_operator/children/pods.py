@@ -10,7 +10,8 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import Placement, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.placement import Placement, TopologyAffinity
+from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.shape import Devices, Shape
 
@@ -21,6 +22,7 @@ TOKEN_FOLDER = "/etc/tinkercloud-token"  # noqa: S105
 SCRATCH_FOLDER = "/scratch"
 MODEL_FOLDER = "/models"
 CHECKPOINT_FOLDER = "/checkpoints"
+CA_FOLDER = "/etc/tinkercloud-ca"
 FETCHED_MODEL_FOLDER = f"{SCRATCH_FOLDER}/model"
 
 GPU_RESOURCE = "nvidia.com/gpu"
@@ -118,6 +120,7 @@ class Build:
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:
     """Return the template of one group's pods."""
     settings, source = build.settings, build.shape.base_model.source
+    placement = build.shape.placement_of(component)
     spec: Json = {
         "serviceAccountName": settings.service_account,
         "automountServiceAccountToken": False,
@@ -126,7 +129,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "securityContext": _pod_security(settings),
         "containers": [_with_scratch(container, resources, settings)],
         "volumes": _volumes(build, resources),
-        **_placement(build.shape.placement),
+        **_placement(build, component),
     }
     devices = build.shape.devices
     if devices is not None and component != "head":
@@ -141,11 +144,14 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
     return {
         "metadata": {
             "labels": {
+                **settings.pod_labels,
+                **(placement.pod_labels or {}),
                 labels.SESSION_LABEL: build.names.session,
                 labels.COMPONENT_LABEL: component,
                 labels.MANAGED_BY_LABEL: labels.MANAGED_BY,
             },
             "annotations": {
+                **(placement.pod_annotations or {}),
                 "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
                 "karpenter.sh/do-not-disrupt": "true",
             },
@@ -161,14 +167,15 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         "name": name,
         "image": image,
         **({} if policy is None else {"imagePullPolicy": policy}),
-        "resources": _needs(build.shape, resources, gpus),
+        "resources": _needs(build, resources, gpus),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
-        "volumeMounts": _mounts(),
+        "volumeMounts": _mounts(build.settings),
         "env": [
+            *_trusted(build.settings),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
@@ -192,15 +199,28 @@ def with_extras(container: Json, worker: TrainerShape | SamplerShape) -> Json:
     return container | {"resources": needs | alike, "env": [*container["env"], *variables]}
 
 
-def _needs(shape: Shape, resources: Resources, gpus: int) -> Json:
+def _needs(build: Build, resources: Resources, gpus: int) -> Json:
     """Return what a container asks for: the pod's claim, in which all GPUs are, or GPUs alone."""
-    limits: Json = {"memory": resources.memory}
     requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
-    if gpus and shape.devices is not None:
+    limits = _limits(build.settings, requests)
+    if gpus and build.shape.devices is not None:
         return {"requests": requests, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
     if gpus:
         limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
     return {"requests": requests, "limits": limits}
+
+
+def _limits(settings: Settings, requests: Json) -> Json:
+    """Return the limits of a container; without one, it uses idle cores."""
+    return dict(requests) if settings.limit_cores else {"memory": requests["memory"]}
+
+
+def _trusted(settings: Settings) -> list[Json]:
+    """Return the variables by which OpenSSL, rustls and requests find the authorities to trust."""
+    if settings.ca_config_map is None:
+        return []
+    path = f"{CA_FOLDER}/{settings.ca_key}"
+    return [{"name": name, "value": path} for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")]
 
 
 def _with_scratch(container: Json, resources: Resources, settings: Settings) -> Json:
@@ -235,8 +255,10 @@ def _pod_security(settings: Settings) -> Json:
     return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
 
 
-def _mounts() -> list[Json]:
+def _mounts(settings: Settings) -> list[Json]:
+    authorities = {"name": "ca-bundle", "mountPath": CA_FOLDER, "readOnly": True}
     return [
+        *([] if settings.ca_config_map is None else [authorities]),
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
         {"name": "scratch", "mountPath": SCRATCH_FOLDER},
@@ -254,7 +276,10 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
         if volume is None
         else {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}}
     )
+    authorities = build.settings.ca_config_map
+    bundle = {"name": "ca-bundle", "configMap": {"name": authorities}}
     return [
+        *([] if authorities is None else [bundle]),
         {"name": "config", "configMap": {"name": names.head_config}},
         {"name": "token", "secret": {"secretName": names.token_secret, "defaultMode": 0o440}},
         {"name": "scratch", "emptyDir": {"sizeLimit": resources.scratch}},
@@ -275,6 +300,9 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
     """
     source = build.shape.base_model.source
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
+    if source.revision is not None:
+        where = f"{where}@{source.revision}"
+    requests = {"cpu": "1", "memory": build.settings.download_memory}
     kept = ("image", "imagePullPolicy", "securityContext", "env", "terminationMessagePolicy")
     return {
         "name": "fetch-model",
@@ -282,26 +310,20 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
             *("python", "-m", "tinkercloud_worker.fetch_model"),
             *(where, FETCHED_MODEL_FOLDER, *part),
         ],
-        "resources": {
-            "requests": {"cpu": "1", "memory": "1Gi"},
-            "limits": {"memory": "1Gi"},
-        },
-        "volumeMounts": _mounts(),
+        "resources": {"requests": requests, "limits": _limits(build.settings, requests)},
+        "volumeMounts": _mounts(build.settings),
         "envFrom": environment_of(build.settings.checkpoint_secret, source.secret_name),
         **{key: container[key] for key in kept if key in container},
     }
 
 
-def _placement(placement: Placement) -> Json:
+def _placement(build: Build, component: str) -> Json:
+    placement = build.shape.placement_of(component)
     spec: Json = {}
     if placement.node_selector:
         spec["nodeSelector"] = dict(placement.node_selector)
-    if placement.node_affinity:
-        terms = [term.model_dump(by_alias=True) for term in placement.node_affinity]
-        required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
-        spec["affinity"] = {
-            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
-        }
+    if affinity := _affinity(build, component, placement):
+        spec["affinity"] = affinity
     if placement.tolerations:
         spec["tolerations"] = [
             toleration.model_dump(by_alias=True, exclude_none=True)
@@ -311,4 +333,30 @@ def _placement(placement: Placement) -> Json:
         spec["priorityClassName"] = placement.priority_class_name
     if placement.runtime_class_name is not None:
         spec["runtimeClassName"] = placement.runtime_class_name
+    if placement.scheduler_name is not None:
+        spec["schedulerName"] = placement.scheduler_name
     return spec
+
+
+def _affinity(build: Build, component: str, placement: Placement) -> Json:
+    affinity: Json = {}
+    if placement.node_affinity:
+        terms = [term.model_dump(by_alias=True) for term in placement.node_affinity]
+        required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    if placement.topology_affinity is not None:
+        role = build.shape.role_placement(component)
+        near = {labels.SESSION_LABEL: build.names.session}
+        if role is not None and role.topology_affinity is not None:
+            near[labels.COMPONENT_LABEL] = component
+        affinity["podAffinity"] = _near(placement.topology_affinity, near)
+    return affinity
+
+
+def _near(topology: TopologyAffinity, pods: dict[str, str]) -> Json:
+    """Return the affinity to pods with these labels; the first of them may run anywhere."""
+    term = {"labelSelector": {"matchLabels": pods}, "topologyKey": topology.key}
+    if topology.enforcement == "Required":
+        return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    preferred = {"weight": 100, "podAffinityTerm": term}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}

@@ -69,14 +69,19 @@ _WORKER_START_SECONDS = 120
 
 def ray_cluster(build: Build) -> Json:
     """Return the RayCluster of a session."""
-    queue = build.shape.placement.queue_name
+    placement = build.shape.placement
+    queue = placement.queue_name
     return {
         "apiVersion": API_VERSION,
         "kind": "RayCluster",
         "metadata": {
             "name": build.names.ray_cluster,
-            "labels": {labels.QUEUE_LABEL: queue} if queue is not None else {},
+            "labels": {
+                **(placement.ray_cluster_labels or {}),
+                **({labels.QUEUE_LABEL: queue} if queue is not None else {}),
+            },
             "annotations": {
+                **(placement.ray_cluster_annotations or {}),
                 labels.STARTED_WITH: record(build.shape),
                 labels.HEAD_CONFIG: head_json(build),
             },
@@ -124,7 +129,7 @@ def _head(build: Build) -> Json:
     body["envFrom"] = environment_of(build.settings.checkpoint_secret)
     mounts = [*_checkpoint_mounts(build), *engines.head_mounts(build)]
     body["volumeMounts"] = [*body["volumeMounts"], *mounts]
-    template = _labelled(build, pod_template(build, "head", body, head.resources))
+    template = pod_template(build, "head", body, head.resources)
     template["spec"]["volumes"].extend([*_checkpoint_volumes(build), *engines.volumes(build)])
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
     # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
@@ -236,7 +241,7 @@ def _group(
         "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
         "lifecycle": OUTLIVE_HEAD,
     }
-    template = _labelled(build, pod_template(build, component, body, worker.resources))
+    template = pod_template(build, component, body, worker.resources)
     # What downloads the model has a part of the container's environment, and none of this.
     [first] = template["spec"]["containers"]
     template["spec"]["containers"] = [with_extras(first, worker)]
@@ -250,14 +255,6 @@ def _group(
         "maxReplicas": worker.replicas,
         "rayStartParams": _RAY_PARAMS | params | _object_store(worker.resources),
         "template": template,
-    }
-
-
-def _labelled(build: Build, template: Json) -> Json:
-    """Return a pod's template with the platform's labels beside ours."""
-    metadata = template["metadata"]
-    return template | {
-        "metadata": metadata | {"labels": build.settings.pod_labels | metadata["labels"]}
     }
 
 

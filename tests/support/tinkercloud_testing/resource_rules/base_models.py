@@ -78,6 +78,20 @@ def external(**others: Any) -> Json:
 BASE_MODEL_RULES = (
     Rule(
         "spec.source",
+        "revision: is of a model on the hub; leave it out, or give hub",
+        {
+            "a commit": source(hub="a/b", revision="0" * 40),
+            "a branch": source(hub="a/b", revision="refs/pr/1"),
+            "no revision of a store": source(uri="s3://models/a"),
+        },
+        {
+            "of a store": source(uri="s3://models/a", revision="v1"),
+            "of a volume": source(volume={"claimName": "models", "path": "a"}, revision="v1"),
+            "of another store": source(uri="gs://models/a", revision="0" * 40),
+        },
+    ),
+    Rule(
+        "spec.source",
         "give exactly one of hub, volume and uri",
         {
             "hub": source(hub="Qwen/Qwen3-8B"),

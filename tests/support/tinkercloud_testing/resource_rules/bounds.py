@@ -67,6 +67,21 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"placement": {"tolerations": [{"operator": "Exists"}] * 16}},
         {"placement": {"tolerations": [{"operator": "Exists"}] * 17}},
     ),
+    "spec.placement.topologyAffinity.enforcement": (
+        base_model,
+        {"placement": {"topologyAffinity": {"key": "rack", "enforcement": "Preferred"}}},
+        {"placement": {"topologyAffinity": {"key": "rack", "enforcement": "Sometimes"}}},
+    ),
+    "spec.trainer.placement.topologyAffinity.key": (
+        base_model,
+        {"trainer": TRAINERS | {"placement": {"topologyAffinity": {"key": "k"}}}},
+        {"trainer": TRAINERS | {"placement": {"topologyAffinity": {"key": ""}}}},
+    ),
+    "spec.sessions.startDeadlineSeconds": (
+        base_model,
+        {"sessions": {"startDeadlineSeconds": 60}},
+        {"sessions": {"startDeadlineSeconds": 59}},
+    ),
     "spec.sessions.queueNames": (
         base_model,
         {"sessions": {"queueNames": ["q"] * 64}},

@@ -1,0 +1,244 @@
+"""Sessions that compete for GPUs get their pods one after the other, in order of arrival."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.conditions import ConditionType
+from tinkercloud_operator.arrivals import claim, compete
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.watched import Surroundings, Watched
+from tinkercloud_testing.session_world import SETTINGS, a_world
+from tinkercloud_testing.sessions import (
+    ENGINES,
+    MODEL_NAME,
+    NOON,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_base_model_manifest,
+    a_session,
+    a_session_manifest,
+)
+
+HALF: Json = {"trainer": TRAINERS, "sampler": ENGINES}
+OTHER = "Qwen/Qwen3-32B"
+
+
+def conditions(**statuses: str) -> Json:
+    return {"conditions": [{"type": kind, "status": said} for kind, said in statuses.items()]}
+
+
+def stored(manifest: Json, second: int, **others: Any) -> Json:
+    metadata = {
+        **manifest["metadata"],
+        "uid": f"uid-{manifest['metadata']['name']}",
+        "resourceVersion": "1",
+        "creationTimestamp": f"2026-01-01T12:00:{second:02}Z",
+    }
+    return {**manifest, "metadata": metadata, **others}
+
+
+class Queue:
+    """Sessions as the operator watches them."""
+
+    def __init__(self, **offer: Any) -> None:
+        self.watched = Watched()
+        self._version = 1
+        self.note("BaseModel", stored(a_base_model_manifest("model", **offer), 0))
+
+    def note(self, kind: str, manifest: Json) -> None:
+        self._version += 1
+        manifest["metadata"]["resourceVersion"] = str(self._version)
+        self.watched.note(kind, manifest)
+
+    def make(self, name: str, second: int = 0, status: Json | None = None, **spec: Any) -> None:
+        manifest = stored(a_session_manifest(name, **spec), second, status=status or {})
+        self.note("TrainingSession", manifest)
+
+    def cluster(self, name: str) -> None:
+        owner = {"kind": "TrainingSession", "name": name, "uid": f"uid-{name}"}
+        metadata = {"name": name, "ownerReferences": [owner]}
+        manifest = {"metadata": metadata, "spec": {}}
+        self.note("RayCluster", stored(manifest, 1))
+
+    def turn(self, name: str, *, in_order: bool = True) -> str | None:
+        surroundings = Surroundings(
+            has_kuberay=True,
+            has_device_claims=True,
+            starts_in_order=in_order,
+            nodes=None,
+            apply_error=None,
+            answers={},
+            asked=frozenset(),
+            now=NOON,
+        )
+        found = self.watched.observed(name, surroundings)
+        assert found is not None
+        return found.turn
+
+
+def test_the_second_of_two_that_want_the_same_gpus_waits_and_is_told_for_whom_and_why() -> None:
+    queue = Queue(**HALF)
+    queue.make("first", status={"message": "1 Insufficient nvidia.com/gpu"})
+    queue.make("second", second=1)
+
+    assert queue.turn("first") is None
+    assert queue.turn("second") == (
+        "waits for its turn: TrainingSession first came first, and does not have all of its nodes"
+        " yet: 1 Insufficient nvidia.com/gpu"
+    )
+
+
+def test_a_small_session_does_not_overtake_a_large_one_that_came_first() -> None:
+    queue = Queue(**HALF)
+    queue.make("large")
+    queue.make("small", second=1, trainer={"replicas": 1}, sampler={"replicas": 1})
+    queue.make("last", second=2)
+
+    assert queue.turn("small") is not None
+    assert "2 sessions are ahead" in str(queue.turn("last"))
+
+
+def test_of_two_of_the_same_second_only_one_gets_pods_whichever_was_seen_first() -> None:
+    queue = Queue(**HALF)
+    queue.make("b")
+    assert queue.turn("b") is None
+
+    queue.make("a")
+
+    assert queue.turn("a") is not None
+    queue.cluster("b")
+    assert queue.turn("a") is not None
+    assert queue.turn("b") is None
+
+
+PLACED: Mapping[str, Json] = {
+    "it has its nodes": conditions(ClusterProvisioned="True"),
+    "it is refused": conditions(Accepted="False"),
+    "it needs help": conditions(Stalled="True"),
+    "it is suspended": conditions(Suspended="True"),
+    "it stops": conditions(Suspended="Unknown"),
+    "it is over": {"finishedTime": "2026-01-01T12:00:00Z"},
+    "Kueue holds it back": conditions(QuotaReserved="False") | {"rayCluster": "first"},
+}
+
+
+@pytest.mark.parametrize("status", PLACED.values(), ids=PLACED)
+def test_a_session_waits_for_an_older_one_no_longer_when(status: Json) -> None:
+    queue = Queue(**HALF)
+    queue.make("first")
+    queue.make("second", second=1)
+    assert queue.turn("second") is not None
+
+    queue.make("first", status=status)
+
+    assert queue.turn("second") is None
+
+
+def test_a_resumed_session_waits_for_one_that_got_its_turn_meanwhile() -> None:
+    queue = Queue(**HALF)
+    queue.make("first", status=conditions(Suspended="True"))
+    queue.make("second", second=1)
+    assert queue.turn("second") is None
+
+    assert queue.turn("first") is not None
+
+
+def test_a_session_with_pods_waits_for_nobody() -> None:
+    queue = Queue(**HALF)
+    queue.make("first")
+    queue.make("second", second=1)
+
+    queue.cluster("second")
+
+    assert queue.turn("second") is None
+
+
+def test_the_order_can_be_switched_off() -> None:
+    queue = Queue(**HALF)
+    queue.make("first")
+    queue.make("second", second=1)
+
+    assert queue.turn("second", in_order=False) is None
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        {},
+        {**HALF, "placement": {"queueName": "research"}},
+        {**HALF, "placement": {"schedulerName": "volcano"}},
+        {"trainer": {"replicas": 2, "cpuRanksPerReplica": 1}},
+    ],
+    ids=["no GPUs", "Kueue", "another scheduler", "CPUs"],
+)
+def test_there_is_no_order_among_sessions_that_others_admit_or_without_devices(offer: Json) -> None:
+    queue = Queue(**offer)
+    queue.make("first")
+    queue.make("second", second=1)
+
+    assert queue.turn("second") is None
+
+
+def a_claim(**offer: Any) -> Any:
+    found = claim(a_session(), a_base_model(**HALF | offer))
+    assert found is not None
+    return found
+
+
+ELSEWHERE = {"placement": {"nodeSelector": {"gpu": "L40S"}}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "do"),
+    [
+        ({}, {}, True),
+        ({}, ELSEWHERE, True),
+        ({"placement": {"nodeSelector": {"gpu": "H100"}}}, ELSEWHERE, False),
+        ({"placement": {"nodeSelector": {"zone": "a"}}}, ELSEWHERE, True),
+        ({"placement": {"priorityClassName": "high"}}, {}, False),
+        (
+            {"placement": {"nodeSelector": {"gpu": "H100"}}, "sampler": ENGINES | ELSEWHERE},
+            ELSEWHERE,
+            True,
+        ),
+    ],
+    ids=["alike", "anywhere", "other nodes", "perhaps", "preemption", "engines alone"],
+)
+def test_sessions_compete_if_a_node_may_suit_both(one: Json, other: Json, do: bool) -> None:
+    assert compete(a_claim(**one), a_claim(**other)) is do
+    assert compete(a_claim(**other), a_claim(**one)) is do
+
+
+def test_sessions_of_two_models_compete_for_the_same_nodes() -> None:
+    queue = Queue(**HALF)
+    queue.note("BaseModel", stored(a_base_model_manifest("m", modelName=OTHER, **HALF), 0))
+    queue.make("first", baseModel=OTHER)
+    queue.make("second", second=1, baseModel=MODEL_NAME)
+
+    assert queue.turn("second") is not None
+
+
+def test_a_session_whose_turn_has_not_come_has_no_pods_is_queued_and_looks_again() -> None:
+    world = a_world("workers", "an older session comes first")
+
+    plan = reconcile(world.observe(), SETTINGS)
+    world.happen("the operator looks", "KubeRay works")
+
+    assert plan.actions == ()
+    assert plan.look_again_seconds == 5
+    assert world.children == {}
+    assert world.status.phase == "Queued"
+    quota = {each.type: each for each in world.status.conditions}[ConditionType.QUOTA_RESERVED]
+    assert (quota.reason, quota.message) == ("Queued", "waits for its turn: two")
+
+
+def test_a_session_gets_its_pods_when_its_turn_comes() -> None:
+    world = a_world("workers", "an older session comes first", "the operator looks")
+
+    world.happen("the older session has its nodes")
+    world.settle()
+
+    assert world.status.phase == "Ready"
