@@ -76,6 +76,38 @@ def test_logprobs_come_back_for_every_target_in_request_order(
         )
 
 
+@pytest.mark.parametrize("method", ["forward", "forward_backward"])
+def test_cross_entropy_reports_the_loss_of_every_target(
+    client: tinker.ServiceClient, method: str
+) -> None:
+    training = a_training_client(client)
+    unweighted = a_text([70, 71, 72])
+
+    result = getattr(training, method)([*DATA, unweighted], "cross_entropy").result()
+
+    for datum, output in zip([*DATA, unweighted], result.loss_fn_outputs, strict=True):
+        losses, logprobs = output["elementwise_loss"], output["logprobs"]
+        weights = datum.loss_fn_inputs.get("weights")
+        assert losses.dtype == "float32"
+        assert losses.shape == datum.loss_fn_inputs["target_tokens"].shape
+        np.testing.assert_array_equal(
+            losses.to_numpy(), -logprobs.to_numpy() * (1 if weights is None else weights.to_numpy())
+        )
+    # Its first targets, of weight zero, are part of a prompt.
+    assert result.loss_fn_outputs[0]["elementwise_loss"].data[:2] == [0, 0]
+    total = sum(sum(output["elementwise_loss"].data) for output in result.loss_fn_outputs)
+    assert loss_of(result) == pytest.approx(total, rel=1e-5)
+
+
+def test_a_policy_loss_reports_logprobs_alone(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    sampled = a_text([5, 6, 7], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
+
+    result = training.forward_backward([sampled], "importance_sampling").result()
+
+    assert result.loss_fn_outputs[0].keys() == {"logprobs"}
+
+
 def test_a_pipelined_step_sees_the_weights_of_the_one_before(
     client: tinker.ServiceClient,
 ) -> None:
@@ -184,8 +216,11 @@ def test_top_k_targets_and_sparse_weights_are_a_distillation_loss(
     assert datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
     logprobs = result.loss_fn_outputs[0]["logprobs"]
     assert logprobs.shape == [3, 6]
-    expected = -(np.asarray(logprobs.data).reshape(3, 6) * weights.numpy()).sum()
-    assert loss_of(result) == pytest.approx(expected, rel=1e-5)
+    losses = -np.asarray(logprobs.data).reshape(3, 6) * weights.numpy()
+    assert loss_of(result) == pytest.approx(losses.sum(), rel=1e-5)
+    elementwise_loss = result.loss_fn_outputs[0]["elementwise_loss"]
+    assert elementwise_loss.shape == [3, 6]
+    np.testing.assert_allclose(elementwise_loss.data, losses.ravel(), rtol=1e-6)
 
 
 def test_two_models_in_one_head_do_not_touch_each_other(

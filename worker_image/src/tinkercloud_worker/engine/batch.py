@@ -58,6 +58,23 @@ class Batch:
         """The most targets that a position has."""
         return max(int(example.targets.shape[1]) for example in self.examples)
 
+    def elementwise_loss(self, logprobs: Sequence[FloatArray]) -> Sequence[FloatArray] | None:
+        """Return the loss of every target, if the hosted service reports it for this loss.
+
+        Args:
+            logprobs: per example, float32 [N] or [N, K], as trainers return them.
+
+        Returns:
+            For cross_entropy -weight * logprob, per example float32 of the shape of its logprobs;
+            for other losses None.
+        """
+        if self.loss_fn != "cross_entropy":
+            return None
+        return [
+            -lp * example.inputs["weights"].reshape(lp.shape)
+            for lp, example in zip(logprobs, self.examples, strict=True)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:

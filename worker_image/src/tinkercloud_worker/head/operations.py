@@ -22,7 +22,7 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.thread import Between, Group
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -97,9 +97,7 @@ class Operations:
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
             output = await self._compute(lambda between: run(self._name, batch, between))
-        body = await asyncio.to_thread(
-            encode_forward_backward_output, output.logprobs, output.metrics
-        )
+        body = await asyncio.to_thread(_encode_output, batch, output)
         return Result(body, futures.PROTOBUF)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
@@ -354,6 +352,13 @@ class Operations:
             return futures.finished({"path": str(path)})
 
         return result()
+
+
+def _encode_output(batch: Batch, output: LossOutput) -> bytes:
+    outputs = {"logprobs": output.logprobs}
+    if (elementwise_loss := batch.elementwise_loss(output.logprobs)) is not None:
+        outputs["elementwise_loss"] = elementwise_loss
+    return encode_forward_backward_output(outputs, output.metrics)
 
 
 async def _brought(bring: Callable[[], Publication]) -> Publication:
