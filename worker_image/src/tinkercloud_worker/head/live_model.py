@@ -68,6 +68,8 @@ def role_of(request: OrderedRequest) -> Role:
             return "other" if request.forward_only else "gradient"
         case OptimStepRequest():
             return "step"
+        case SaveWeightsRequest():
+            return "save"
         case _:
             return "other"
 

@@ -29,8 +29,8 @@ from tinkercloud_worker.head.sequencer import Sequencer
 
 log = structlog.get_logger(__name__)
 
-Role = Literal["gradient", "step", "other"]
-"""Whether a request adds to the gradient, applies it, or does neither."""
+Role = Literal["gradient", "step", "save", "other"]
+"""Whether a request adds to the gradient, applies it, saves it, or does none of these."""
 
 _TELL_OF_THE_GRADIENT = (InvalidRequest, GradientLost, StateLost)
 """Failures of an optim_step that leave the gradient as it is, or say what has become of it."""
@@ -249,7 +249,7 @@ class ModelQueue:
 
     def _check_step(self, queued: Waiting) -> None:
         """Refuse what belongs to a step that has failed already."""
-        if self._failure is None or queued.operation.role == "other":
+        if self._failure is None or queued.operation.role not in {"gradient", "step"}:
             return
         failed_id, message = self._failure
         if queued.operation.role == "gradient":
