@@ -108,6 +108,18 @@ def test_a_policy_loss_reports_logprobs_alone(client: tinker.ServiceClient) -> N
     assert result.loss_fn_outputs[0].keys() == {"logprobs"}
 
 
+def test_gspo_without_settings_clips_as_ppo_does(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    # What the cookbook's rl_loop sends, of samples whose ratio is far above every bound.
+    sampled = a_text(
+        [5, 6, 7], logprobs=[-30.0, -30.0], advantages=[1.0, 1.0], sequence_ratio_mask=[0.0, 1.0]
+    )
+
+    result = training.forward_backward([sampled], "gspo").result()
+
+    assert loss_of(result) == pytest.approx(-2 * 1.2, rel=1e-5)
+
+
 def test_a_pipelined_step_sees_the_weights_of_the_one_before(
     client: tinker.ServiceClient,
 ) -> None:

@@ -12,8 +12,8 @@ lp target logprob, q the `logprobs` input, A `advantages`, w `weights`, r = exp(
     ppo                   -min(r * A, clip(r, low, high) * A)
     cispo                 -stopgrad(clip(r, low, high)) * lp * A
     dro                   -(lp * A - beta / 2 * (lp - q)^2)
-    gspo                  as ppo, with r = stopgrad(exp(mean of lp - q over the sequence's mask))
-                          times exp(lp - stopgrad(lp))
+    gspo                  as ppo, with r = stopgrad(exp(mean of lp - q over the tokens whose
+                          mask is not 0)) times exp(lp - stopgrad(lp))
 
 `low` and `high` bound the ratio itself. They come from `loss_fn_config`, or per token from the
 inputs of the same names.
@@ -129,12 +129,15 @@ def dro(lp: Tensor, x: LossInputs) -> Tensor:
 
 
 def gspo(lp: Tensor, x: LossInputs) -> Tensor:
-    """PPO with one ratio per sequence: the geometric mean over the masked tokens."""
-    mask = x.values["sequence_ratio_mask"]
-    log_ratio = (lp.detach() - x.values["logprobs"]) * mask
+    """PPO with one ratio per sequence: the geometric mean over the tokens that the mask marks.
+
+    A sequence without such tokens has the ratio 1.
+    """
+    is_marked = x.values["sequence_ratio_mask"] != 0
+    log_ratio = (lp.detach() - x.values["logprobs"]) * is_marked
     # In float64, which a sequence's sum stays within, whatever float32 numbers are added up.
     sums = _by_datum(log_ratio, x)
-    counts = _by_datum(mask, x)
+    counts = _by_datum(is_marked, x)
     mean = torch.where(counts > 0, sums / counts, 0.0).float()[x.datum_of_row].unsqueeze(1)
     return _pessimistic(_ratio(mean + (lp - lp.detach())), x)
 
@@ -146,6 +149,7 @@ def _by_datum(values: Tensor, x: LossInputs) -> Tensor:
 
 
 _POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}
+_PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(
@@ -154,25 +158,22 @@ LOSSES: Mapping[str, Loss] = {
     "importance_sampling": Loss(importance_sampling, inputs=_POLICY, config={}),
     "ppo": Loss(
         ppo,
-        inputs={**_POLICY, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        inputs={**_POLICY, **_PPO_CLIP},
+        config=_PPO_CLIP,
     ),
     "cispo": Loss(
         cispo,
         inputs={**_POLICY, "clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     ),
-    # No default of beta, nor of gspo's bounds, is published: the caller says them.
+    # No default of beta is published.
     "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}),
     "gspo": Loss(
         gspo,
-        inputs={
-            **_POLICY,
-            "sequence_ratio_mask": REQUIRED,
-            "clip_low_threshold": REQUIRED,
-            "clip_high_threshold": REQUIRED,
-        },
-        config={"clip_low_threshold": REQUIRED, "clip_high_threshold": REQUIRED},
+        # Clients send no thresholds, so the hosted service has defaults, but none are published.
+        # PPO's are used; its authors' own, 1 - 3e-4 and 1 + 4e-4, have to be given.
+        inputs={**_POLICY, "sequence_ratio_mask": REQUIRED, **_PPO_CLIP},
+        config=_PPO_CLIP,
         is_token_local=False,
     ),
 }
