@@ -25,7 +25,7 @@ neither does, the gradient is as good as infinite, and a step refuses it.
 Shapes: R rows (positions of all data of a request, one after another), K targets per row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,8 @@ class Loss:
     inputs: Mapping[str, float | None]
     config: Mapping[str, float | None]
     accepts_many_targets: bool = False
+    ignored: Set[str] = frozenset()
+    """Inputs without effect that are accepted all the same."""
     is_token_local: bool = True
     """Whether a target's loss depends on that target's logprob alone."""
 
@@ -149,31 +151,36 @@ def _by_datum(values: Tensor, x: LossInputs) -> Tensor:
 
 
 _POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}
+_UNUSED = frozenset({"weights", "mask"})
+"""What scripts for services like this one send with policy losses, none of which uses them."""
 _PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(
         cross_entropy, inputs={"weights": 1.0}, config={}, accepts_many_targets=True
     ),
-    "importance_sampling": Loss(importance_sampling, inputs=_POLICY, config={}),
+    "importance_sampling": Loss(importance_sampling, inputs=_POLICY, config={}, ignored=_UNUSED),
     "ppo": Loss(
         ppo,
         inputs={**_POLICY, **_PPO_CLIP},
         config=_PPO_CLIP,
+        ignored=_UNUSED,
     ),
     "cispo": Loss(
         cispo,
         inputs={**_POLICY, "clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        ignored=_UNUSED,
     ),
     # No default of beta is published.
-    "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}),
+    "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}, ignored=_UNUSED),
     "gspo": Loss(
         gspo,
         # Clients send no thresholds, so the hosted service has defaults, but none are published.
         # PPO's are used; its authors' own, 1 - 3e-4 and 1 + 4e-4, have to be given.
         inputs={**_POLICY, "sequence_ratio_mask": REQUIRED, **_PPO_CLIP},
         config=_PPO_CLIP,
+        ignored=_UNUSED,
         is_token_local=False,
     ),
 }
@@ -217,7 +224,7 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
 
     Args:
         name: the loss.
-        given: names of the datum's loss_fn_inputs, without `target_tokens`.
+        given: names of the datum's loss_fn_inputs, without `target_tokens` and ignored ones.
         config: the request's own settings.
         where: the datum, for messages.
 

@@ -384,7 +384,7 @@ def _encode_output(batch: Batch, output: LossOutput) -> bytes:
     outputs = {"logprobs": output.logprobs}
     if (elementwise_loss := batch.elementwise_loss(output.logprobs)) is not None:
         outputs["elementwise_loss"] = elementwise_loss
-    return encode_forward_backward_output(outputs, output.metrics)
+    return encode_forward_backward_output(outputs, batch.reported_metrics(output.metrics))
 
 
 async def _brought(bring: Callable[[], Publication]) -> Publication:
