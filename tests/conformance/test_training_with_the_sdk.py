@@ -108,7 +108,7 @@ def test_a_policy_loss_reports_logprobs_alone(client: tinker.ServiceClient) -> N
     assert result.loss_fn_outputs[0].keys() == {"logprobs"}
 
 
-POLICY_LOSSES = {
+POLICY_LOSSES: dict[types.LossFnType, dict[str, float]] = {
     "importance_sampling": {},
     "ppo": {},
     "cispo": {},
@@ -119,7 +119,7 @@ POLICY_LOSSES = {
 
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
 def test_weights_and_masks_that_a_policy_loss_does_not_use_are_counted_and_change_nothing(
-    client: tinker.ServiceClient, loss_fn: str
+    client: tinker.ServiceClient, loss_fn: types.LossFnType
 ) -> None:
     training = a_training_client(client)
     used = {"logprobs": [-1.0, -2.0], "advantages": [1.0, -1.0]}

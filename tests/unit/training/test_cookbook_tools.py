@@ -89,7 +89,8 @@ def loaded(folder: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    return model.eval()
+    model.eval()
+    return model
 
 
 # The cookbook merges experts of DeepSeek's as they are in files, not as transformers has them.

@@ -24,6 +24,7 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import Batch, prepare
+from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.thread import Between, Group
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -384,7 +385,8 @@ def _encode_output(batch: Batch, output: LossOutput) -> bytes:
     outputs = {"logprobs": output.logprobs}
     if (elementwise_loss := batch.elementwise_loss(output.logprobs)) is not None:
         outputs["elementwise_loss"] = elementwise_loss
-    return encode_forward_backward_output(outputs, batch.reported_metrics(output.metrics))
+    metrics = {**batch.reported_metrics(output.metrics), **balance_metrics(output.expert_tokens)}
+    return encode_forward_backward_output(outputs, metrics)
 
 
 async def _brought(bring: Callable[[], Publication]) -> Publication:
