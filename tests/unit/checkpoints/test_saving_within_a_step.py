@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import orjson
 import pytest
 
 from tinkercloud_protocol import routes
@@ -95,6 +96,28 @@ async def test_a_gradient_of_a_step_that_failed_in_part_is_not_saved(
             await head.answer(2)
 
         assert GRADIENT not in (await saved(head, 3, "after-a-failure")).files
+
+
+async def test_a_loaded_gradient_outlives_a_step_that_had_failed_before(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("not now")
+
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        head.add(1)
+        await saved(head, 2, "within")
+        with monkeypatch.context() as patched:
+            patched.setattr(head.backend.trainer, "discard_gradient", fail)
+            head.send_broken(3)
+            await head.answer(3)
+        head.send(routes.LOAD_WEIGHTS, 4, path=WITHIN, optimizer=True)
+        head.apply(5)
+
+        metrics = orjson.loads(await head.answer(5))["metrics"]
+        assert metrics["step"] == 1
+        assert metrics["grad_norm"] > 0
 
 
 async def test_saving_a_model_whose_gradient_was_lost_says_so(

@@ -70,6 +70,8 @@ def role_of(request: OrderedRequest) -> Role:
             return "step"
         case SaveWeightsRequest():
             return "save"
+        case LoadWeightsRequest():
+            return "load"
         case _:
             return "other"
 
