@@ -6,7 +6,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
 from tinkercloud_testing.servers import Server
 
 MODEL = "tiny/llama"
@@ -31,6 +31,62 @@ def test_save_train_load_train_repeats_the_losses_bit_for_bit(
     resumed = client.create_training_client_from_state_with_optimizer(path).result()
 
     assert losses(resumed, 4) == first
+
+
+def add_two(training: tinker.TrainingClient) -> None:
+    for first in (20, 30):
+        training.forward_backward([a_datum(first)], "cross_entropy").result()
+
+
+def apply(training: tinker.TrainingClient) -> dict[str, float]:
+    metrics = training.optim_step(ADAM).result().metrics
+    assert metrics is not None
+    return metrics
+
+
+def test_a_gradient_that_waits_for_optim_step_is_part_of_a_checkpoint(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    losses(training, 2)
+    add_two(training)
+    path = training.save_state("within-a-step").result().path
+    applied, after = apply(training), losses(training, 2)
+
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+
+    assert (apply(resumed), losses(resumed, 2)) == (applied, after)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_loading_in_place_replaces_the_gradient_by_the_checkpoints(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    losses(training, 2)
+    after_a_step = training.save_state("after-a-step").result().path
+    add_two(training)
+    within_a_step = training.save_state("within-a-step").result().path
+    applied = apply(training)
+
+    training.forward_backward([a_datum(50)], "cross_entropy").result()
+    training.load_state_with_optimizer(within_a_step).result()
+    assert apply(training) == applied
+    training.forward_backward([a_datum(50)], "cross_entropy").result()
+    training.load_state_with_optimizer(after_a_step).result()
+    assert apply(training)["grad_norm"] == 0
+
+
+def test_a_checkpoint_loaded_without_the_optimizer_has_no_gradient(
+    client: tinker.ServiceClient,
+) -> None:
+    training = a_training_client(client)
+    add_two(training)
+    path = training.save_state("within-a-step").result().path
+
+    fresh = client.create_training_client_from_state(path).result()
+
+    assert apply(fresh) == {"grad_norm": 0, "step": 1}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

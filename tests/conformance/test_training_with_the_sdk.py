@@ -76,6 +76,82 @@ def test_logprobs_come_back_for_every_target_in_request_order(
         )
 
 
+@pytest.mark.parametrize("method", ["forward", "forward_backward"])
+def test_cross_entropy_reports_the_loss_of_every_target(
+    client: tinker.ServiceClient, method: str
+) -> None:
+    training = a_training_client(client)
+    unweighted = a_text([70, 71, 72])
+
+    result = getattr(training, method)([*DATA, unweighted], "cross_entropy").result()
+
+    for datum, output in zip([*DATA, unweighted], result.loss_fn_outputs, strict=True):
+        losses, logprobs = output["elementwise_loss"], output["logprobs"]
+        weights = datum.loss_fn_inputs.get("weights")
+        assert losses.dtype == "float32"
+        assert losses.shape == datum.loss_fn_inputs["target_tokens"].shape
+        np.testing.assert_array_equal(
+            losses.to_numpy(), -logprobs.to_numpy() * (1 if weights is None else weights.to_numpy())
+        )
+    # Its first targets, of weight zero, are part of a prompt.
+    assert result.loss_fn_outputs[0]["elementwise_loss"].data[:2] == [0, 0]
+    total = sum(sum(output["elementwise_loss"].data) for output in result.loss_fn_outputs)
+    assert loss_of(result) == pytest.approx(total, rel=1e-5)
+
+
+def test_a_policy_loss_reports_logprobs_alone(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    sampled = a_text([5, 6, 7], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
+
+    result = training.forward_backward([sampled], "importance_sampling").result()
+
+    assert result.loss_fn_outputs[0].keys() == {"logprobs"}
+
+
+POLICY_LOSSES: dict[types.LossFnType, dict[str, float]] = {
+    "importance_sampling": {},
+    "ppo": {},
+    "cispo": {},
+    "dro": {"beta": 0.1},
+    "gspo": {},
+}
+
+
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+def test_weights_and_masks_that_a_policy_loss_does_not_use_are_counted_and_change_nothing(
+    client: tinker.ServiceClient, loss_fn: types.LossFnType
+) -> None:
+    training = a_training_client(client)
+    used = {"logprobs": [-1.0, -2.0], "advantages": [1.0, -1.0]}
+    if loss_fn == "gspo":
+        used["sequence_ratio_mask"] = [1.0, 1.0]
+    plain = a_text([5, 6, 7], **used)
+    with_both = a_text([5, 6, 7], **used, weights=[0.5, 0.0], mask=[0.0, 1.0])
+    with_one = a_text([5, 6, 7], **used, weights=[3.0, 3.0])
+
+    def loss(*data: types.Datum) -> types.ForwardBackwardOutput:
+        return training.forward_backward(list(data), loss_fn, POLICY_LOSSES[loss_fn]).result()
+
+    expected, got = loss(plain, plain), loss(with_both, with_one)
+
+    assert loss_of(got) == loss_of(expected)
+    unused = {name: value for name, value in got.metrics.items() if name.startswith("unused")}
+    assert unused == {"unused_weights:sum": 2, "unused_mask:sum": 1}
+    assert not [name for name in expected.metrics if name.startswith("unused")]
+
+
+def test_gspo_without_settings_clips_as_ppo_does(client: tinker.ServiceClient) -> None:
+    training = a_training_client(client)
+    # What the cookbook's rl_loop sends, of samples whose ratio is far above every bound.
+    sampled = a_text(
+        [5, 6, 7], logprobs=[-30.0, -30.0], advantages=[1.0, 1.0], sequence_ratio_mask=[0.0, 1.0]
+    )
+
+    result = training.forward_backward([sampled], "gspo").result()
+
+    assert loss_of(result) == pytest.approx(-2 * 1.2, rel=1e-5)
+
+
 def test_a_pipelined_step_sees_the_weights_of_the_one_before(
     client: tinker.ServiceClient,
 ) -> None:
@@ -117,13 +193,15 @@ def test_a_call_split_in_parallel_chunks_equals_one_call(
     data = DATA * 4
 
     one_call = whole.forward_backward(data, "cross_entropy").result()
-    small_chunks = holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 3})
+    small_chunks = holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 5})
     monkeypatch.setattr(holder, "_client_config", small_chunks)
     chunks = split.forward_backward(data, "cross_entropy").result()
     adam = types.AdamParams(learning_rate=1e-2)
     norms = [norm_of(training.optim_step(adam).result()) for training in (whole, split)]
 
     assert loss_of(chunks) == pytest.approx(loss_of(one_call), rel=1e-6)
+    for result in (one_call, chunks):
+        assert result.metrics["loss:mean"] == pytest.approx(loss_of(result) / len(data), rel=1e-6)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     for one, other in zip(one_call.loss_fn_outputs, chunks.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"].data, other["logprobs"].data, atol=1e-5)
@@ -184,8 +262,11 @@ def test_top_k_targets_and_sparse_weights_are_a_distillation_loss(
     assert datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
     logprobs = result.loss_fn_outputs[0]["logprobs"]
     assert logprobs.shape == [3, 6]
-    expected = -(np.asarray(logprobs.data).reshape(3, 6) * weights.numpy()).sum()
-    assert loss_of(result) == pytest.approx(expected, rel=1e-5)
+    losses = -np.asarray(logprobs.data).reshape(3, 6) * weights.numpy()
+    assert loss_of(result) == pytest.approx(losses.sum(), rel=1e-5)
+    elementwise_loss = result.loss_fn_outputs[0]["elementwise_loss"]
+    assert elementwise_loss.shape == [3, 6]
+    np.testing.assert_allclose(elementwise_loss.data, losses.ravel(), rtol=1e-6)
 
 
 def test_two_models_in_one_head_do_not_touch_each_other(

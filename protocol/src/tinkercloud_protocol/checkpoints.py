@@ -9,6 +9,8 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
     model.safetensors              all trained weights, by parameter name (full fine-tuning)
     optimizer.safetensors          AdamW moments, named like the weights  (kind `weights`)
     trainer_state.json             step counter                           (kind `weights`)
+    gradient.safetensors           gradient that no optim_step has applied, float32, named like the
+                                   weights, if there is any: format 2     (kind `weights`)
 
 `Manifest.data_prefix` is the sub-folder the files are read from. It is empty except in the moments
 of an overwrite: the new files go to a fresh sub-folder, the manifest is switched to it, the files
@@ -18,7 +20,6 @@ or the new one, never a mixture, wherever the writer dies.
 `<root>/runs/<run id>/suspended/` holds what a head that stopped left of a run: `manifest.json`, a
 `SuspendedManifest`, and the sub-folder it names with the same files and besides
 
-    gradient.safetensors           gradient that no optim_step has applied, if there is any
     head.json, bodies.bin          requests that wait, results that may be asked for, samplers
     sampler-<digest>.safetensors   weights of samplers that were never saved under a name
 
@@ -73,7 +74,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
-    format_version: Literal[1] = 1
+    format_version: Literal[1, 2] = 1
+    """2 if there is a gradient: releases that don't read it would drop it without a word."""
     tinker_path: str
     owner: str
     base_model: str

@@ -179,29 +179,34 @@ def _dense_from_csr(
 
 
 def encode_forward_backward_output(
-    logprobs: Sequence[FloatArray], metrics: Mapping[str, float]
+    outputs: Mapping[str, Sequence[FloatArray]], metrics: Mapping[str, float]
 ) -> bytes:
     """Encode a forward_backward result.
 
     Args:
-        logprobs: per datum, float32 of the shape of its target_tokens: [N] or [N, K].
+        outputs: by name, per datum float32 of the shape of its target_tokens: [N] or [N, K].
         metrics: keys of the form `name:reduction`.
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    for trailing_shape, group in groupby(logprobs, key=lambda array: array.shape[1:]):
-        arrays = list(group)
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
-        offsets = np.zeros(len(arrays) + 1, dtype="<i8")
-        np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
-        record.fields["logprobs"].CopyFrom(
-            pb.BatchedTensor(
-                data=b"".join(_float_bytes(array) for array in arrays),
-                offsets=offsets.tobytes(),
-                dtype=pb.DTYPE_FLOAT32,
-                trailing_shape=trailing_shape,
-            )
-        )
+    data = zip(*outputs.values(), strict=True)
+    for trailing_shape, group in groupby(data, key=lambda arrays: arrays[0].shape[1:]):
+        columns = list(zip(*group, strict=True))
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(columns[0]))
+        for name, arrays in zip(outputs, columns, strict=True):
+            record.fields[name].CopyFrom(_batched(arrays, trailing_shape))
     return message.SerializeToString()
+
+
+def _batched(arrays: Sequence[FloatArray], trailing_shape: Sequence[int]) -> pb.BatchedTensor:
+    """Return arrays that differ in their first dimension only, one after another."""
+    offsets = np.zeros(len(arrays) + 1, dtype="<i8")
+    np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+    return pb.BatchedTensor(
+        data=b"".join(_float_bytes(array) for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=pb.DTYPE_FLOAT32,
+        trailing_shape=trailing_shape,
+    )
 
 
 def encode_sample_response(sequences: Sequence[SampledSequence], prompt: PromptScores) -> bytes:

@@ -72,6 +72,7 @@ def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(
     np.testing.assert_allclose(
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
+    np.testing.assert_array_equal(got.expert_tokens, expected.expert_tokens)
     gradient = gradient_of(megatron)
     for tensor, other in gradient_of(torch_trainer).items():
         assert (gradient[tensor] - other).norm() <= 1e-4 * other.norm(), tensor

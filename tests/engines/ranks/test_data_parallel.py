@@ -318,13 +318,15 @@ def test_what_is_kept_of_lost_ranks_is_saved_without_others(mortal: RankedTraine
     assert not mortal._group.is_alive
 
 
-def test_a_model_without_a_gradient_misses_none_whose_rank_is_killed_when_it_is_asked_for(
+def test_ranks_are_not_asked_for_the_gradient_of_a_model_that_has_none(
     mortal: RankedTrainer,
 ) -> None:
     mortal.add_model("m", LORA)
+    step(mortal, "m", [5, 3], seed=0)
     kill_in(mortal, "export_gradient", 0)
 
     assert mortal.export_gradient("m") is None
+    assert mortal._group.is_alive
 
 
 def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin(

@@ -118,6 +118,7 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
         np.concatenate(got.logprobs), np.concatenate(expected.logprobs), atol=1e-5
     )
     assert got.metrics == pytest.approx(expected.metrics, abs=1e-4)
+    np.testing.assert_array_equal(got.expert_tokens, expected.expert_tokens)
     assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 

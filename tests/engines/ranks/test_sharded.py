@@ -300,13 +300,15 @@ def test_a_whole_model_has_one_ranks_gradients(
 ) -> None:
     single = TorchTrainer(BaseModel(make()), max_batch_tokens=BATCH_TOKENS)
     sharded = trainer_of(2, partial(MeasuredTrainer, make=make))
+    outputs = []
     for trainer in (sharded, single):
         trainer.add_model("m", None)
-        run(trainer, random_data([5, 20, 3, 11, 8]))
+        outputs.append(run(trainer, random_data([5, 20, 3, 11, 8])))
 
     gradients = [gradient_of(trainer) for trainer in (sharded, single)]
 
     assert_equal(*gradients, atol=1e-4)
+    np.testing.assert_array_equal(outputs[0].expert_tokens, outputs[1].expert_tokens)
 
 
 def a_tied_llama_in_half() -> PreTrainedModel:

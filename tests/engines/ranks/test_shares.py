@@ -36,7 +36,11 @@ def test_no_replica_has_more_than_the_others_by_more_than_one_example(
 def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
     shares = [[0, 3], [1], [2], []]
     outputs = [
-        LossOutput([np.full(2, float(index), np.float32) for index in share], {"loss:sum": 1.5})
+        LossOutput(
+            [np.full(2, float(index), np.float32) for index in share],
+            {"loss:sum": 1.5},
+            np.array([[1, 2]]) if share else None,
+        )
         for share in shares
     ]
 
@@ -44,6 +48,9 @@ def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
 
     assert [float(logprobs[0]) for logprobs in whole.logprobs] == [0.0, 1.0, 2.0, 3.0]
     assert whole.metrics == {"loss:sum": 6.0}
+    with_examples = sum(1 for share in shares if share)
+    assert whole.expert_tokens is not None
+    assert whole.expert_tokens.tolist() == [[with_examples, 2 * with_examples]]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=16))

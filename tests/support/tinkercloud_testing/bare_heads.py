@@ -1,6 +1,6 @@
 """Heads without their HTTP surface, one after another in this process, over one store."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
+from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
@@ -149,6 +150,7 @@ def a_head(
     turn: Turn | None = None,
     sampler: SamplerConfig | None = None,
     drain_seconds: float = 5,
+    make: Callable[[], PreTrainedModel] = tiny_llama,
 ) -> Iterator[Head]:
     """Run a head in this process; when the context ends it is gone, as if it had been killed."""
     config = HeadConfig(
@@ -163,7 +165,7 @@ def a_head(
         timings=Timings(long_poll_seconds=20, drain_seconds=drain_seconds),
     )
     store = CheckpointStore(open_store(root))
-    with an_engine(tiny_llama(), scratch / generation) as engine:
+    with an_engine(make(), scratch / generation) as engine:
         thread = engine.thread
         if turn is not None:
             thread = ColocatedThread(turn, lambda: None, lambda error: pytest.fail(repr(error)))

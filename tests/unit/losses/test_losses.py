@@ -116,13 +116,24 @@ def test_masked_tokens_do_not_count_in_the_gspo_ratio() -> None:
     assert float(total) == pytest.approx(-2 * math.exp(0.1), rel=1e-5)
 
 
-def test_the_gspo_ratio_is_a_weighted_mean_whatever_its_weights_add_up_to() -> None:
-    inputs = inputs_of("gspo", [-1.0, -5.0], [1.0, 1.0])
-    inputs.values["sequence_ratio_mask"][:] = torch.tensor([[0.25], [0.0]])
+nonzero = st.floats(-2, 2, width=32).filter(bool)
 
-    total, _ = losses.derivative(LOSSES["gspo"], column([-0.9, -1.0]), inputs)
 
-    assert float(total) == pytest.approx(-2 * math.exp(0.1), rel=1e-5)
+@given(rows=st.lists(st.tuples(logprob, logprob, nonzero, st.booleans()), min_size=1, max_size=6))
+def test_the_mask_of_gspo_marks_tokens_whatever_its_numbers_are(
+    rows: list[tuple[float, float, float, bool]],
+) -> None:
+    lp, q = [row[0] for row in rows], [row[1] for row in rows]
+    of_numbers, of_ones = (inputs_of("gspo", q, [1.0] * len(rows)) for _ in range(2))
+    of_numbers.values["sequence_ratio_mask"][:, 0] = torch.tensor([row[2] * row[3] for row in rows])
+    of_ones.values["sequence_ratio_mask"][:, 0] = torch.tensor([float(row[3]) for row in rows])
+
+    got, expected = (
+        losses.derivative(LOSSES["gspo"], column(lp), inputs) for inputs in (of_numbers, of_ones)
+    )
+
+    assert float(got[0]) == float(expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 def test_thresholds_may_differ_from_token_to_token() -> None:
@@ -187,11 +198,10 @@ def test_a_ratio_beyond_float32_that_nothing_cuts_off_is_a_gradient_no_step_take
     assert not (gradient**2).isfinite().any()
 
 
-def test_published_defaults_are_filled_in_and_unpublished_ones_are_required() -> None:
-    assert losses.defaults("ppo", {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+def test_defaults_are_filled_in_and_a_penalty_without_one_is_required() -> None:
+    for name in ("ppo", "gspo"):
+        assert losses.defaults(name, {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert losses.defaults("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
     assert losses.defaults("cross_entropy", {}) == {"weights": 1.0}
-    for name, key in (("dro", "beta"), ("gspo", "clip_low_threshold")):
-        given_inputs = [n for n in LOSSES[name].inputs if n not in LOSSES[name].config]
-        with pytest.raises(InvalidRequest, match=key):
-            losses.check_inputs(name, given_inputs, {}, "data[0]")
+    with pytest.raises(InvalidRequest, match="beta"):
+        losses.check_inputs("dro", list(LOSSES["dro"].inputs), {}, "data[0]")

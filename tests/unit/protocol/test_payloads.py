@@ -92,15 +92,21 @@ def test_sparse_tensors_are_the_dense_ones_they_stand_for(dense: np.ndarray) -> 
         max_size=6,
     )
 )
-def test_logprobs_of_any_shapes_reach_the_sdk_in_order(arrays: list[np.ndarray]) -> None:
-    body = encode_forward_backward_output(arrays, {"loss:sum": 1.5})
+def test_outputs_of_any_shapes_reach_the_sdk_in_order(arrays: list[np.ndarray]) -> None:
+    losses = [-array for array in arrays]
+    outputs = {"logprobs": arrays, "elementwise_loss": losses}
+
+    body = encode_forward_backward_output(outputs, {"loss:sum": 1.5})
 
     output = deserialize_forward_backward_output(body)
 
     assert output.metrics == {"loss:sum": 1.5}
-    for record, array in zip(output.loss_fn_outputs, arrays, strict=True):
-        assert record["logprobs"].shape == list(array.shape)
-        np.testing.assert_array_equal(record["logprobs"].to_numpy(), array)
+    for index, record in enumerate(output.loss_fn_outputs):
+        assert record.keys() == outputs.keys()
+        for name, expected in outputs.items():
+            assert record[name].shape == list(expected[index].shape)
+            np.testing.assert_array_equal(record[name].to_numpy(), expected[index])
+    assert len(output.loss_fn_outputs) == len(arrays)
 
 
 @settings(max_examples=30)

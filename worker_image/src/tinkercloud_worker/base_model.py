@@ -48,6 +48,7 @@ from tinkercloud_worker.packing import (
     use_own_attention,
     use_packed_attention,
 )
+from tinkercloud_worker.router_counts import RouterCounts
 from tinkercloud_worker.routes import Route, expert_terms, term_of
 from tinkercloud_worker.self_check import check_logits, keeps_sequences_apart
 from tinkercloud_worker.unembedding import Unembedding
@@ -80,10 +81,13 @@ class BaseModel:
             if target.group != "unembed" and not target.experts:
                 self._adapt(target, model.get_submodule(target.name), packed=packed)
         experts = find_experts(model)
+        self.router_counts = RouterCounts()
+        """Counts what the experts of passes are sent."""
         for each in experts:
             module = model.get_submodule(each.name)
             guard_gradients(module)
             self._adapt_experts(each, module)
+            self.router_counts.watch(module)
         self.unadaptable_experts = unadaptable_experts(experts, model)
         """The class of experts that can't be adapted, if the model has such."""
         self._recomputes = False

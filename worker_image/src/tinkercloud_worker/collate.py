@@ -89,14 +89,38 @@ class PassOutput:
 
     def __init__(self) -> None:
         self._passes: list[tuple[Pack, Tensor, Tensor]] = []
+        self._expert_tokens_LE: Tensor | None = None
 
-    def add(self, pack: Pack, lp_RK: Tensor, loss_sum: Tensor) -> None:
-        """Add the logprobs and the summed loss of a pack, which may not be computed yet."""
+    def add(
+        self, pack: Pack, lp_RK: Tensor, loss_sum: Tensor, expert_tokens_LE: Tensor | None = None
+    ) -> None:
+        """Add the results of a pack, which may not be computed yet.
+
+        Args:
+            pack: what ran.
+            lp_RK: its logprobs.
+            loss_sum: its summed loss, a scalar.
+            expert_tokens_LE: what experts were sent of it, int64; see `LossOutput`.
+        """
         self._passes.append((pack, lp_RK, loss_sum))
+        if expert_tokens_LE is not None:
+            self.count(expert_tokens_LE)
+
+    def count(self, expert_tokens_LE: Tensor) -> None:
+        """Add what experts were sent."""
+        so_far_LE = self._expert_tokens_LE
+        self._expert_tokens_LE = (
+            expert_tokens_LE if so_far_LE is None else so_far_LE + expert_tokens_LE
+        )
 
     def finish(self, batch: Batch) -> LossOutput:
         """Return the whole batch's result."""
         parts = dict(part for pack, lp_RK, _ in self._passes for part in pack.split(lp_RK))
         loss = sum(float(loss_sum) for _, _, loss_sum in self._passes)
         metrics = {"loss:sum": loss, "tokens:sum": float(batch.num_tokens)}
-        return LossOutput([parts[index] for index in sorted(parts)], metrics)
+        tokens_LE = self._expert_tokens_LE
+        return LossOutput(
+            [parts[index] for index in sorted(parts)],
+            metrics,
+            None if tokens_LE is None else tokens_LE.cpu().numpy(),
+        )

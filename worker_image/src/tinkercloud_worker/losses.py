@@ -12,8 +12,8 @@ lp target logprob, q the `logprobs` input, A `advantages`, w `weights`, r = exp(
     ppo                   -min(r * A, clip(r, low, high) * A)
     cispo                 -stopgrad(clip(r, low, high)) * lp * A
     dro                   -(lp * A - beta / 2 * (lp - q)^2)
-    gspo                  as ppo, with r = stopgrad(exp(mean of lp - q over the sequence's mask))
-                          times exp(lp - stopgrad(lp))
+    gspo                  as ppo, with r = stopgrad(exp(mean of lp - q over the tokens whose
+                          mask is not 0)) times exp(lp - stopgrad(lp))
 
 `low` and `high` bound the ratio itself. They come from `loss_fn_config`, or per token from the
 inputs of the same names.
@@ -25,7 +25,7 @@ neither does, the gradient is as good as infinite, and a step refuses it.
 Shapes: R rows (positions of all data of a request, one after another), K targets per row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,8 @@ class Loss:
     inputs: Mapping[str, float | None]
     config: Mapping[str, float | None]
     accepts_many_targets: bool = False
+    ignored: Set[str] = frozenset()
+    """Inputs without effect that are accepted all the same."""
     is_token_local: bool = True
     """Whether a target's loss depends on that target's logprob alone."""
 
@@ -129,12 +131,15 @@ def dro(lp: Tensor, x: LossInputs) -> Tensor:
 
 
 def gspo(lp: Tensor, x: LossInputs) -> Tensor:
-    """PPO with one ratio per sequence: the geometric mean over the masked tokens."""
-    mask = x.values["sequence_ratio_mask"]
-    log_ratio = (lp.detach() - x.values["logprobs"]) * mask
+    """PPO with one ratio per sequence: the geometric mean over the tokens that the mask marks.
+
+    A sequence without such tokens has the ratio 1.
+    """
+    is_marked = x.values["sequence_ratio_mask"] != 0
+    log_ratio = (lp.detach() - x.values["logprobs"]) * is_marked
     # In float64, which a sequence's sum stays within, whatever float32 numbers are added up.
     sums = _by_datum(log_ratio, x)
-    counts = _by_datum(mask, x)
+    counts = _by_datum(is_marked, x)
     mean = torch.where(counts > 0, sums / counts, 0.0).float()[x.datum_of_row].unsqueeze(1)
     return _pessimistic(_ratio(mean + (lp - lp.detach())), x)
 
@@ -146,33 +151,36 @@ def _by_datum(values: Tensor, x: LossInputs) -> Tensor:
 
 
 _POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}
+_UNUSED = frozenset({"weights", "mask"})
+"""What scripts for services like this one send with policy losses, none of which uses them."""
+_PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(
         cross_entropy, inputs={"weights": 1.0}, config={}, accepts_many_targets=True
     ),
-    "importance_sampling": Loss(importance_sampling, inputs=_POLICY, config={}),
+    "importance_sampling": Loss(importance_sampling, inputs=_POLICY, config={}, ignored=_UNUSED),
     "ppo": Loss(
         ppo,
-        inputs={**_POLICY, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        inputs={**_POLICY, **_PPO_CLIP},
+        config=_PPO_CLIP,
+        ignored=_UNUSED,
     ),
     "cispo": Loss(
         cispo,
         inputs={**_POLICY, "clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        ignored=_UNUSED,
     ),
-    # No default of beta, nor of gspo's bounds, is published: the caller says them.
-    "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}),
+    # No default of beta is published.
+    "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}, ignored=_UNUSED),
     "gspo": Loss(
         gspo,
-        inputs={
-            **_POLICY,
-            "sequence_ratio_mask": REQUIRED,
-            "clip_low_threshold": REQUIRED,
-            "clip_high_threshold": REQUIRED,
-        },
-        config={"clip_low_threshold": REQUIRED, "clip_high_threshold": REQUIRED},
+        # Clients send no thresholds, so the hosted service has defaults, but none are published.
+        # PPO's are used; its authors' own, 1 - 3e-4 and 1 + 4e-4, have to be given.
+        inputs={**_POLICY, "sequence_ratio_mask": REQUIRED, **_PPO_CLIP},
+        config=_PPO_CLIP,
+        ignored=_UNUSED,
         is_token_local=False,
     ),
 }
@@ -216,7 +224,7 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
 
     Args:
         name: the loss.
-        given: names of the datum's loss_fn_inputs, without `target_tokens`.
+        given: names of the datum's loss_fn_inputs, without `target_tokens` and ignored ones.
         config: the request's own settings.
         where: the datum, for messages.
 

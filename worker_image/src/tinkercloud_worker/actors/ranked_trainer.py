@@ -185,13 +185,13 @@ class RankedTrainer:
         self._forget_gradient(model_id)
 
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`.
+        """See `Trainer.export_gradient`. Ranks sum their parts only if there is one.
 
         Raises:
             GradientLost: a lost rank took its part along, and the model has not been told.
         """
         gradient = None
-        if model_id not in self._untold_gradient_losses:
+        if model_id in self._unapplied:
             gradient = self._model_result("export_gradient", model_id)
         if model_id in self._untold_gradient_losses:
             raise GradientLost(self._untold_gradient_losses[model_id])

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
@@ -35,7 +37,7 @@ def part(batch: Batch, share: Sequence[int]) -> Batch:
 def join(shares: Sequence[Sequence[int]], outputs: Sequence[LossOutput]) -> LossOutput:
     """Put the replicas' results together, in the order of the whole batch.
 
-    Every metric of a pass is a sum.
+    Every metric of a pass is a sum, and so is what experts were sent.
     """
     logprobs: dict[int, FloatArray] = {}
     metrics: dict[str, float] = {}
@@ -43,4 +45,9 @@ def join(shares: Sequence[Sequence[int]], outputs: Sequence[LossOutput]) -> Loss
         logprobs.update(zip(share, output.logprobs, strict=True))
         for name, value in output.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
-    return LossOutput([logprobs[index] for index in range(len(logprobs))], metrics)
+    counts = [output.expert_tokens for output in outputs if output.expert_tokens is not None]
+    return LossOutput(
+        [logprobs[index] for index in range(len(logprobs))],
+        metrics,
+        np.sum(counts, axis=0) if counts else None,
+    )

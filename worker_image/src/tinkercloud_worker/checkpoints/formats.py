@@ -15,6 +15,7 @@ from tinkercloud_protocol.checkpoints import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     FULL_WEIGHTS,
+    GRADIENT,
     OPTIMIZER_STATE,
     TRAINER_STATE,
     Manifest,
@@ -24,7 +25,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import lora
 from tinkercloud_worker.checkpoints import tensor_file
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
@@ -62,8 +63,20 @@ def _adapter_files(config: LoraConfig, named: dict[str, Tensor], base_model: str
     }
 
 
+def encode_training(state: TrainingState, gradient: Gradient | None, base_model: str) -> Files:
+    """Return the files of a training checkpoint.
+
+    Args:
+        state: weights, moments and step.
+        gradient: that waits for optim_step; None if there is none.
+        base_model: its name.
+    """
+    files = encode_state(state, base_model)
+    return files if gradient is None else {**files, GRADIENT: encode_tensors(gradient)}
+
+
 def encode_state(state: TrainingState, base_model: str) -> Files:
-    """Return the files of a training checkpoint."""
+    """Return the files of a model's state, without its gradient."""
     return {
         **encode_weights(state.weights, base_model),
         OPTIMIZER_STATE: tensor_file.encode(state.moments or {}),
@@ -85,6 +98,12 @@ def encode_sampler(weights: WeightsSnapshot) -> tuple[str, bytes]:
 def files_of_weights(manifest: AnyManifest) -> list[str]:
     """Return the names of the files that `decode_weights` reads."""
     return [FULL_WEIGHTS if manifest.lora is None else ADAPTER_WEIGHTS]
+
+
+def files_of_training(manifest: Manifest) -> list[str]:
+    """Return the names of the files that training resumes from. Raises as `files_of_state`."""
+    gradient = [GRADIENT] if GRADIENT in manifest.files else []
+    return [*files_of_state(manifest), *gradient]
 
 
 def files_of_state(manifest: AnyManifest) -> list[str]:
@@ -140,6 +159,11 @@ def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[st
         return tensor_file.decode(files[name])
     except ValueError as error:
         raise InvalidRequest(f"{manifest}: {name} is damaged ({error})") from None
+
+
+def decode_gradient(manifest: AnyManifest, files: Contents) -> Gradient | None:
+    """Read the gradient back; None if its file is not among `files`. Raises as `decode_tensors`."""
+    return decode_tensors(manifest, files, GRADIENT) if GRADIENT in files else None
 
 
 def decode_state(manifest: AnyManifest, files: Contents) -> TrainingState:

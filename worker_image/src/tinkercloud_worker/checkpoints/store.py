@@ -94,7 +94,10 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the file is missing or is not the one that was written.
         """
-        key, stored = manifest.key_of(name), manifest.files[name]
+        key, stored = manifest.key_of(name), manifest.files.get(name)
+        if stored is None:
+            # It was overwritten since the caller looked at what it has.
+            raise InvalidRequest(f"{manifest}: its file {name} is missing")
         damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
         try:
             if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:

@@ -34,7 +34,7 @@ class StoredRequest(_Part):
     seq_id: int
     path: str
     body: Span
-    role: Literal["gradient", "step", "other"]
+    role: Literal["gradient", "step", "save", "load", "other"]
     digest: Hex
     size: int
     knows_of: str | None

@@ -6,8 +6,9 @@ only ever sees sound input. Arrays stay NumPy: nothing here needs torch's tensor
 Shape legend: N tokens of a datum, K targets per position.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -47,6 +48,8 @@ class Batch:
     examples: Sequence[Example]
     loss_fn: str
     forward_only: bool
+    unused: Mapping[str, int] = field(default_factory=dict)
+    """Inputs that were sent and have no effect, each with the number of examples that have it."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +60,37 @@ class Batch:
     def num_targets(self) -> int:
         """The most targets that a position has."""
         return max(int(example.targets.shape[1]) for example in self.examples)
+
+    def reported_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an answer.
+
+        Args:
+            sums: `loss:sum` and what else a trainer returns.
+
+        Returns:
+            Besides these `loss:mean`, the loss per example: what the SDK makes of the means of a
+            call's parts, which it weighs by their numbers of examples, is that of the call. And of
+            each unused input, as `unused_<name>:sum`, the number of examples that have it.
+        """
+        unused = {f"unused_{name}:sum": float(count) for name, count in self.unused.items()}
+        return {**sums, "loss:mean": sums["loss:sum"] / len(self.examples), **unused}
+
+    def elementwise_loss(self, logprobs: Sequence[FloatArray]) -> Sequence[FloatArray] | None:
+        """Return the loss of every target, if the hosted service reports it for this loss.
+
+        Args:
+            logprobs: per example, float32 [N] or [N, K], as trainers return them.
+
+        Returns:
+            For cross_entropy -weight * logprob, per example float32 of the shape of its logprobs;
+            for other losses None.
+        """
+        if self.loss_fn != "cross_entropy":
+            return None
+        return [
+            -lp * example.inputs["weights"].reshape(lp.shape)
+            for lp, example in zip(logprobs, self.examples, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +122,7 @@ def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
     if not request.data:
         raise InvalidRequest("data: at least one datum is required")
     defaults = losses.defaults(request.loss_fn, config)
+    ignored = losses.find(request.loss_fn).ignored
     return Batch(
         examples=[
             _example(datum, request.loss_fn, config, defaults, limits, f"data[{index}]")
@@ -95,6 +130,7 @@ def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
         ],
         loss_fn=request.loss_fn,
         forward_only=request.forward_only,
+        unused=Counter(name for datum in request.data for name in datum.inputs if name in ignored),
     )
 
 
@@ -108,10 +144,12 @@ def _example(  # noqa: PLR0917 - one call, just above
 ) -> Example:
     _check_tokens(datum.tokens, limits, f"{where}.model_input")
     targets = _targets(datum, loss_fn, limits, where)
-    given = [name for name in datum.inputs if name != "target_tokens"]
+    dropped = {"target_tokens", *losses.find(loss_fn).ignored}
+    given = [name for name in datum.inputs if name not in dropped]
     losses.check_inputs(loss_fn, given, config, where)
     for name in nonfinite_names(datum):
-        raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}] holds a NaN or an infinity")
+        if name in given:
+            raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}] holds a NaN or an infinity")
     inputs: dict[str, FloatArray] = {
         name: np.full(targets.shape, value, dtype=np.float32) for name, value in defaults.items()
     }

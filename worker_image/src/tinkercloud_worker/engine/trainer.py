@@ -16,6 +16,7 @@ from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.engine.expert_load import TokenCounts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +25,9 @@ class LossOutput:
 
     logprobs: Sequence[FloatArray]
     metrics: Mapping[str, float]
-    """Keys end in `:reduction`, by which the SDK folds the chunks of one call."""
+    """Sums. Keys end in `:sum`, by which the SDK folds the chunks of one call."""
+    expert_tokens: TokenCounts | None = None
+    """What experts were sent; None of models without, or whose experts are not counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,6 +68,10 @@ def role_of(request: OrderedRequest) -> Role:
             return "other" if request.forward_only else "gradient"
         case OptimStepRequest():
             return "step"
+        case SaveWeightsRequest():
+            return "save"
+        case LoadWeightsRequest():
+            return "load"
         case _:
             return "other"
 

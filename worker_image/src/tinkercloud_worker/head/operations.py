@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TypeVar
@@ -22,7 +23,8 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.batch import Batch, prepare
+from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.thread import Between, Group
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -38,6 +40,14 @@ from tinkercloud_worker.head.samplers import Samplers
 
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Saved:
+    """What was read of a training checkpoint."""
+
+    state: TrainingState
+    gradient: Gradient | None
 
 
 class Operations:
@@ -71,13 +81,13 @@ class Operations:
             )
         if spec.lora is not None and spec.lora.rank > limit:
             raise InvalidRequest(f"lora_config.rank {spec.lora.rank} is over the limit {limit}")
-        state = None
+        saved = None
         if spec.restore_from is not None:
-            state = await self._read_state(spec.restore_from, with_optimizer=spec.restore_optimizer)
-            self._check_shape(state, spec.restore_from)
+            saved = await self._read(spec.restore_from, with_optimizer=spec.restore_optimizer)
+            self._check_shape(saved.state, spec.restore_from)
         await self._on_thread(lambda: self._backend.trainer.add_model(self._name, spec.lora))
-        if state is not None:
-            await self._import_first(state)
+        if saved is not None:
+            await self._import_first(saved)
         self._refused = None
         answer: dict[str, object] = {"model_id": self._name}
         if spec.restore_from is not None:
@@ -98,9 +108,7 @@ class Operations:
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
             output = await self._compute(lambda between: run(self._name, batch, between))
-        body = await asyncio.to_thread(
-            encode_forward_backward_output, output.logprobs, output.metrics
-        )
+        body = await asyncio.to_thread(_encode_output, batch, output)
         return Result(body, futures.PROTOBUF)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
@@ -115,13 +123,22 @@ class Operations:
         return futures.finished({"metrics": dict(metrics)})
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
-        """Write a training checkpoint; the upload goes on beside the next requests."""
+        """Write a training checkpoint, with the gradient if one waits for optim_step.
+
+        The upload runs while the next requests do.
+
+        Raises:
+            GradientLost: the gradient was lost, and no request has been told of it.
+        """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
         await self._refuse_duplicate(path, overwrite=request.overwrite)
-        state = await self.export_state()
+        # Both are of one moment: no other request of this model runs meanwhile.
+        state, gradient = await self.export_state(), await self.export_gradient()
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
-        encode = partial(formats.encode_state, state, manifest.base_model)
+        if gradient is not None:
+            manifest = manifest.model_copy(update={"format_version": 2})
+        encode = partial(formats.encode_training, state, gradient, manifest.base_model)
         return self._upload(path, manifest, encode, overwrite=request.overwrite)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Outcome:
@@ -153,17 +170,17 @@ class Operations:
         return futures.finished({"sampling_session_id": str(session_id)})
 
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
-        """Replace the weights by a checkpoint's; reset or replace the optimizer's state."""
+        """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
         self._check_alive()
         await asyncio.gather(*self._uploads.values(), return_exceptions=True)
-        state = await self._read_state(request.path, with_optimizer=request.optimizer)
-        await self._import(state)
+        await self._import(await self._read(request.path, with_optimizer=request.optimizer))
         return futures.finished({"path": request.path, "model_id": self._name})
 
     async def save_last(self) -> str:
         """Write a training checkpoint nobody has asked for, named by its step; return its path.
 
-        Repeating it writes the same again.
+        It is as the last optim_step left the model: who resumes from it sends the data of the next
+        step anew. Repeating it writes the same again.
         """
         state = await self.export_state()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
@@ -285,20 +302,23 @@ class Operations:
         if reason is not None:
             raise GradientLost(reason)
 
-    async def _import_first(self, state: TrainingState) -> None:
+    async def _import_first(self, saved: "_Saved") -> None:
         """Give a new model its state; one that can't have it is not to take memory."""
         try:
-            await self._import(state)
+            await self._import(saved)
         except Exception:
             await self._beside(lambda: self._backend.trainer.remove_model(self._name))
             raise
 
-    async def _import(self, state: TrainingState) -> None:
-        await self._on_thread(lambda: self._backend.trainer.import_state(self._name, state))
-        self._steps = state.step
+    async def _import(self, saved: "_Saved") -> None:
+        await self._on_thread(lambda: self._backend.trainer.import_state(self._name, saved.state))
+        self._steps = saved.state.step
         self._gradient_lost = None
+        if saved.gradient is not None:
+            await self.restore_gradient(saved.gradient)
 
-    async def _read_state(self, uri: str, *, with_optimizer: bool) -> TrainingState:
+    async def _read(self, uri: str, *, with_optimizer: bool) -> "_Saved":
+        """Read a checkpoint: with optimizer state also its gradient, without only its weights."""
         store = self._backend.store
         manifest = await store.manifest(CheckpointPath.parse(uri))
         base_model = self._backend.config.model.name
@@ -307,9 +327,9 @@ class Operations:
                 f"{uri} was trained on {manifest.base_model!r}; it can't be loaded into a model of"
                 f" {base_model!r}"
             )
-        files_of = formats.files_of_state if with_optimizer else formats.files_of_weights
+        files_of = formats.files_of_training if with_optimizer else formats.files_of_weights
         manifest, files = await store.read(manifest.path, files_of(manifest))
-        return await asyncio.to_thread(formats.decode_state, manifest, files)
+        return await asyncio.to_thread(_decode, manifest, files)
 
     def _check_shape(self, state: TrainingState, uri: str) -> None:
         if state.weights.lora is None and self._spec.lora is not None:
@@ -367,6 +387,19 @@ class Operations:
             return futures.finished({"path": str(path)})
 
         return result()
+
+
+def _decode(manifest: Manifest, files: formats.Contents) -> _Saved:
+    state = formats.decode_state(manifest, files)
+    return _Saved(state, formats.decode_gradient(manifest, files))
+
+
+def _encode_output(batch: Batch, output: LossOutput) -> bytes:
+    outputs = {"logprobs": output.logprobs}
+    if (elementwise_loss := batch.elementwise_loss(output.logprobs)) is not None:
+        outputs["elementwise_loss"] = elementwise_loss
+    metrics = {**batch.reported_metrics(output.metrics), **balance_metrics(output.expert_tokens)}
+    return encode_forward_backward_output(outputs, metrics)
 
 
 async def _brought(bring: Callable[[], Publication]) -> Publication:

@@ -29,8 +29,8 @@ from tinkercloud_worker.head.sequencer import Sequencer
 
 log = structlog.get_logger(__name__)
 
-Role = Literal["gradient", "step", "other"]
-"""Whether a request adds to the gradient, applies it, or does neither."""
+Role = Literal["gradient", "step", "save", "load", "other"]
+"""Whether a request adds to the gradient, applies, saves or replaces it, or does none of these."""
 
 _TELL_OF_THE_GRADIENT = (InvalidRequest, GradientLost, StateLost)
 """Failures of an optim_step that leave the gradient as it is, or say what has become of it."""
@@ -220,9 +220,12 @@ class ModelQueue:
         request_id = self.request_id(seq_id)
         try:
             self._check_step(queued)
-            if queued.operation.role != "other":
+            if queued.operation.role not in {"load", "other"}:
                 await self._drop_half()
             outcome = await queued.operation.run()
+            if queued.operation.role == "load":
+                # What is left of the step that was being built went with the gradient.
+                self._failure, self._holds_half = None, False
         except Exception as error:  # noqa: BLE001 - whatever it is, its future gets an answer
             result = to_result(error)
             if queued.operation.role == "gradient":
@@ -249,7 +252,7 @@ class ModelQueue:
 
     def _check_step(self, queued: Waiting) -> None:
         """Refuse what belongs to a step that has failed already."""
-        if self._failure is None or queued.operation.role == "other":
+        if self._failure is None or queued.operation.role not in {"gradient", "step"}:
             return
         failed_id, message = self._failure
         if queued.operation.role == "gradient":

@@ -41,6 +41,7 @@ from tinkercloud_worker.megatron_trainer.logprobs import (
 )
 from tinkercloud_worker.megatron_trainer.mixtures import with_dummy_packs
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
+from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
@@ -74,6 +75,7 @@ class MegatronTrainer(ReplicatedTrainer):
         super().__init__(TokenLimits(config.vocab_size, longest), base.module.config.params_dtype)
         self._base = base
         self._device = base.device.torch_device
+        self._router_counts = RouterCounts(base.module, self._device)
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
         tensor = parallel_state.get_tensor_model_parallel_world_size()
         self._pad_to_multiple_of = tensor * self._division.multiple
@@ -138,6 +140,9 @@ class MegatronTrainer(ReplicatedTrainer):
                 self._schedule(model, micro_batches, losses.find(batch.loss_fn), output, kind)
             finally:
                 self._base.linears.active = None
+            expert_tokens_LE = self._router_counts.sum()
+            if expert_tokens_LE is not None:
+                output.count(expert_tokens_LE)
         return output.finish(batch)
 
     def _schedule(
@@ -159,7 +164,8 @@ class MegatronTrainer(ReplicatedTrainer):
             # Rotary positions and the mask follow from the sequences.
             given = (micro_batch.ids_S[None], None, None)
             packed = {"packed_seq_params": micro_batch.sequences}
-            result = functional_call(module, replaced, given, packed)
+            with self._router_counts.counting(micro_batch):
+                result = functional_call(module, replaced, given, packed)
             return result, partial(self._loss, micro_batch, output_layer, loss, output)
 
         is_forward = kind == "forward"

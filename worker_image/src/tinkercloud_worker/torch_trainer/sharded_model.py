@@ -25,6 +25,7 @@ from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, 
 from tinkercloud_worker.experts import find_experts, guard_gradients
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.packing import PackedSequences, mask_kinds
+from tinkercloud_worker.router_counts import RouterCounts
 from tinkercloud_worker.unembedding import Unembedding
 
 
@@ -59,7 +60,7 @@ class ShardedModel:
         self._model = base.without_weights()
         self._head_gradients: dict[str, Tensor] = {}
         """Of the pass whose backward pass is to follow."""
-        self._shard(mesh, base.dtype, recompute=recompute)
+        self._shard(mesh, base.dtype, base.router_counts, recompute=recompute)
 
     def hidden(self, sequences: PackedSequences) -> Tensor:
         """Return the final hidden states [R, D].
@@ -136,14 +137,18 @@ class ShardedModel:
         dim = self._dims[name]
         return (*whole.shape[:dim], whole.shape[dim] // self._ranks, *whole.shape[dim + 1 :])
 
-    def _shard(self, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
+    def _shard(
+        self, mesh: DeviceMesh, dtype: torch.dtype, counts: RouterCounts, *, recompute: bool
+    ) -> None:
         """Shard the model without weights, then assign ours, with their gradients."""
         model, trunk = self._model, self._model.base_model
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
         model.forward = trunk.forward
         layers = [layer for _, layer in layers_of(trunk)]
         for experts in find_experts(model):
-            guard_gradients(model.get_submodule(experts.name))
+            module = model.get_submodule(experts.name)
+            guard_gradients(module)
+            counts.watch(module)
         if recompute:
             for layer in layers:
                 _recompute_in_backward(layer)

@@ -111,10 +111,10 @@ class TorchTrainer(AdamTrainer):
         for pack in self._packs(batch):
             routed = _in_order([(model, pack.sequences)])
             with torch.no_grad():
-                hidden_RD = self._hidden(routed, pack.sequences)
+                hidden_RD, (expert_tokens_LE,) = self._counted_hidden(routed, pack.sequences)
             lp_RK = logprobs(self._unembedding(routed), hidden_RD, pack.targets_RK)
             loss_sum, _ = losses.derivative(loss, lp_RK, pack.inputs)
-            output.add(pack, lp_RK, loss_sum)
+            output.add(pack, lp_RK, loss_sum, expert_tokens_LE)
             between()
         return output.finish(batch)
 
@@ -125,8 +125,8 @@ class TorchTrainer(AdamTrainer):
         model = self._models[model_id]
         output = PassOutput()
         for pack in self._packs(batch):
-            ((lp_RK, loss_sum),) = self._run([(model, pack)], batch.loss_fn)
-            output.add(pack, lp_RK, loss_sum)
+            (results,) = self._run([(model, pack)], batch.loss_fn)
+            output.add(pack, *results)
             between()
         return output.finish(batch)
 
@@ -154,9 +154,9 @@ class TorchTrainer(AdamTrainer):
         models = [self._models[item.model_id] for item in items]
         results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss_fn)
         outputs = []
-        for item, pack, (lp_RK, loss_sum) in zip(items, packs, results, strict=True):
+        for item, pack, of_pack in zip(items, packs, results, strict=True):
             output = PassOutput()
-            output.add(pack, lp_RK, loss_sum)
+            output.add(pack, *of_pack)
             outputs.append(output.finish(item.batch))
         between()
         return outputs
@@ -178,17 +178,22 @@ class TorchTrainer(AdamTrainer):
 
     def _run(
         self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Add the gradients of packs to their models'; return each's logprobs and summed loss."""
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Add the gradients of packs to their models'; return each's arguments of `add`."""
         sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
         routed = _in_order([(model, pack.sequences) for model, pack in shares])
-        hidden_RD = self._hidden(routed, sequences)
+        hidden_RD, expert_tokens = self._counted_hidden(routed, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(routed, shares, strict=True)]
         lp_RK, sums, gradient_RD = _losses_and_gradient(
             self._unembedding(routed), parts, hidden_RD.detach(), losses.find(loss_fn)
         )
         self._backward(routed, hidden_RD, gradient_RD)
-        return [(lp_RK[rows], loss_sum) for (rows, _), loss_sum in zip(parts, sums, strict=True)]
+        return [
+            (lp_RK[rows], loss_sum, expert_tokens_LE)
+            for (rows, _), loss_sum, expert_tokens_LE in zip(
+                parts, sums, expert_tokens, strict=True
+            )
+        ]
 
     def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
         """Run the trunk's backward pass, if it adds anything to a gradient."""
@@ -196,6 +201,14 @@ class TorchTrainer(AdamTrainer):
             accelerator.syncs_on_read(gradient_RD) or bool(gradient_RD.any())
         ):
             hidden_RD.backward(gradient_RD)
+
+    def _counted_hidden(
+        self, routed: Routed, sequences: PackedSequences
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return the final hidden states [R, D], and what experts were sent of each model's."""
+        with self._base.router_counts.counting([rows for rows, _ in routed]) as counts:
+            hidden_RD = self._hidden(routed, sequences)
+        return hidden_RD, counts
 
     def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
         most = self._max_kept_tokens

@@ -1,0 +1,89 @@
+"""Counts the tokens that megatron-core's routers send to experts.
+
+Ranks that hold a replica between them each count what they route: the positions they hold, in the
+layers they have. A pass ends with the sum of those counts at all of them.
+
+Shape legend: L layers of the model, E experts of a layer, S positions of a micro-batch held by this
+rank, T of those that this rank's routers see.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
+
+
+class RouterCounts:
+    """Watches the routers of this rank's part of a model. One pass at a time is counted."""
+
+    def __init__(self, module: GPTModel, device: torch.device) -> None:
+        """Watch a model, which may have no experts.
+
+        Args:
+            module: this rank's part of it.
+            device: of the counts.
+        """
+        self._layers, self._experts = module.config.num_layers, module.config.num_moe_experts
+        self._device = device
+        self._counts_LE: Tensor | None = None
+        self._is_counted_T: Tensor | None = None
+        """Which positions belong to an example, in the micro-batch that runs."""
+        for router in module.modules():
+            if isinstance(router, TopKRouter):
+                router.register_forward_hook(self._note)
+
+    @contextmanager
+    def counting(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Count the forward pass of a micro-batch; layers that are recomputed are not counted."""
+        # Dummies have one position, and no example that it belongs to.
+        if self._experts and micro_batch.pack.examples:
+            self._is_counted_T = self._seen_here(micro_batch)
+        try:
+            yield
+        finally:
+            self._is_counted_T = None
+
+    def sum(self) -> Tensor | None:
+        """Return the counts since the last call, int64 [layers with experts, E].
+
+        All ranks of a replica call it together. None if there are no experts, or no examples.
+        """
+        if not self._experts:
+            return None
+        counts_LE, self._counts_LE = self._so_far(), None
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+        ):
+            dist.all_reduce(counts_LE, group=group)
+        has_experts_L = counts_LE.sum(1) > 0
+        return counts_LE[has_experts_L] if has_experts_L.any() else None
+
+    def _so_far(self) -> Tensor:
+        if self._counts_LE is None:
+            shape = (self._layers, self._experts)
+            self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        return self._counts_LE
+
+    def _seen_here(self, micro_batch: MicroBatch) -> Tensor:
+        is_kept_S = torch.zeros(len(micro_batch.ids_S), dtype=torch.bool, device=self._device)
+        is_kept_S[micro_batch.kept_M] = True
+        # Between layers the tensor-parallel ranks hold as many positions each, in order.
+        parts = is_kept_S.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        here: Tensor = parts[parallel_state.get_tensor_model_parallel_rank()]
+        return here
+
+    def _note(self, router: nn.Module, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
+        if self._is_counted_T is None:
+            return
+        _, is_sent_TE = outputs
+        # Numbered from 1, over all pipeline stages.
+        self._so_far()[int(router.layer_number) - 1] += is_sent_TE[self._is_counted_T].sum(0)  # type: ignore[arg-type] # an int, typed as any attribute

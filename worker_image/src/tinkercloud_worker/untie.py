@@ -1,0 +1,119 @@
+"""`python -m tinkercloud_worker.untie MODEL FOLDER`: a copy of a model with an output layer apart.
+
+Many models are tied: one weight is their embedding and their output layer. An adapter that trains
+the output layer changes the output alone, so there is no tied model that it could be merged into.
+There is one without the tie: the same model, whose output layer is a weight of its own. That is
+what this writes. Tools that merge adapters (`build_hf_model` of the cookbook, `merge_and_unload` of
+PEFT) take it as the base model.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from tinkercloud_worker.architecture import is_tied
+
+_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_WHOLE = "model.safetensors"
+_FIRST = "model-00001-of-00002.safetensors"
+"""What a single file of weights is renamed to: `model.safetensors` would be read alone."""
+_HEAD_FILE = "model-lm_head.safetensors"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_HEAD = "lm_head.weight"
+_OF_WRAPPED_MODEL = "language_model.model."
+"""Before the names of a text model's tensors where its output layer has a prefix too."""
+
+
+class CannotUntieError(Exception):
+    """The folder is not a tied model that can be copied; the message says why."""
+
+
+def untie(model: Path, folder: Path) -> None:
+    """Write a copy of a tied model, whole or not at all.
+
+    Args:
+        model: folder of a Hugging Face model, its weights in safetensors.
+        folder: to write; it must not exist.
+
+    Raises:
+        CannotUntieError: the model is not tied, its weights are not in safetensors, its embedding
+            is not found, or the folder exists.
+    """
+    if folder.exists():
+        raise CannotUntieError(f"{folder} exists; name a folder that does not")
+    if not is_tied(AutoConfig.from_pretrained(model).get_text_config()):
+        raise CannotUntieError(f"{model} is not tied: adapters of it can be merged as it is")
+    files = sorted(model.glob("*.safetensors"))
+    names = {name: file for file in files for name in _names_in(file)}
+    embedding = _embedding_among(names, model)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        copy = Path(temporary) / "model"
+        # Not the weights of other formats: they would be read as another model.
+        shutil.copytree(
+            model, copy, ignore=shutil.ignore_patterns("*.bin", "*.pt", "*.pth", "*.gguf", _INDEX)
+        )
+        if (copy / _WHOLE).exists():
+            (copy / _WHOLE).rename(copy / _FIRST)
+        places = {
+            name: _FIRST if file.name == _WHOLE else file.name for name, file in names.items()
+        }
+        _add_head(copy, names[embedding], embedding, places)
+        _write_config(copy)
+        copy.rename(folder)
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _embedding_among(names: dict[str, Path], model: Path) -> str:
+    found = [name for name in names if name.endswith(_EMBEDDINGS)]
+    if len(found) != 1:
+        raise CannotUntieError(
+            f"{model}: its safetensors must have one tensor whose name ends in"
+            f" {' or '.join(_EMBEDDINGS)}; they have {found or 'none'}"
+        )
+    return found[0]
+
+
+def _add_head(copy: Path, file: Path, embedding: str, places: dict[str, str]) -> None:
+    """Write the output layer, unless the files have it, and the index of all files."""
+    prefix = "language_model." if embedding.startswith(_OF_WRAPPED_MODEL) else ""
+    head = f"{prefix}{_HEAD}"
+    if head not in places:
+        with safe_open(file, framework="pt") as tensors:
+            weight = tensors.get_tensor(embedding)
+        save_file({head: weight}, copy / _HEAD_FILE, metadata={"format": "pt"})
+        places[head] = _HEAD_FILE
+    size = sum((copy / name).stat().st_size for name in set(places.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (copy / _INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _write_config(copy: Path) -> None:
+    config = json.loads((copy / _CONFIG).read_text())
+    for part in (config, config.get("text_config")):
+        if part is not None:
+            part["tie_word_embeddings"] = False
+    (copy / _CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def main() -> None:
+    """Copy the model named by the first argument to the folder named by the second."""
+    try:
+        untie(Path(sys.argv[1]), Path(sys.argv[2]))
+    except CannotUntieError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
