@@ -7,11 +7,18 @@ Google Cloud Storage or Azure; they differ by URL only (obstore).
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from obstore.store import ObjectStore, from_url
 from pydantic import ValidationError
 
@@ -21,7 +28,7 @@ from tinkercloud_protocol.checkpoints import (
     SuspendedManifest,
     suspended_key,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size, parts
 
@@ -36,6 +43,43 @@ def open_store(url: str) -> ObjectStore:
     return from_url(url, client_options={"allow_http": True})
 
 
+class StoreFailed(WireError):
+    """The checkpoint store did not do what it was asked; nothing of it counts as written."""
+
+    status = 503
+    category = "server"
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Turn what the store raises into words for a client; a missing object is left as it is."""
+    try:
+        yield
+    except (NotFoundError, FileNotFoundError, AlreadyExistsError):
+        raise
+    except (BaseError, OSError) as error:
+        raise StoreFailed(_words(error)) from error
+
+
+def _words(error: Exception) -> str:
+    details = str(error)
+    if "No space left" in details or "Disk quota exceeded" in details:
+        return (
+            "the checkpoint store is full (no space left on device): delete checkpoints, or ask the"
+            " server's operator to make room, then send the request again"
+        )
+    denied = isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
+    if denied or "Permission denied" in details or "Read-only file system" in details:
+        return (
+            "the checkpoint store refuses access (its credentials, or the rights of its folder):"
+            " the server's operator must restore it, then send the request again"
+        )
+    return (
+        f"the checkpoint store does not answer or failed ({type(error).__name__}); send the request"
+        " again, and see the head's log"
+    )
+
+
 class CheckpointStore:
     """All checkpoints under one root."""
 
@@ -48,11 +92,9 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        try:
-            answer = await obstore.get_async(self._store, path.manifest_key)
-        except FileNotFoundError:
+        content = await self._read(path.manifest_key)
+        if content is None:
             return None
-        content = bytes(await answer.bytes_async())
         try:
             return Manifest.model_validate_json(content)
         except ValidationError as error:
@@ -97,14 +139,24 @@ class CheckpointStore:
         key, stored = manifest.key_of(name), manifest.files[name]
         damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
         try:
-            if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
-                raise damaged
-            content = await self._get(key, stored.size_bytes)
+            with _in_words():
+                if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
+                    raise damaged
+                content = await self._get(key, stored.size_bytes)
         except FileNotFoundError:
             raise InvalidRequest(f"{manifest}: its file {name} is missing") from None
         if await asyncio.to_thread(_sha256, content) != stored.sha256:
             raise damaged
         return content
+
+    async def _read(self, key: str) -> bytes | None:
+        """Return a small object; None if there is none."""
+        try:
+            with _in_words():
+                answer = await obstore.get_async(self._store, key)
+                return bytes(await answer.bytes_async())
+        except FileNotFoundError:
+            return None
 
     async def _get(self, key: str, size: int) -> memoryview:
         content, left = np.empty(size, np.uint8), parts(size)
@@ -126,13 +178,14 @@ class CheckpointStore:
         return content.data
 
     async def _put(self, key: str, content: bytes) -> None:
-        await obstore.put_async(
-            self._store,
-            key,
-            content,
-            chunk_size=part_size(len(content)),
-            max_concurrency=IN_FLIGHT,
-        )
+        with _in_words():
+            await obstore.put_async(
+                self._store,
+                key,
+                content,
+                chunk_size=part_size(len(content)),
+                max_concurrency=IN_FLIGHT,
+            )
 
     async def write(
         self, manifest: Manifest, files: Mapping[str, bytes], *, overwrite: bool
@@ -182,9 +235,10 @@ class CheckpointStore:
         content = manifest.model_dump_json(indent=2).encode()
         key = manifest.path.manifest_key
         try:
-            await obstore.put_async(
-                self._store, key, content, mode="create" if mode == "create" else "overwrite"
-            )
+            with _in_words():
+                await obstore.put_async(
+                    self._store, key, content, mode="create" if mode == "create" else "overwrite"
+                )
         except AlreadyExistsError:
             raise _exists(manifest.path) from None
 
@@ -194,11 +248,9 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        try:
-            answer = await obstore.get_async(self._store, suspended_key(run_id))
-        except FileNotFoundError:
+        content = await self._read(suspended_key(run_id))
+        if content is None:
             return None
-        content = bytes(await answer.bytes_async())
         try:
             return SuspendedManifest.model_validate_json(content)
         except ValidationError as error:
@@ -218,7 +270,7 @@ class CheckpointStore:
         """Make a suspended state exist, in place of the run's previous one."""
         content = manifest.model_dump_json(indent=2).encode()
         key = suspended_key(manifest.run_id)
-        await obstore.put_async(self._store, key, content)
+        await self._put(key, content)
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
 
@@ -228,10 +280,11 @@ class CheckpointStore:
         await self._delete_others(manifest.path.prefix, kept)
 
     async def _delete_others(self, prefix: str, kept: Set[str]) -> None:
-        async for batch in obstore.list(self._store, prefix):
-            stray = [entry["path"] for entry in batch if entry["path"] not in kept]
-            if stray:
-                await obstore.delete_async(self._store, stray)
+        with _in_words():
+            async for batch in obstore.list(self._store, prefix):
+                stray = [entry["path"] for entry in batch if entry["path"] not in kept]
+                if stray:
+                    await obstore.delete_async(self._store, stray)
 
 
 def _exists(path: CheckpointPath) -> InvalidRequest:
