@@ -42,6 +42,8 @@ log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
 _JANITOR_SECONDS = 30.0
+_REPORT_SECONDS = 10.0
+"""Of a stopping server, for finding out which runs its heads have not saved."""
 _LIVE = timedelta(minutes=2)
 """A session is live whose last heartbeat, of one every ten seconds, was written since then."""
 
@@ -115,10 +117,20 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         with suppress(asyncio.CancelledError):
             await janitor
         await provider.stop()
+        await _report_lost(router)
         await context.activity.write()
         head_client.close()
         await client.close()
         await catalog.close()
+
+
+async def _report_lost(router: Router) -> None:
+    """Log what the stopped heads have not saved, unless the store keeps that from being known."""
+    try:
+        async with asyncio.timeout(_REPORT_SECONDS):
+            await router.report_lost()
+    except TimeoutError:
+        log.warning("the checkpoint store does not say in time which runs are saved")
 
 
 async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
@@ -169,6 +181,7 @@ async def _keep_house(context: Context) -> None:
             context.activity.write,
             count_sessions,
             context.checkpoints.delete_expired,
+            context.router.report_lost,
             lambda: context.router.release_leftovers(now()),
         ):
             try:

@@ -8,9 +8,12 @@ everybody may read a checkpoint, and when it expires, if that was changed after 
 
 import asyncio
 import os
+import shutil
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import structlog
 from obstore.store import ObjectStore, from_url
@@ -54,20 +57,29 @@ def open_store(url: str) -> ObjectStore:
     return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
+_PROBE_SECONDS = 30.0
+"""Between two health checks that write: they cost requests of an object store."""
+
+
 class Checkpoints:
     """All checkpoints of all owners."""
 
     def __init__(self, catalog: Catalog, store: ObjectStore) -> None:
         self._catalog = catalog
         self._objects = Objects(store)
+        self._writable_until = 0.0
 
     async def ping(self) -> None:
-        """Return if the object store answers.
+        """Return if the object store answers, and has taken a write within `_PROBE_SECONDS`.
 
         Raises:
             Unavailable: it does not; every other method may raise it too.
         """
-        await self._objects.ping()
+        if time.monotonic() < self._writable_until:
+            await self._objects.ping()
+            return
+        await self._objects.probe()
+        self._writable_until = time.monotonic() + _PROBE_SECONDS
 
     async def expect(self, path: CheckpointPath, owner: str) -> datetime | None:
         """Note that a head is about to be asked for a checkpoint.
@@ -169,17 +181,31 @@ class Checkpoints:
             if manifest is not None:
                 await self._catalog.index_checkpoint(manifest)
 
-    async def is_suspended(self, run_id: str, generation: str) -> bool:
-        """Whether the head of that generation has left what a run had become in it."""
-        content = await self._objects.read(suspended_key(run_id))
-        if content is None:
+    async def is_suspended(self, run_id: str, generation: str, unsaved: Path | None) -> bool:
+        """Whether the head of that generation has left what a run had become in it.
+
+        Args:
+            run_id: the run.
+            generation: of the head that held it last.
+            unsaved: folder of states that the store did not take. This run's goes into the store
+                now; it stays in the folder if that fails.
+        """
+        stored = _suspended(run_id, await self._objects.read(suspended_key(run_id)))
+        if stored is not None and stored.goes_on_from(generation):
+            return True
+        if unsaved is None:
             return False
-        try:
-            name = f"the suspended state of training run {run_id}"
-            return decode_manifest(SuspendedManifest, content, name).goes_on_from(generation)
-        except InvalidRequest as error:
-            log.warning("a suspended state can't be read", run_id=run_id, error=error.message)
+        local = unsaved / suspended_key(run_id)
+        content = await asyncio.to_thread(_read_if_there, local)
+        kept = _suspended(run_id, content)
+        if content is None or kept is None or not kept.goes_on_from(generation):
             return False
+        for name in kept.files:
+            await self._objects.upload(kept.key_of(name), unsaved / kept.key_of(name))
+        await self._objects.upload(suspended_key(run_id), local)
+        await asyncio.to_thread(shutil.rmtree, unsaved / suspended_prefix(run_id))
+        log.info("a run that its head could not save is in the checkpoint store", run_id=run_id)
+        return True
 
     async def delete_suspended(self, run_id: str) -> None:
         """Delete what a head has left of a run, its manifest first. Nothing is fine."""
@@ -386,3 +412,22 @@ def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointI
         if entry.checkpoint_type == kind.checkpoint_type and entry.damage is None
     ]
     return max(of_kind, key=lambda entry: entry.time, default=None)
+
+
+def _suspended(run_id: str, content: bytes | None) -> SuspendedManifest | None:
+    """Read what a head has left of a run; None if that is nothing that can be read."""
+    if content is None:
+        return None
+    try:
+        name = f"the suspended state of training run {run_id}"
+        return decode_manifest(SuspendedManifest, content, name)
+    except InvalidRequest as error:
+        log.warning("a suspended state can't be read", run_id=run_id, error=error.message)
+        return None
+
+
+def _read_if_there(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None

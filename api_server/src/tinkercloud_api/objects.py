@@ -7,6 +7,7 @@ error.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import obstore
 import structlog
@@ -17,6 +18,7 @@ from tinkercloud_protocol.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
+_PROBE = "health-probe"
 _MISSING = (FileNotFoundError, NotFoundError)
 
 
@@ -29,7 +31,17 @@ class Objects:
     async def ping(self) -> None:
         """Return if the store answers."""
         with _an_answer(), suppress(*_MISSING):
-            await obstore.head_async(self._store, "ping")
+            await obstore.head_async(self._store, _PROBE)
+
+    async def probe(self) -> None:
+        """Return if the store can be written to: a full or read-only one answers all the same."""
+        with _an_answer():
+            await obstore.put_async(self._store, _PROBE, b"written by health checks\n")
+
+    async def upload(self, key: str, file: Path) -> None:
+        """Store a local file's content as an object."""
+        with _an_answer():
+            await obstore.put_async(self._store, key, file)
 
     async def read(self, key: str) -> bytes | None:
         """Return an object; None if there is none."""

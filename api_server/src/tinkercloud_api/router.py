@@ -196,11 +196,14 @@ class Router:
         run, lost = self.learn_run(row), row.generation
         if lost is not None and await self._provider.is_gone(run.placement):
             raise StateLost(await self._obituary(run_id))
+        if lost is not None and self._provider.has_ended(run.placement, lost):
+            # Clients learn of a lost run before another head has loaded its model, if it ever does.
+            await self._require_suspended(run_id, run, lost)
         route = await self._provider.acquire(run.placement)
         if route.generation == lost:
             return route
-        if lost is not None and not await self._checkpoints.is_suspended(run_id, lost):
-            raise StateLost(await self._obituary(run_id))
+        if lost is not None:
+            await self._require_suspended(run_id, run, lost)
         spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
         await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
         if not await self._catalog.set_generation(run_id, route.generation, after=lost):
@@ -214,6 +217,34 @@ class Router:
         if lost is not None:
             log.info("training run resumed", run_id=run_id, generation=route.generation)
         return route
+
+    async def _require_suspended(self, run_id: str, run: _KnownRun, generation: str) -> None:
+        """Check that a head has left its state of a run.
+
+        Raises:
+            StateLost: it has not; the message says from where to resume.
+        """
+        unsaved = self._provider.unsaved(run.placement)
+        if not await self._checkpoints.is_suspended(run_id, generation, unsaved):
+            raise StateLost(await self._obituary(run_id))
+
+    async def report_lost(self) -> None:
+        """Log the runs that heads which have ended since the last call have not saved."""
+        for generation in self._provider.newly_ended():
+            for row in await self._catalog.runs_of_generation(generation):
+                run = self.learn_run(row)
+                try:
+                    await self._require_suspended(row.id, run, generation)
+                except StateLost as error:
+                    log.error("a training run is lost", run_id=row.id, reason=error.message)  # noqa: TRY400 - nothing is wrong here
+                except Unavailable as error:
+                    unsaved = self._provider.unsaved(run.placement)
+                    log.warning(
+                        "whether a training run is saved is not known yet",
+                        run_id=row.id,
+                        reason=error.message,
+                        folder_of_unsaved_runs=str(unsaved),
+                    )
 
     async def head_of_sampler(self, sampler_id: str) -> HeadRoute:
         """Return a head that samples for a session, which `authorize_sampler` has let through.

@@ -310,6 +310,9 @@ class HeadConfig(_Config):
     """URL of the object store: file:///..., s3://..., gs://..., az://..."""
     scratch_dir: str
     """Local folder for what may be lost."""
+    unsaved_dir: str | None = None
+    """Local folder that outlives the head, for models that the checkpoint store does not take while
+    the head stops; absent means that they are lost then."""
     reason_file: str | None = None
     """File that gets one line about why the engine could not be loaded, for who starts heads to
     read; absent means that the log alone says it."""

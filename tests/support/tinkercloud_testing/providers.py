@@ -1,5 +1,7 @@
 """Providers of session heads that tests decide about."""
 
+from pathlib import Path
+
 from tinkercloud_api.providers.base import HeadRoute, Placement, ServedModel, Waiting
 from tinkercloud_protocol.launch import ModelSpec
 
@@ -36,6 +38,15 @@ class OneHead:
 
     async def is_gone(self, _placement: Placement) -> bool:
         return False
+
+    def has_ended(self, _placement: Placement, _generation: str) -> bool:
+        return False
+
+    def unsaved(self, _placement: Placement) -> Path | None:
+        return None
+
+    def newly_ended(self) -> list[str]:
+        return []
 
     def mistrust(self, route: HeadRoute) -> None: ...
 

@@ -201,6 +201,13 @@ class Catalog(Statements):
         ordered = query.order_by(TrainingRun.created_at.desc(), TrainingRun.id)
         return await self._page(ordered, page)
 
+    async def runs_of_generation(self, generation: str) -> Sequence[TrainingRun]:
+        """Return the runs that a head holds or held last, without deleted ones."""
+        query = select(TrainingRun).where(
+            TrainingRun.generation == generation, TrainingRun.deleted_at.is_(None)
+        )
+        return await self._all(query.order_by(TrainingRun.id))
+
     async def set_generation(self, run_id: str, generation: str, *, after: str | None) -> bool:
         """Record which head holds a model.
 

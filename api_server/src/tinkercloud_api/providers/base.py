@@ -1,6 +1,7 @@
 """What a provider of session heads does."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tinkercloud_api.providers.choices import NOTHING, Choices
@@ -111,6 +112,18 @@ class SessionProvider(Protocol):
         Raises:
             Unavailable: that can't be told at the moment.
         """
+
+    def has_ended(self, placement: Placement, generation: str) -> bool:
+        """Whether no process of that head is left, so that it writes nothing any more.
+
+        False if that is not known.
+        """
+
+    def unsaved(self, placement: Placement) -> Path | None:
+        """Return the folder to which heads write what the checkpoint store does not take."""
+
+    def newly_ended(self) -> list[str]:
+        """Return the generations of heads whose end was noticed since the last call."""
 
     def mistrust(self, route: HeadRoute) -> None:
         """Look again before this route is returned once more: its head is another one by now."""

@@ -269,6 +269,18 @@ class KubernetesProvider:
                 f" {describe(error)}"
             ) from None
 
+    def has_ended(self, placement: Placement, generation: str) -> bool:  # noqa: ARG002 - interface
+        """See `SessionProvider.has_ended`: a pod may write on after its route has gone."""
+        return False
+
+    def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.unsaved`: a pod's disk goes with it."""
+        return None
+
+    def newly_ended(self) -> list[str]:
+        """See `SessionProvider.newly_ended`: the conditions of sessions say what was lost."""
+        return []
+
     def mistrust(self, route: HeadRoute) -> None:
         """See `SessionProvider.mistrust`."""
         self._routes.mistrust(route)

@@ -20,9 +20,11 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import IO
 
 import aiohttp
@@ -47,6 +49,9 @@ _LEASE_RETRY_SECONDS = 0.2
 _STOP_MARGIN_SECONDS = 10.0
 """Between the end of what a stopping head may do and its end."""
 _LOG_TAIL_BYTES = 4096
+_BACKOFF_SECONDS = 1.0
+_MAX_BACKOFF_SECONDS = 60.0
+"""After a start that failed, until the next one; twice as long after each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,36 @@ class _Record:
     pid: int
     url: str
     generation: str
+
+
+class _Killed(HeadFailed):
+    """A head was killed while it started."""
+
+
+class _Backoff:
+    """When a head whose starts fail may be started again."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._not_before = 0.0
+        self._reason = ""
+
+    def check(self) -> None:
+        """Check that a start may begin now.
+
+        Raises:
+            HeadFailed: the last one failed a moment ago; the message says why and when the next is.
+        """
+        left = self._not_before - time.monotonic()
+        if left > 0:
+            raise HeadFailed(f"{self._reason}; the next start is tried in {left:.0f} s")
+
+    def record(self, error: BaseException | None) -> None:
+        """Take note of how a start ended."""
+        self._failures = self._failures + 1 if error is not None else 0
+        self._reason = str(error)
+        pause = min(_BACKOFF_SECONDS * 2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
+        self._not_before = time.monotonic() + pause if error is not None else 0.0
 
 
 class _LocalHead:
@@ -73,10 +108,20 @@ class _LocalHead:
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._backoff = _Backoff()
+        self.unsaved = self._folder / "unsaved"
+        """Where a stopping head writes what the checkpoint store does not take."""
         self.route: HeadRoute | None = None
+        self.newly_ended: list[str] = []
+        """Generations whose end was noticed since somebody looked."""
 
     async def acquire(self) -> HeadRoute:
-        """Return the running head; start it if there is none. Callers share one start."""
+        """Return the running head; start it if there is none. Callers share one start.
+
+        Raises:
+            HeadFailed: it could not be started, now or a moment ago: starts that fail are repeated
+                ever more rarely.
+        """
         if self.route is None:
             self.begin_start()
         if self._starting is not None:
@@ -87,17 +132,30 @@ class _LocalHead:
     def begin_start(self) -> None:
         """Begin to start the head, if it neither runs nor is being started."""
         if self.route is None and self._starting is None:
+            self._backoff.check()
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(self._start_is_over)
 
     def _start_is_over(self, task: "asyncio.Task[HeadRoute]") -> None:
         self._starting = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        self._backoff.record(error)
+        if error is not None:
             log.error(
                 "a session head could not be started", model=self._model.name, error=str(error)
             )
 
     async def _start(self) -> HeadRoute:
+        """Start the head, once more if it is killed meanwhile: for memory, say, or by an admin."""
+        try:
+            return await self._start_once()
+        except _Killed as error:
+            log.warning("a session head is started once more", reason=error.message)
+            return await self._start_once()
+
+    async def _start_once(self) -> HeadRoute:
         self._folder.mkdir(parents=True, exist_ok=True)
         token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
         self._write_secret("token", token)
@@ -117,6 +175,7 @@ class _LocalHead:
         return route
 
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
+        self._keep_log()
         with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._reason.unlink(missing_ok=True)
@@ -134,6 +193,11 @@ class _LocalHead:
             lock.write(str(process.pid))
             return process
 
+    def _keep_log(self) -> None:
+        """Keep the log of the head before, whose last words say why it ended."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / "head.log").replace(self._folder / "head.log.1")
+
     def _lock_file(self) -> IO[str]:
         self._folder.mkdir(parents=True, exist_ok=True)
         return (self._folder / "head.lock").open("a+")
@@ -150,6 +214,7 @@ class _LocalHead:
             token_file=str(self._folder / "token"),
             checkpoint_root=settings.checkpoint_url,
             scratch_dir=str(self._folder / "scratch" / generation),
+            unsaved_dir=str(self.unsaved),
             reason_file=str(self._reason),
             listen=Listen(fd=fd),
             trainer=settings.trainer,
@@ -179,9 +244,11 @@ class _LocalHead:
             process.kill()
             await process.wait()
         what = "ended" if done else f"was not ready within {seconds:.0f} s"
-        raise HeadFailed(
+        message = (
             f"the session head of {self._model.name!r} {what} while starting: {self._last_words()}"
         )
+        # A negative code is a signal that this server did not send.
+        raise (_Killed if done and (process.returncode or 0) < 0 else HeadFailed)(message)
 
     def _last_words(self) -> str:
         with contextlib.suppress(FileNotFoundError):
@@ -235,6 +302,7 @@ class _LocalHead:
         else:
             log.error("session head is gone", model=self._model.name, generation=route.generation)
         self.route = None
+        self.newly_ended.append(route.generation)
 
     async def _ended(self) -> None:
         """Wait until no process of the head is left."""
@@ -364,6 +432,24 @@ class LocalProvider:
     async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
         """See `SessionProvider.is_gone`: a head can always be started again."""
         return False
+
+    def has_ended(self, placement: Placement, generation: str) -> bool:
+        """See `SessionProvider.has_ended`."""
+        route = self.find(placement)
+        # A route is there until the head's last process has ended.
+        return route is None or route.generation != generation
+
+    def unsaved(self, placement: Placement) -> Path | None:
+        """See `SessionProvider.unsaved`."""
+        head = self._heads.get(placement.base_model)
+        return head.unsaved if head is not None else None
+
+    def newly_ended(self) -> list[str]:
+        """See `SessionProvider.newly_ended`."""
+        ended = [generation for head in self._heads.values() for generation in head.newly_ended]
+        for head in self._heads.values():
+            head.newly_ended.clear()
+        return ended
 
     def mistrust(self, route: HeadRoute) -> None:
         """See `SessionProvider.mistrust`: the lease tells when a head is gone."""

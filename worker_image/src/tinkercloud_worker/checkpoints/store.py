@@ -9,12 +9,19 @@ import asyncio
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from obstore.store import ObjectStore, from_url
 
 from tinkercloud_protocol.checkpoints import (
@@ -25,7 +32,7 @@ from tinkercloud_protocol.checkpoints import (
     encode_manifest,
     suspended_key,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 from tinkercloud_worker.checkpoints import durable
@@ -42,6 +49,43 @@ def open_store(url: str) -> ObjectStore:
     return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
+class StoreFailed(WireError):
+    """The checkpoint store did not do what it was asked; nothing of it counts as written."""
+
+    status = 503
+    category = "server"
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Turn what the store raises into words for a client; a missing object is left as it is."""
+    try:
+        yield
+    except (NotFoundError, FileNotFoundError, AlreadyExistsError):
+        raise
+    except (BaseError, OSError) as error:
+        raise StoreFailed(_words(error)) from error
+
+
+def _words(error: Exception) -> str:
+    details = str(error)
+    if "No space left" in details or "Disk quota exceeded" in details:
+        return (
+            "the checkpoint store is full (no space left on device): delete checkpoints, or ask the"
+            " server's operator to make room, then send the request again"
+        )
+    denied = isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
+    if denied or "Permission denied" in details or "Read-only file system" in details:
+        return (
+            "the checkpoint store refuses access (its credentials, or the rights of its folder):"
+            " the server's operator must restore it, then send the request again"
+        )
+    return (
+        f"the checkpoint store does not answer or failed ({type(error).__name__}); send the request"
+        " again, and see the head's log"
+    )
+
+
 class CheckpointStore:
     """All checkpoints under one root."""
 
@@ -54,11 +98,10 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        try:
-            answer = await obstore.get_async(self._store, path.manifest_key)
-        except FileNotFoundError:
+        content = await self._read(path.manifest_key)
+        if content is None:
             return None
-        return decode_manifest(Manifest, bytes(await answer.bytes_async()), str(path))
+        return decode_manifest(Manifest, content, str(path))
 
     async def read(
         self, path: CheckpointPath, names: Iterable[str] | None = None
@@ -100,14 +143,24 @@ class CheckpointStore:
             raise InvalidRequest(f"{manifest}: its file {name} is missing")
         damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
         try:
-            if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
-                raise damaged
-            content = await self._get(key, stored.size_bytes)
+            with _in_words():
+                if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
+                    raise damaged
+                content = await self._get(key, stored.size_bytes)
         except FileNotFoundError:
             raise InvalidRequest(f"{manifest}: its file {name} is missing") from None
         if await asyncio.to_thread(_sha256, content) != stored.sha256:
             raise damaged
         return content
+
+    async def _read(self, key: str) -> bytes | None:
+        """Return a small object; None if there is none."""
+        try:
+            with _in_words():
+                answer = await obstore.get_async(self._store, key)
+                return bytes(await answer.bytes_async())
+        except FileNotFoundError:
+            return None
 
     async def _get(self, key: str, size: int) -> memoryview:
         content, left = np.empty(size, np.uint8), parts(size)
@@ -168,17 +221,19 @@ class CheckpointStore:
             raise _exists(path)
 
     async def _put_files(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-        await asyncio.gather(
-            *[
-                durable.put(self._store, manifest.key_of(name), content)
-                for name, content in files.items()
-            ]
-        )
+        with _in_words():
+            await asyncio.gather(
+                *[
+                    durable.put(self._store, manifest.key_of(name), content)
+                    for name, content in files.items()
+                ]
+            )
 
     async def _put_manifest(self, manifest: Manifest, mode: Literal["create", "overwrite"]) -> None:
         content, key = encode_manifest(manifest), manifest.path.manifest_key
         try:
-            await durable.put_at_once(self._store, key, content, mode)
+            with _in_words():
+                await durable.put_at_once(self._store, key, content, mode)
         except AlreadyExistsError:
             raise _exists(manifest.path) from None
 
@@ -188,11 +243,9 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        try:
-            answer = await obstore.get_async(self._store, suspended_key(run_id))
-        except FileNotFoundError:
+        content = await self._read(suspended_key(run_id))
+        if content is None:
             return None
-        content = bytes(await answer.bytes_async())
         name = f"the suspended state of training run {run_id}"
         return decode_manifest(SuspendedManifest, content, name)
 
@@ -200,13 +253,15 @@ class CheckpointStore:
         self, manifest: SuspendedManifest, name: str, content: bytes
     ) -> StoredFile:
         """Write one file of a suspended state, which does not exist before `commit_suspended`."""
-        await durable.put(self._store, manifest.key_of(name), content)
+        with _in_words():
+            await durable.put(self._store, manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
 
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
         """Make a suspended state exist, in place of the run's previous one."""
         key = suspended_key(manifest.run_id)
-        await durable.put_at_once(self._store, key, encode_manifest(manifest), "overwrite")
+        with _in_words():
+            await durable.put_at_once(self._store, key, encode_manifest(manifest), "overwrite")
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
 
@@ -216,10 +271,11 @@ class CheckpointStore:
         await self._delete_others(manifest.path.prefix, kept)
 
     async def _delete_others(self, prefix: str, kept: Set[str]) -> None:
-        async for batch in obstore.list(self._store, prefix):
-            stray = [entry["path"] for entry in batch if entry["path"] not in kept]
-            if stray:
-                await obstore.delete_async(self._store, stray)
+        with _in_words():
+            async for batch in obstore.list(self._store, prefix):
+                stray = [entry["path"] for entry in batch if entry["path"] not in kept]
+                if stray:
+                    await obstore.delete_async(self._store, stray)
 
 
 def _exists(path: CheckpointPath) -> InvalidRequest:

@@ -1,7 +1,9 @@
 """From process start to ready, and from a stop signal to the end.
 
 A head that is told to stop finishes what runs and suspends its models, so that the next head of
-each goes on with it; what is not in the object store when the time is over is lost.
+each goes on with it. While the checkpoint store takes none it tries again; what the store has not
+taken towards the end goes to a local folder, if there is one that outlives the head, and is lost
+otherwise.
 
 The head serves health checks from its first moment, loads its engine in the background, and is
 ready after that. It stops when told to, and also by itself when the API server that runs it has
@@ -15,11 +17,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 
 import structlog
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import Timings
+from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
 
@@ -30,6 +35,13 @@ _HUNG_SECONDS = 3600.0
 they may take to start beside that. It reports at every decoding step and micro-batch, so only a
 single sequence can take long: some 2**15 tokens of a model of 10**9 parameters on two cores. Ending
 a head by mistake costs a run its step; a late end costs an hour."""
+
+
+_RETRY_SECONDS = 0.5
+_MAX_RETRY_SECONDS = 5.0
+"""Between two attempts to suspend what the checkpoint store did not take: it may come back."""
+_LOCAL_SHARE = 0.25
+"""Of the time for suspending, reserved for the local folder."""
 
 
 class Lifecycle:
@@ -153,16 +165,45 @@ class Lifecycle:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        if self._service is not None:
+        if self._service is not None and self._backend is not None:
             try:
-                async with asyncio.timeout(self._timings.stop_seconds):
-                    await self._service.suspend()
+                await self._suspend_in_time(self._service, self._backend.config.unsaved_dir)
             except TimeoutError:
-                log.warning("stopping before all models were suspended")
+                log.critical("stopping before all models were suspended: the others are lost")
             except Unavailable as error:
-                log.warning("stopping all the same", reason=error.message)
+                log.critical("stopping with models that are lost", reason=error.message)
             self._service.release_waiters()
         self.drained.set()
+
+    async def _suspend_in_time(self, service: HeadService, unsaved_dir: str | None) -> None:
+        """Suspend all models, to a local folder in the end if the checkpoint store fails.
+
+        Raises:
+            TimeoutError: there was no time for all of them.
+            Unavailable: some could not be written anywhere.
+        """
+        end = asyncio.get_running_loop().time() + self._timings.stop_seconds
+        reserved = 0.0 if unsaved_dir is None else self._timings.suspend_seconds * _LOCAL_SHARE
+        try:
+            async with asyncio.timeout_at(end - reserved):
+                await self._suspend_until_saved(service)
+                return
+        except TimeoutError:
+            if unsaved_dir is None:
+                raise
+        log.error("the checkpoint store does not take all models in time", folder=unsaved_dir)
+        async with asyncio.timeout_at(end):
+            await service.suspend(CheckpointStore(open_store(Path(unsaved_dir).as_uri())))
+
+    async def _suspend_until_saved(self, service: HeadService) -> None:
+        for attempt in count():
+            try:
+                await service.suspend()
+            except Unavailable as error:
+                log.warning("the models are suspended again soon", reason=error.message)
+                await asyncio.sleep(min(_RETRY_SECONDS * 2**attempt, _MAX_RETRY_SECONDS))
+            else:
+                return
 
     async def stop(self) -> None:
         """Drain, if that has not begun, and end."""

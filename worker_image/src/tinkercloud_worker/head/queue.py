@@ -13,6 +13,7 @@ Rules beyond order:
 """
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
@@ -331,6 +332,12 @@ def to_result(error: Exception) -> Result:
     if isinstance(error, WireError):
         return failed_with(error)
     log.error("request failed unexpectedly", exc_info=error)
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return failed(
+            "the session head's disk is full (no space left on device): the server's operator must"
+            " make room in its scratch folder, then send the request again",
+            "server",
+        )
     return failed(
         f"internal error ({type(error).__name__}); the head's log has the details", "server"
     )

@@ -15,11 +15,18 @@ from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
 from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.live_model import LiveModel, new_model
-from tinkercloud_worker.head.queue import Operation, Origin, refusal, to_result
+from tinkercloud_worker.head.queue import (
+    Operation,
+    Origin,
+    error_message,
+    refusal,
+    to_result,
+)
 from tinkercloud_worker.head.requests import (
     Received,
     body_digest,
@@ -312,13 +319,16 @@ class HeadService:
             models = [m for m in self._models.values() if m.operations.refused is None]
             return [await model.operations.save_last() for model in models]
 
-    async def suspend(self) -> None:
+    async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Refuse new requests, finish what runs, and write everything else for the next head.
 
         Repeating it is fine; models that could not be written are tried again.
 
+        Args:
+            store: where to write; None for the checkpoint store.
+
         Raises:
-            Unavailable: some could not be written; the message says which, the log says why.
+            Unavailable: some could not be written; the message says which and why.
         """
         self._is_draining = True
         self._backend.trainer.stop_waiting()
@@ -326,10 +336,12 @@ class HeadService:
             await self._drain()
             left = [model for name, model in self._models.items() if name not in self._suspended]
             room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
-            await asyncio.gather(*[self._suspend(model, room) for model in left])
+            target = store or self._backend.store
+            reasons = await asyncio.gather(*[self._suspend(model, room, target) for model in left])
             lost = sorted(self._models.keys() - self._suspended)
             if lost:
-                raise Unavailable(f"could not suspend {', '.join(lost)}")
+                why = next((f": {reason}" for reason in reasons if reason), "")
+                raise Unavailable(f"could not suspend {', '.join(lost)}{why}")
             self._is_suspended = True
 
     async def _drain(self) -> None:
@@ -340,24 +352,28 @@ class HeadService:
             await asyncio.wait(work, timeout=self._backend.config.timings.drain_seconds)
         self._results.freeze()
 
-    async def _suspend(self, model: LiveModel, room: asyncio.Semaphore) -> None:
+    async def _suspend(
+        self, model: LiveModel, room: asyncio.Semaphore, store: CheckpointStore
+    ) -> str | None:
+        """Write a model; return why it could not be written, if it could not."""
         await model.queue.pause()
         # Its clients are told to send these uploads again: none may succeed after all.
         await model.cut_off()
         if str(model.model_id) not in self._models:
             # It was deleted meanwhile.
-            return
+            return None
         async with room:
             sessions = self._samplers.sessions_of_model(model.model_id)
             samples = [sample.request for sample in self._samples.values()]
             unfinished = [r for r in samples if r.sampling_session_id in sessions]
             try:
-                await self._suspension.write(model, unfinished)
-            except Exception:
+                await self._suspension.write(model, unfinished, store)
+            except Exception as error:
                 log.exception("a model could not be suspended", model_id=str(model.model_id))
-            else:
-                self._suspended.add(str(model.model_id))
-                log.info("suspended", model_id=str(model.model_id))
+                return error_message(to_result(error))
+            self._suspended.add(str(model.model_id))
+            log.info("suspended", model_id=str(model.model_id))
+            return None
 
     def release_waiters(self) -> None:
         """Make clients that wait for a result ask again, elsewhere."""

@@ -102,12 +102,15 @@ class Suspension:
     results: Results
     samplers: Samplers
 
-    async def write(self, model: LiveModel, unfinished: Sequence[SampleRequest]) -> None:
+    async def write(
+        self, model: LiveModel, unfinished: Sequence[SampleRequest], store: CheckpointStore
+    ) -> None:
         """Write all of a model, whose queue is paused.
 
         Args:
             model: what to write.
             unfinished: sampling requests to the model's own samplers that are to be run again.
+            store: where to write.
         """
         config = self.backend.config
         manifest = SuspendedManifest(
@@ -121,7 +124,7 @@ class Suspension:
             data_prefix=uuid.uuid4().hex,
             files={},
         )
-        writer, bodies = _Writer(self.backend.store, manifest), Bodies()
+        writer, bodies = _Writer(store, manifest), Bodies()
         head = self._head_state(model, unfinished, bodies)
         gradient_lost = await _write_training(model, manifest.base_model, writer)
         samplers = await self._write_samplers(model.model_id, writer)

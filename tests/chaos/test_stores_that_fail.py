@@ -1,0 +1,129 @@
+"""A checkpoint store that takes nothing, a head that can't start: nothing is lost in silence."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.waiting import wait_until
+
+MODEL = "tiny/llama"
+
+
+@contextmanager
+def failing_store(server: Server) -> Iterator[None]:
+    """Keep the checkpoint store from being written to, whoever this process runs as."""
+    runs = server.state_dir / "checkpoints" / "runs"
+    aside = runs.with_name("aside")
+    if runs.exists():
+        runs.rename(aside)
+    runs.parent.mkdir(exist_ok=True)
+    runs.write_text("a file where a folder is to be")
+    try:
+        yield
+    finally:
+        runs.unlink()
+        if aside.exists():
+            aside.rename(runs)
+
+
+def heads_folder(server: Server) -> Path:
+    (folder,) = (server.state_dir / "heads").iterdir()
+    return folder
+
+
+def a_training_client(server: Server) -> tinker.TrainingClient:
+    return server.client().create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+def expected_losses(server: Server, count: int) -> list[float]:
+    training = a_training_client(server)
+    return [step(training) for _ in range(count)]
+
+
+def test_a_stopping_head_tries_until_the_store_takes_its_runs(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with a_server(tmp_path, {MODEL: model_folder}) as server:
+        expected = expected_losses(server, 4)
+        training = a_training_client(server)
+        assert [step(training), step(training)] == expected[:2]
+        log = heads_folder(server) / "head.log"
+        assert server.process is not None
+
+        with failing_store(server):
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: "suspended again soon" in log.read_text(), "a failed attempt")
+        server.stop()
+        server.start()
+
+        assert [step(training), step(training)] == expected[2:]
+
+
+def test_runs_that_the_store_does_not_take_are_kept_by_the_server_that_stops(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    settings = {"TINKERCLOUD_TIMINGS__SUSPEND_SECONDS": "4"}
+    with a_server(tmp_path, {MODEL: model_folder}, settings) as server:
+        expected = expected_losses(server, 4)
+        training = a_training_client(server)
+        assert [step(training), step(training)] == expected[:2]
+
+        with failing_store(server):
+            server.stop()
+        unsaved = heads_folder(server) / "unsaved"
+        assert list(unsaved.rglob("manifest.json"))
+        assert training.model_id in server.log
+        server.start()
+
+        assert [step(training), step(training)] == expected[2:]
+        assert not list((unsaved / "runs" / training.model_id).rglob("manifest.json"))
+
+
+def test_a_lost_run_is_told_and_logged_although_no_other_head_can_start(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.symlink_to(model_folder)
+    with a_server(tmp_path / "state", {MODEL: folder}) as server:
+        training = a_training_client(server)
+        step(training)
+        path = training.save_state("one").result().path
+        words = heads_folder(server) / "head.log"
+        before = words.read_text()
+        folder.unlink()
+
+        server.kill_heads()
+        wait_until(lambda: "session head is gone" in server.log, "the head's end")
+        with pytest.raises((tinker.TinkerError, ValueError)) as raised:
+            step(training)
+
+        assert "has stopped" in str(raised.value)
+        assert path in str(raised.value)
+        wait_until(lambda: "a training run is lost" in server.log, "the run's loss")
+        assert training.model_id in server.log.partition("a training run is lost")[2]
+        # No other head was wanted for that. One that is cannot start, and says why, at once again.
+        for _ in range(2):
+            with pytest.raises((tinker.TinkerError, ValueError), match="while starting"):
+                a_training_client(server)
+        assert words.with_name("head.log.1").read_text() == before
+
+
+def test_a_head_that_is_killed_while_it_starts_is_started_once_more(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with a_server(tmp_path, {MODEL: model_folder}) as server:
+        wait_until(lambda: "session head started" in server.log, "the head's start")
+        lock = heads_folder(server) / "head.lock"
+        os.kill(int(lock.read_text()), signal.SIGKILL)
+
+        training = a_training_client(server)
+
+        assert "a session head is started once more" in server.log
+        step(training)
