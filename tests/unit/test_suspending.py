@@ -14,6 +14,7 @@ from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.trainer import GradientLost
@@ -274,7 +275,7 @@ class DyingObstore:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(obstore, name)
-        if name not in {"put_async", "delete_async"}:
+        if name not in {"put_async", "rename_async", "delete_async"}:
             return function
 
         async def write(*arguments: object, **keywords: object) -> object:
@@ -290,7 +291,9 @@ async def suspend_until_death(
     head: Head, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> BaseException | None:
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "obstore", DyingObstore(writes))
+        dying = DyingObstore(writes)
+        patch.setattr(store_module, "obstore", dying)
+        patch.setattr(durable, "obstore", dying)
         try:
             await head.service.suspend()
         except Unavailable as error:
@@ -305,7 +308,7 @@ async def test_a_head_that_dies_while_it_suspends_leaves_the_state_before_or_the
         await first.begin()
         await first.service.suspend()
     seen = set()
-    for writes in range(12):
+    for writes in range(16):
         with a_head(root, tmp_path, f"g{writes + 1}") as head:
             await head.resume("g0")
             head.add(1)

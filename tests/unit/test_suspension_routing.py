@@ -228,12 +228,12 @@ async def test_a_deleted_run_is_not_brought_back_and_leaves_nothing_suspended(
     async with world.head("g1") as first:
         await server.head_of_run(RUN)
         await world.call(first, routes.HEAD_SUSPEND)
-        assert await world.checkpoints.is_suspended(RUN, "g1")
+        assert await world.checkpoints.is_suspended(RUN, "g1", None)
 
         await world.catalog.finish_session("s", "success", None)
         await server.release(await world.catalog.runs_of_session("s"), [])
 
-        assert not await world.checkpoints.is_suspended(RUN, "g1")
+        assert not await world.checkpoints.is_suspended(RUN, "g1", None)
         assert list((world.folder / "store").rglob("*.safetensors")) == []
         with pytest.raises(StateLost, match="was deleted"):
             await world.server().head_of_run(RUN)
@@ -251,10 +251,10 @@ async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in
     now = datetime.now(UTC)
 
     await server.release_leftovers(now)
-    assert await world.checkpoints.is_suspended(RUN, "g1")
+    assert await world.checkpoints.is_suspended(RUN, "g1", None)
     await server.release_leftovers(now + timedelta(days=1))
 
-    assert not await world.checkpoints.is_suspended(RUN, "g1")
+    assert not await world.checkpoints.is_suspended(RUN, "g1", None)
     assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []
 
 

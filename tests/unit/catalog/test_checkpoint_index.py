@@ -260,7 +260,7 @@ async def test_what_is_wrong_with_the_store_is_no_fault_of_the_server(world: Wor
         checkpoints.manifest(path("a"), ME),
         checkpoints.delete(path("a"), ME),
         checkpoints.set_ttl(path("a"), ME, 60),
-        checkpoints.is_suspended("s:train:0", "g1"),
+        checkpoints.is_suspended("s:train:0", "g1", None),
         checkpoints.delete_suspended("s:train:0"),
         checkpoints.discover("s:train:0"),
     ):

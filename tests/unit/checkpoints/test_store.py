@@ -13,7 +13,11 @@ import obstore
 import orjson
 import pytest
 from moto.server import ThreadedMotoServer
-from obstore.exceptions import GenericError
+from obstore.exceptions import (
+    GenericError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
@@ -22,7 +26,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed, open_store
 
 PATH = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "step-1")
 OLD = {"a.bin": b"old a", "b.bin": b"old b", "dropped.bin": b"old only"}
@@ -444,11 +448,43 @@ async def test_no_further_parts_are_asked_for_when_one_has_failed(
     monkeypatch.setattr(parts, "SMALLEST_PART", 1)
     monkeypatch.setattr(store_module, "obstore", failing)
 
-    with pytest.raises(GenericError, match="the connection broke"):
+    with pytest.raises(StoreFailed, match="does not answer or failed") as raised:
         await store.read_file(manifest, "large")
+    assert "the connection broke" in str(raised.value.__cause__)
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     assert failing.requests == parts.IN_FLIGHT
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            GenericError("No space left on device (os error 28)"),
+            "full",
+        ),
+        (PermissionDeniedError("PUT was answered 403"), "refuses access"),
+        (UnauthenticatedError("the credentials have expired"), "refuses access"),
+        (GenericError("Permission denied (os error 13)"), "refuses access"),
+        (
+            GenericError("Read-only file system (os error 30)"),
+            "refuses access",
+        ),
+        (OSError(28, "No space left on device"), "full"),
+        (GenericError("the connection broke"), "does not answer or failed"),
+    ],
+)
+async def test_what_the_store_refuses_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    async def fail(*_arguments: object, **_keywords: object) -> None:
+        raise error
+
+    store = CheckpointStore(open_store(tmp_path.as_uri()))
+    monkeypatch.setattr(durable.obstore, "put_async", fail)
+
+    with pytest.raises(StoreFailed, match=f"^the checkpoint store .*{words}.* send the request"):
+        await store.write(a_manifest(), {"a": b"x"}, overwrite=False)
 
 
 def test_the_parts_of_a_file_of_any_size_are_such_as_s3_takes() -> None:
