@@ -134,8 +134,8 @@ class BaseModel:
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
-        """The Hugging Face configuration."""
-        return self._model.config
+        """The Hugging Face configuration of the text model."""
+        return self._model.config.get_text_config()
 
     @property
     def device(self) -> torch.device:
@@ -159,7 +159,7 @@ class BaseModel:
 
     def without_weights(self) -> PreTrainedModel:
         """Return another model of this architecture, float32, whose weights hold no memory yet."""
-        model = blank_model(self.config)
+        model = blank_model(self._model.config)
         for name, buffer in self._model.named_buffers():
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_buffer(leaf, buffer, persistent=False)

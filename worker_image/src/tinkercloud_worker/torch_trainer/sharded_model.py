@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.architecture import trunk_and_head
 from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
@@ -138,7 +139,8 @@ class ShardedModel:
 
     def _shard(self, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
         """Shard the model without weights, then assign ours, with their gradients."""
-        model, trunk = self._model, self._model.base_model
+        model = self._model
+        trunk, _ = trunk_and_head(model)
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
         model.forward = trunk.forward
         layers = [layer for _, layer in layers_of(trunk)]
