@@ -29,6 +29,7 @@ Compatibility: readers ignore unknown keys; a change that an old reader would mi
 `format_version`, and readers refuse versions they don't know.
 """
 
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Literal
 
@@ -48,6 +49,27 @@ HEAD_STATE = "head.json"
 BODIES = "bodies.bin"
 
 _MAX_LINEAGE = 8
+_FINGERPRINT_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFingerprint:
+    """Tells base models apart, whatever they are called and wherever their files are."""
+
+    config: str
+    """Hexadecimal digest of the fields that say how the model computes."""
+    weights: str
+    """Hexadecimal digest of names, shapes, dtypes and samples of the values of all tensors."""
+
+    @classmethod
+    def parse(cls, text: str) -> "BaseFingerprint | None":
+        """Read what `str` wrote; None if another version wrote it, which can't be compared."""
+        version, *digests = text.split(":")
+        known = version == _FINGERPRINT_VERSION and len(digests) == len(fields(cls))
+        return cls(*digests) if known else None
+
+    def __str__(self) -> str:
+        return f"{_FINGERPRINT_VERSION}:{self.config}:{self.weights}"
 
 
 class StoredFile(BaseModel):
@@ -69,6 +91,8 @@ class Manifest(BaseModel):
     tinker_path: str
     owner: str
     base_model: str
+    base_fingerprint: str | None = None
+    """`BaseFingerprint` of the model that it was trained on; absent in old checkpoints."""
     lora: LoraConfig | None
     """None for a fully fine-tuned model."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -117,6 +141,8 @@ class SuspendedManifest(BaseModel):
     it resumed the run; the state is still looked for under the generation it was resumed from."""
     owner: str
     base_model: str
+    base_fingerprint: str | None = None
+    """As in `Manifest`."""
     lora: LoraConfig | None
     created_at: AwareDatetime
     data_prefix: str
@@ -142,3 +168,30 @@ class SuspendedManifest(BaseModel):
 def suspended_key(run_id: str) -> str:
     """Return the key of a run's `SuspendedManifest`."""
     return f"{suspended_prefix(run_id)}/{MANIFEST_NAME}"
+
+
+def base_mismatch(saved: Manifest | SuspendedManifest, served: str | None) -> str | None:
+    """Return how the base that a run was saved on differs from the one that is served, in words.
+
+    None: it does not, or nobody can tell, as of what was saved before fingerprints were recorded.
+    A fully fine-tuned model needs none of the base's values, but must be computed as it was.
+
+    Args:
+        saved: manifest of the run's checkpoint.
+        served: `BaseFingerprint` of the model that the head serves; None if it is not known.
+    """
+    if saved.base_fingerprint is None or served is None:
+        return None
+    before, now = (BaseFingerprint.parse(each) for each in (saved.base_fingerprint, served))
+    if before is None or now is None:
+        return None
+    if before.config != now.config:
+        difference = "config.json says that the base model computes otherwise"
+    elif before.weights != now.weights and saved.lora is not None:
+        difference = "the files of the base model hold other weights"
+    else:
+        return None
+    return (
+        f"{difference} than when it was saved (fingerprint {saved.base_fingerprint} then, {served}"
+        f" now); serve the {saved.base_model} that it was trained on, or start a new run"
+    )

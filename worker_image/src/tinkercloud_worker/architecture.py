@@ -136,7 +136,10 @@ def model_class(config: Any) -> tuple[type[PreTrainedModel], Any]:  # noqa: ANN4
     Raises:
         UnsupportedModelError: there is none.
     """
-    for mapping in (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping):
+    for mapping in (
+        AutoModelForCausalLM._model_mapping,
+        AutoModelForImageTextToText._model_mapping,
+    ):
         if type(config) not in mapping.keys():  # noqa: SIM118 - `in mapping` does not know classes
             continue
         kind = _get_model_class(config, mapping)
@@ -173,15 +176,13 @@ def keep_text(model: PreTrainedModel) -> Sequence[str]:
     Returns:
         Prefixes of the names of removed weights.
     """
-    removed: list[str] = []
     decoder, inner = _decoder(model), model.base_model
-    if decoder is inner or decoder not in set(inner.modules()):
-        return removed
-    for name, child in list(inner.named_children()):
-        if decoder not in set(child.modules()):
-            removed.append(f"{name_of(model, inner)}.{name}.")
-            setattr(inner, name, None)
-    return removed
+    if inner in {model, decoder} or decoder not in set(inner.modules()):
+        return []
+    towers = [name for name, child in inner.named_children() if decoder not in set(child.modules())]
+    for name in towers:
+        setattr(inner, name, None)
+    return [f"{name_of(model, inner)}.{name}." for name in towers]
 
 
 def check_folder(path: str) -> None:
@@ -240,6 +241,25 @@ def check_uncapped(config: Any) -> None:  # noqa: ANN401 - transformers' configu
                 f"{name}: the model caps its logits at {cap:g}, which this engine does not compute;"
                 " it can't be served"
             )
+
+
+_DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
+"""Names under which families have what logits are divided or multiplied by (Granite, Cohere,
+Falcon-H1)."""
+
+
+def logits_factor(config: Any) -> float:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the factor of a model's logits; 1 in most families.
+
+    As the output layer is linear, hidden states are multiplied instead.
+    """
+    text = config.get_text_config()
+    factor = 1.0
+    for name in _FACTORS:
+        factor *= getattr(text, name, None) or 1.0
+    for name in _DIVISORS:
+        factor /= getattr(text, name, None) or 1.0
+    return factor
 
 
 def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type

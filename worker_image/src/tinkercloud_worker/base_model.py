@@ -23,8 +23,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_worker import kernels
 from tinkercloud_worker.architecture import (
     blank_model,
-    check_folder,
     find_targets,
+    logits_factor,
     max_context_length,
     name_of,
     rotary_switch,
@@ -38,6 +38,7 @@ from tinkercloud_worker.experts import (
     unadaptable_experts,
     with_terms,
 )
+from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.load import load_pretrained
 from tinkercloud_worker.lora import Target
@@ -68,6 +69,8 @@ class BaseModel:
         """
         kernels.fuse(model)
         self._model = model.eval().requires_grad_(requires_grad=False)
+        self.fingerprint: str | None = None
+        """Of the folder that the model was loaded from (`fingerprint`); None if of none."""
         self.dtype: torch.dtype = model.dtype
         """Of the base weights and of hidden states."""
         self._trunk, self._head = trunk_and_head(model)
@@ -97,6 +100,7 @@ class BaseModel:
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
         """The output embedding, as it is in the base."""
         self._mask_kinds = mask_kinds(model.config)
+        self._logits_factor = logits_factor(model.config)
         self.rotary_switch = rotary_switch(model.config)
         """Length beyond which a sequence has other rotary positions, if there is one."""
         # A pass has the rotary positions of the longest sequence in it.
@@ -125,12 +129,14 @@ class BaseModel:
             device: where it computes, as torch names it.
 
         Raises:
-            UnsupportedModelError: its architecture is not one we compute correctly.
+            UnsupportedModelError: its architecture is not one we compute correctly, or its files
+                do not hold the model that its configuration describes.
         """
-        check_folder(path)
         model = load_pretrained(path, dtype)
         nn.Module.to(model, torch.device(device))
-        return cls(model, packed=packed)
+        base = cls(model, packed=packed)
+        base.fingerprint = fingerprint_of(path)
+        return base
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
@@ -174,7 +180,7 @@ class BaseModel:
         attention_mask: object = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the final hidden states [B, T, D], after the last norm.
+        """Return the final hidden states [B, T, D], as the output layer takes them.
 
         Without a mask attention is causal, which is all that right-padded rows need.
 
@@ -232,7 +238,7 @@ class BaseModel:
         finally:
             self._routes, self._recomputes = (), False
         hidden_BTD: Tensor = output.last_hidden_state
-        return hidden_BTD
+        return hidden_BTD if self._logits_factor == 1 else hidden_BTD * self._logits_factor
 
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `routes` are of the R positions."""

@@ -11,15 +11,29 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinkercloud_worker.weights_check import check_finite, check_loaded
+
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Write the folder, whole or not at all."""
+    """Write the folder, whole or not at all.
+
+    Raises:
+        UnsupportedModelError: the file lacks weights of the model that it describes, or has others.
+    """
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     source, name = str(gguf_file.parent), gguf_file.name
-    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    quantized, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=name,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
     config = quantized.config
+    check_loaded(str(gguf_file), quantized, info, config)
+    check_finite(str(gguf_file), quantized.named_parameters())
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantized.state_dict())

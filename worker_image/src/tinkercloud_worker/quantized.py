@@ -5,7 +5,7 @@ beside it, under its name and `_scale_inv`, is what each block of it is multipli
 computes in float8 has no gradients; here its values are of the type that everything else is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.weight_files import UnreadableWeights, listed, weight_files
+from tinkercloud_worker.weight_files import UnreadableWeights, listed, quantized_files, weight_files
 
 _SCALE = "_scale_inv"
 
@@ -58,9 +58,7 @@ def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
     return values.float() * spread.repeat_interleave(columns, 1)[:, :width]
 
 
-def unquantized(
-    tensors: Mapping[str, Tensor], block: Block
-) -> tuple[dict[str, Tensor], list[str]]:
+def unquantized(tensors: Mapping[str, Tensor], block: Block) -> tuple[dict[str, Tensor], list[str]]:
     """Return a checkpoint's tensors without scales, and what is wrong with those, in words.
 
     Args:
@@ -75,13 +73,15 @@ def unquantized(
         scales = tensors.get(f"{name}{_SCALE}")
         if scales is None:
             lost.append(f"{name}{_SCALE}")
-        elif each.ndim != 2 or scales.shape != _scales_shape(each, block):  # noqa: PLR2004 - a matrix
+        elif each.ndim != 2 or scales.shape != _scales_shape(each, block):
             misshapen.append(f"{name}{_SCALE} {list(scales.shape)} of {list(each.shape)}")
     orphans = [
         name
         for name in tensors
         if name.endswith(_SCALE)
-        and ((weight := weights.get(name.removesuffix(_SCALE))) is None or weight.element_size() > 1)
+        and (
+            (weight := weights.get(name.removesuffix(_SCALE))) is None or weight.element_size() > 1
+        )
     ]
     wrong = [
         f"{problem}: {listed(names)}"
@@ -100,6 +100,20 @@ def unquantized(
 
 def _scales_shape(weight: Tensor, block: Block) -> tuple[int, ...]:
     return tuple(-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+
+
+def files_read(path: str, config: Any) -> Sequence[Path]:  # noqa: ANN401 - as above
+    """Return the files that a model's weights are read from.
+
+    Args:
+        path: of the folder.
+        config: of the Hugging Face model.
+
+    Raises:
+        UnreadableWeights: there are none, or some are missing.
+        UnsupportedModelError: they are float8 in a form that is not read.
+    """
+    return quantized_files(path) if block_size(config) else weight_files(path)
 
 
 class QuantizedFolder:
@@ -121,7 +135,7 @@ class QuantizedFolder:
         self._files: dict[str, Path] = {}
         """By name of a tensor."""
         try:
-            files = weight_files(path)
+            files = quantized_files(path)
         except UnreadableWeights as error:
             raise UnsupportedModelError(f"{path}: {error}") from None
         for file in files:

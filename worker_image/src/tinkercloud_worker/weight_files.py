@@ -200,16 +200,29 @@ def _stored(file: Path, name: str, entry: Mapping[str, Any], data: int) -> Store
     return StoredTensor(file, dtype, shape, data + start, stop - start)
 
 
-def described_tensors(path: str) -> dict[str, Tensor]:
-    """Return all tensors of a model's files by name, with shapes and dtypes but without values.
+def quantized_files(path: str) -> Sequence[Path]:
+    """Return the files that quantized weights are read from; without an index, all there are.
 
     Args:
         path: of the folder.
 
     Raises:
-        UnreadableWeights: as `weight_files` and `stored_tensors` do.
+        UnreadableWeights: there are none, or some are missing.
     """
-    files = weight_files(path)
+    folder = Path(path)
+    found = sorted(folder.glob("*.safetensors"))
+    return found if found and not (folder / _INDEX).is_file() else weight_files(path)
+
+
+def described_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
+    """Return all tensors of a model's files by name, with shapes and dtypes but without values.
+
+    Args:
+        files: of `weight_files` or `quantized_files`.
+
+    Raises:
+        UnreadableWeights: as `stored_tensors` does.
+    """
     if files[0].suffix == ".safetensors":
         stored = stored_tensors(files)
         return {

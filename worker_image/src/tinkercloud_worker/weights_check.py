@@ -6,7 +6,6 @@ are compared without reading values, so that whoever reads the files otherwise (
 inference engines) can rely on them too.
 """
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,8 +25,9 @@ from tinkercloud_worker.architecture import (
     model_class,
     read_config,
 )
-from tinkercloud_worker.quantized import block_size, unquantized
+from tinkercloud_worker.quantized import block_size, files_read, unquantized
 from tinkercloud_worker.weight_files import (
+    StoredTensor,
     UnreadableWeights,
     described_tensors,
     has_weights,
@@ -57,6 +57,8 @@ _OF_PREDICTORS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head", "embed_t
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HEAD = "lm_head.weight"
 _THREADS = 4
+_PART_BYTES = 8 << 20
+"""Of a tensor that are read at once; a multiple of every dtype's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +166,10 @@ def _explained(unexpected: Iterable[str], expected: Expected) -> list[str]:
 
 def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
     """Return what names must lose to be those that are missing, if it is the same of all."""
-    common = os.path.commonprefix(list(unexpected)) if unexpected and missing else ""
+    common = f"{unexpected[0]}." if unexpected and missing else ""
     while common := common.rpartition(".")[0]:
+        if not all(name.startswith(f"{common}.") for name in unexpected):
+            continue
         renamed = {name.removeprefix(f"{common}.") for name in unexpected}
         if renamed & set(missing):
             return f"{common}."
@@ -223,8 +227,8 @@ def check_loaded(
 def _refuse(path: str, wrong: Sequence[str]) -> None:
     if wrong:
         raise UnsupportedModelError(
-            f"{path}: the weights are not those of the model that config.json describes:"
-            f" {'; '.join(wrong)}. Nothing is served with weights that were made up: fetch the model"
+            f"{path}: the files do not hold the model that config.json describes:"
+            f" {'; '.join(wrong)}. Fetch the model"
             " again, or correct config.json or the files"
         )
 
@@ -246,11 +250,11 @@ def check_weights(path: str) -> None:
     config = read_config(path)
     if (Path(path) / "adapter_config.json").exists():
         _refuse(path, ["adapter_config.json: the folder holds an adapter; merge it into its base"])
+    block = block_size(config)
     try:
-        tensors = described_tensors(path)
+        tensors = described_tensors(files_read(path, config))
     except UnreadableWeights as error:
         _refuse(path, [str(error)])
-    block = block_size(config)
     if block is not None:
         tensors, wrong = unquantized(tensors, block)
         _refuse(path, wrong)
@@ -327,12 +331,18 @@ def check_values(path: str) -> None:
     if files[0].suffix != ".safetensors":
         return
 
-    def broken(item: tuple[str, Any]) -> str | None:
-        name, stored = item
-        values = torch.frombuffer(bytearray(stored.read(0, stored.size)), dtype=stored.dtype)
-        return None if _is_finite(values) else name
-
+    tensors = stored_tensors(files)
     with ThreadPoolExecutor(_THREADS) as pool:
-        names = [name for name in pool.map(broken, stored_tensors(files).items()) if name]
-    if names:
-        _refuse(path, [f"NaN or infinite values in {listed(names)}"])
+        finite = dict(zip(tensors, pool.map(_is_stored_finite, tensors.values()), strict=True))
+    broken = [name for name, is_finite in finite.items() if not is_finite]
+    if broken:
+        _refuse(path, [f"NaN or infinite values in {listed(broken)}"])
+
+
+def _is_stored_finite(stored: StoredTensor) -> bool:
+    """Whether all values are numbers; a part of them is in memory at a time."""
+    parts = (
+        bytearray(stored.read(start, min(_PART_BYTES, stored.size - start)))
+        for start in range(0, stored.size, _PART_BYTES)
+    )
+    return all(_is_finite(torch.frombuffer(part, dtype=stored.dtype)) for part in parts)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_worker.architecture import trunk_and_head
+from tinkercloud_worker.architecture import logits_factor, trunk_and_head
 from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
@@ -69,6 +69,9 @@ class ShardedModel:
         """
         arguments = sequences.arguments(mask_kinds(self._model.config))
         hidden_RD: Tensor = self._model(**arguments).last_hidden_state[0]
+        factor = logits_factor(self._model.config)
+        if factor != 1:
+            hidden_RD = hidden_RD * factor
         if torch.is_grad_enabled():
             self._head_gradients = {
                 name: torch.zeros_like(weight, dtype=torch.float32)
