@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -110,7 +111,7 @@ def read_config(path: str) -> Any:  # noqa: ANN401 - transformers' configuration
     check_folder(path)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, TypeError, KeyError) as error:
+    except (ValueError, OSError, TypeError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModelError(_why_unread(Path(path) / "config.json", error)) from error
 
 

@@ -50,9 +50,9 @@ def check_model(config: HeadConfig) -> None:
     Raises:
         UnsupportedModelError: they don't; the message says what to change.
     """
-    if config.sampler.backend != "torch":
+    if config.sampler.backend != "torch" and has_weights(config.model.path):
         check_weights(config.model.path)
-        if config.trainer.backend == "none" and has_weights(config.model.path):
+        if config.trainer.backend == "none":
             check_values(config.model.path)
     if config.sampler.backend != "torch" and config.sampler.inference.kind == "sglang":
         model_support.check_windows(config.model.path, config.limits.max_context_length)

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tinkercloud_worker.weights_check import check_finite, check_loaded
+from tinkercloud_worker.weights_check import check_finite, expected_of, load_checked
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
@@ -24,15 +24,16 @@ def convert(gguf_file: Path, folder: Path) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     source, name = str(gguf_file.parent), gguf_file.name
-    quantized, info = AutoModelForCausalLM.from_pretrained(
-        source,
+    config = AutoConfig.from_pretrained(source, gguf_file=name)
+    quantized = load_checked(
+        str(gguf_file),
+        AutoModelForCausalLM,
+        expected_of(config),
+        pretrained_model_name_or_path=source,
         gguf_file=name,
         dtype=torch.float32,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
     )
     config = quantized.config
-    check_loaded(str(gguf_file), quantized, info, config)
     check_finite(str(gguf_file), quantized.named_parameters())
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config)

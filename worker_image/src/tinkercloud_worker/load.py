@@ -14,7 +14,7 @@ from tinkercloud_worker.architecture import (
     trunk_and_head,
 )
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
-from tinkercloud_worker.weights_check import check_finite, check_loaded, check_weights
+from tinkercloud_worker.weights_check import check_finite, check_weights, expected_of, load_checked
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -51,13 +51,4 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
             "state_dict": folder.read(folder.names),
         }
     kind, own_config = model_class(config)
-    model: PreTrainedModel
-    model, info = kind.from_pretrained(
-        **source,
-        config=own_config,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    check_loaded(path, model, info, config)
-    return model
+    return load_checked(path, kind, expected_of(config), **source, config=own_config, dtype=dtype)

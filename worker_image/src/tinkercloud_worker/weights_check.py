@@ -30,7 +30,6 @@ from tinkercloud_worker.weight_files import (
     StoredTensor,
     UnreadableWeights,
     described_tensors,
-    has_weights,
     listed,
     stored_tensors,
     weight_files,
@@ -56,6 +55,9 @@ _OF_PREDICTORS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head", "embed_t
 """What such a layer has if it is numbered after the others, and no other layer has."""
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HEAD = "lm_head.weight"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors that a weight in MXFP4 is made of."""
+_LONGEST_REASON = 300
 _THREADS = 4
 _PART_BYTES = 8 << 20
 """Of a tensor that are read at once; a multiple of every dtype's size."""
@@ -198,46 +200,56 @@ def wrong_experts(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     return wrong
 
 
-def check_loaded(
+def load_checked(
     path: str,
-    model: PreTrainedModel,
-    info: Mapping[str, Any],
-    config: Any,  # noqa: ANN401 - as above
-) -> None:
-    """Check what transformers reports of a model that it has loaded, and drop towers.
+    kind: Any,  # noqa: ANN401 - a class, or one of transformers' that choose it
+    expected: Expected,
+    **source: Any,  # noqa: ANN401 - of several types
+) -> PreTrainedModel:
+    """Return a model, or its text, that transformers loads, if all of its weights are in the files.
 
     Args:
-        path: of the folder, for the message.
-        model: as loaded.
-        info: that `from_pretrained` returns with it.
-        config: of the folder.
+        path: of the folder, for messages.
+        kind: class of the model.
+        expected: what the folder's configuration says.
+        source: arguments of `from_pretrained` that say what is loaded, and how.
 
     Raises:
         UnsupportedModelError: its weights are not those of the files.
     """
+    model: PreTrainedModel
+    try:
+        model, info = kind.from_pretrained(
+            **source, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        _refuse(path, [f"transformers can't convert the weights ({reason})"])
     removed = tuple(keep_text(model))
     compared = Comparison(
         [name for name in info["missing_keys"] if not name.startswith(removed)],
         [name for name in info["unexpected_keys"] if not name.startswith(removed)],
         [each for each in info["mismatched_keys"] if not each[0].startswith(removed)],
     )
-    _refuse(path, differences(compared, expected_of(config)))
+    _refuse(path, differences(compared, expected))
+    return model
 
 
 def _refuse(path: str, wrong: Sequence[str]) -> None:
     if wrong:
         raise UnsupportedModelError(
             f"{path}: the files do not hold the model that config.json describes:"
-            f" {'; '.join(wrong)}. Fetch the model"
-            " again, or correct config.json or the files"
+            f" {'; '.join(wrong)}. Fetch the model again, or correct config.json or the files"
         )
 
 
 def check_weights(path: str) -> None:
     """Check names, shapes and dtypes of a folder's weights against its configuration.
 
-    Only headers are read. A folder without any weights, which only describes a model, passes.
-    Weights quantized otherwise than in blocks of float8 are checked when they are loaded.
+    Only headers are read. Weights quantized otherwise than in blocks of float8 are checked when
+    they are loaded.
 
     Args:
         path: of the folder.
@@ -245,8 +257,6 @@ def check_weights(path: str) -> None:
     Raises:
         UnsupportedModelError: the weights are not those of the model; the message names them.
     """
-    if not has_weights(path):
-        return
     config = read_config(path)
     if (Path(path) / "adapter_config.json").exists():
         _refuse(path, ["adapter_config.json: the folder holds an adapter; merge it into its base"])
@@ -259,12 +269,24 @@ def check_weights(path: str) -> None:
         tensors, wrong = unquantized(tensors, block)
         _refuse(path, wrong)
     elif getattr(config, "quantization_config", None):
+        _refuse(path, _unpaired(tensors))
         return
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     wrong = wrong_experts(shapes) + _packed(tensors)
     _refuse(path, wrong)
     config.__dict__.pop("quantization_config", None)
     _compare(path, config, tensors)
+
+
+def _unpaired(names: Collection[str]) -> list[str]:
+    pairs = ((_BLOCKS, _SCALES), (_SCALES, _BLOCKS))
+    lost = [
+        other
+        for name in names
+        for end, other_end in pairs
+        if name.endswith(end) and (other := name.removesuffix(end) + other_end) not in names
+    ]
+    return [f"missing in the files: {listed(lost)}"] if lost else []
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -280,19 +302,16 @@ def _compare(path: str, config: Any, tensors: dict[str, Tensor]) -> None:  # noq
     """Have transformers find the place of each tensor, without values."""
     kind, own_config = model_class(config)
     with BUILDING:
-        try:
-            model, info = kind.from_pretrained(
-                None,
-                config=own_config,
-                state_dict=tensors,
-                dtype=torch.float32,
-                device_map={"": "meta"},
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-        except RuntimeError as error:
-            _refuse(path, [f"they can't be converted ({' '.join(str(error).split())[:300]})"])
-    check_loaded(path, model, info, config)
+        load_checked(
+            path,
+            kind,
+            expected_of(config),
+            pretrained_model_name_or_path=None,
+            config=own_config,
+            state_dict=tensors,
+            dtype=torch.float32,
+            device_map={"": "meta"},
+        )
 
 
 def check_finite(path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
