@@ -160,9 +160,9 @@ async def test_a_suspended_run_waits_for_its_base(model: Path, tmp_path: Path) -
         await head.service.suspend()
     kept = shutil.copytree(model, tmp_path / "kept")
 
-    with a_head(trained_further(model), tmp_path, "g2") as head:
-        with pytest.raises(InvalidRequest, match="can't be resumed: .* hold other weights"):
-            await head.resume("g1")
+    refusal = pytest.raises(InvalidRequest, match=r"can't be resumed: .* hold other weights")
+    with a_head(trained_further(model), tmp_path, "g2") as head, refusal:
+        await head.resume("g1")
     with a_head(kept, tmp_path, "g3") as head:
         await head.resume("g1")
         head.add(3)

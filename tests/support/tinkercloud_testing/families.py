@@ -280,7 +280,7 @@ VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "Kimi K2.5": _vision_language(
         "Kimi_K25",
-        {key: _IMAGES[key] for key in list(_IMAGES)[:4]},
+        _IMAGES,
         _LATENT | {"model_type": "deepseek_v3"},
     ),
 }

@@ -24,6 +24,7 @@ from tinkercloud_worker import kernels
 from tinkercloud_worker.architecture import (
     blank_model,
     find_targets,
+    keep_text,
     logits_factor,
     max_context_length,
     name_of,
@@ -58,17 +59,16 @@ class BaseModel:
     """The shared base. Not thread-safe: one pass at a time."""
 
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
-        """Wrap a model, whose forward functions are replaced.
+        """Wrap a model, whose forward functions are replaced, and parts for images removed.
 
         Args:
-            model: any Hugging Face causal LM.
+            model: any Hugging Face causal LM, or a vision-language model.
             packed: whether to keep packed weights, which take memory (`frozen_linear`).
 
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
         """
-        kernels.fuse(model)
-        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._model = _frozen(model)
         self.fingerprint: str | None = None
         """Of the folder that the model was loaded from (`fingerprint`); None if of none."""
         self.dtype: torch.dtype = model.dtype
@@ -379,6 +379,13 @@ class BaseModel:
 
         # Assigned to the instance, so that the layer stays what it is, names and all.
         layer.forward = recomputable
+
+
+def _frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the text of a model, with faster kernels, for passes that do not train it."""
+    keep_text(model)
+    kernels.fuse(model)
+    return model.eval().requires_grad_(requires_grad=False)
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:
