@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import BaseFingerprint
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.fingerprints import BaseFingerprint
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, ModelSpec, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath

@@ -29,12 +29,12 @@ Compatibility: readers ignore unknown keys; a change that an old reader would mi
 `format_version`, and readers refuse versions they don't know.
 """
 
-from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
+from tinkercloud_protocol.fingerprints import BaseFingerprint
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import MANIFEST_NAME, CheckpointPath, suspended_prefix
 from tinkercloud_protocol.training import OptimizerConfig
@@ -49,27 +49,6 @@ HEAD_STATE = "head.json"
 BODIES = "bodies.bin"
 
 _MAX_LINEAGE = 8
-_FINGERPRINT_VERSION = "1"
-
-
-@dataclass(frozen=True, slots=True)
-class BaseFingerprint:
-    """Tells base models apart, whatever they are called and wherever their files are."""
-
-    config: str
-    """Hexadecimal digest of the fields that say how the model computes."""
-    weights: str
-    """Hexadecimal digest of names, shapes, dtypes and samples of the values of all tensors."""
-
-    @classmethod
-    def parse(cls, text: str) -> "BaseFingerprint | None":
-        """Read what `str` wrote; None if another version wrote it, which can't be compared."""
-        version, *digests = text.split(":")
-        known = version == _FINGERPRINT_VERSION and len(digests) == len(fields(cls))
-        return cls(*digests) if known else None
-
-    def __str__(self) -> str:
-        return f"{_FINGERPRINT_VERSION}:{self.config}:{self.weights}"
 
 
 class StoredFile(BaseModel):

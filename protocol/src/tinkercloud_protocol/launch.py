@@ -348,7 +348,7 @@ class HeadStatus(_Config):
     generation: str
     model_name: str
     base_fingerprint: str | None = None
-    """`checkpoints.BaseFingerprint` of the model that it serves; absent where nobody knows it."""
+    """`fingerprints.BaseFingerprint` of the model that it serves; absent where nobody knows it."""
     ready: bool
     models: list[str]
     """Models it holds."""

@@ -1,15 +1,12 @@
 """A base model is what its files say, or it is refused: nothing is made up, nothing dropped."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.families import ONE_BY_ONE, SCALED, SLOTTED, VISION_LANGUAGE, llama4
@@ -23,17 +20,40 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.quantizing import quantize
+from tinkercloud_testing.wrong_folders import (
+    FILE,
+    SHARDS,
+    UP,
+    Fault,
+    a_web_page,
+    added,
+    configured,
+    cut_short,
+    expert,
+    in_float8,
+    in_shards,
+    indexed,
+    layers,
+    lost,
+    of_another_type,
+    pickled,
+    prefixed,
+    renumbered,
+    shape,
+    stale_single,
+    twice,
+    value,
+    weights,
+    with_an_adapter,
+    without_first_part,
+    without_weights,
+)
 from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.load import load_pretrained
 from tinkercloud_worker.weights_check import check_values, check_weights
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-UP = "model.layers.1.mlp.up_proj.weight"
-
 Make = Callable[[], PreTrainedModel]
-Fault = Callable[[Path], None]
 MAKERS: dict[str, Make] = {
     "llama": tiny_llama,
     "tied qwen3": tiny_qwen3,
@@ -45,135 +65,6 @@ MAKERS: dict[str, Make] = {
     "qwen2.5 vl": VISION_LANGUAGE["Qwen2.5-VL"],
     "qwen3.5 vl": VISION_LANGUAGE["Qwen3.5"],
 }
-
-
-def weights(change: Callable[[dict[str, Tensor]], object]) -> Fault:
-    """Return a fault that changes the tensors of the only file."""
-
-    def apply(folder: Path) -> None:
-        tensors = load_file(folder / FILE)
-        change(tensors)
-        save_file(tensors, folder / FILE, {"format": "pt"})
-
-    return apply
-
-
-def lost(name: str) -> Fault:
-    return weights(lambda tensors: tensors.pop(name))
-
-
-def added(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Fault:
-    return weights(lambda tensors: tensors.update({name: torch.zeros(shape).to(dtype)}))
-
-
-def prefixed(prefix: str) -> Fault:
-    def rename(tensors: dict[str, Tensor]) -> None:
-        for name in list(tensors):
-            tensors[prefix + name] = tensors.pop(name)
-
-    return weights(rename)
-
-
-def value(name: str, number: float) -> Fault:
-    return weights(lambda tensors: tensors[name].view(-1)[3:4].fill_(number))
-
-
-def shape(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    return weights(lambda tensors: tensors.update({name: change(tensors[name]).contiguous()}))
-
-
-def configured(**fields: Any) -> Fault:
-    def apply(folder: Path) -> None:
-        file = folder / "config.json"
-        config = json.loads(file.read_text())
-        config.get("text_config", config).update(fields)
-        file.write_text(json.dumps(config))
-
-    return apply
-
-
-def layers(count: int) -> Fault:
-    return configured(num_hidden_layers=count, layer_types=["full_attention"] * count)
-
-
-def in_shards(folder: Path) -> None:
-    """Divide the file in two, with an index."""
-    tensors = load_file(folder / FILE)
-    (folder / FILE).unlink()
-    names = sorted(tensors)
-    parts = names[: len(names) // 2], names[len(names) // 2 :]
-    for file, part in zip(SHARDS, parts, strict=True):
-        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
-    files = {name: file for file, part in zip(SHARDS, parts, strict=True) for name in part}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-
-
-def indexed(change: Callable[[dict[str, str]], object]) -> Fault:
-    def apply(folder: Path) -> None:
-        in_shards(folder)
-        index = json.loads((folder / INDEX).read_text())
-        change(index["weight_map"])
-        (folder / INDEX).write_text(json.dumps(index))
-
-    return apply
-
-
-def twice(folder: Path) -> None:
-    in_shards(folder)
-    first, second = (load_file(folder / file) for file in SHARDS)
-    name = next(iter(first))
-    save_file(second | {name: first[name]}, folder / SHARDS[1], {"format": "pt"})
-
-
-def cut_short(folder: Path) -> None:
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-100])
-
-
-def stale_single(folder: Path) -> None:
-    content = (folder / FILE).read_bytes()
-    in_shards(folder)
-    (folder / FILE).write_bytes(content)
-
-
-def pickled(folder: Path) -> None:
-    tensors = load_file(folder / FILE)
-    (folder / FILE).unlink()
-    del tensors[UP]
-    torch.save(tensors, folder / "pytorch_model.bin")
-
-
-def renumbered(tensors: dict[str, Tensor]) -> None:
-    """Move the last expert of a layer one number on."""
-    for name in [name for name in tensors if ".layers.0." in name and ".experts.3." in name]:
-        tensors[name.replace(".experts.3.", ".experts.4.")] = tensors.pop(name)
-
-
-def with_an_adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-
-
-def without_weights(folder: Path) -> None:
-    (folder / FILE).unlink()
-
-
-def a_web_page(folder: Path) -> None:
-    (folder / FILE).write_bytes(b"<html>not found</html>")
-
-
-def of_another_type(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "acme"}))
-
-
-def in_float8(change: Callable[[dict[str, Tensor]], object]) -> Fault:
-    def apply(folder: Path) -> None:
-        quantize(folder, (16, 16))
-        weights(change)(folder)
-
-    return apply
-
-
-def experts(number: int) -> str:
-    return f"model.layers.1.mlp.experts.{number}.down_proj.weight"
 
 
 FAULTS: list[tuple[str, Fault, str]] = [
@@ -231,14 +122,14 @@ FAULTS: list[tuple[str, Fault, str]] = [
     ("llama", in_float8(lambda t: t.pop(UP)), "not float8: .*up_proj"),
     ("llama", in_float8(lambda t: t.update({f"{UP}_scale_inv": torch.ones(1, 1)})), "each block"),
     ("llama", in_float8(lambda t: t[f"{UP}_scale_inv"].fill_(float("nan"))), f"NaN.*{UP}"),
-    ("qwen3 mixture", lost(experts(2)), re.escape(experts(2))),
-    ("qwen3 mixture", lost(experts(3)), r"experts\.down_proj \[3, 32, 24\]"),
+    ("qwen3 mixture", lost(expert(2)), re.escape(expert(2))),
+    ("qwen3 mixture", lost(expert(3)), r"experts\.down_proj \[3, 32, 24\]"),
     ("qwen3 mixture", weights(renumbered), r"missing in the files: .*experts\.3\."),
-    ("qwen3 mixture", shape(experts(1), lambda w: w[:16]), "of several shapes"),
+    ("qwen3 mixture", shape(expert(1), lambda w: w[:16]), "of several shapes"),
     ("qwen3 mixture", configured(num_local_experts=8), r"\[4, .* in the files, \[8, "),
     ("qwen3 mixture", configured(num_local_experts=2), r"\[4, .* in the files, \[2, "),
     ("qwen3 mixture", lost("model.layers.0.mlp.gate.weight"), r"missing.*gate\.weight"),
-    ("qwen3 mixture", value(experts(1), float("nan")), r"NaN.*experts\.down_proj"),
+    ("qwen3 mixture", value(expert(1), float("nan")), r"NaN.*experts\.down_proj"),
     ("mixtral", configured(num_local_experts=8), r"\[4, .* in the files, \[8, "),
     ("deepseek v3", lost("model.layers.1.mlp.gate.e_score_correction_bias"), "missing.*correction"),
     ("deepseek v3", configured(first_k_dense_replace=0), r"missing.*layers\.0\.mlp"),
@@ -302,9 +193,7 @@ EXPLAINED: dict[str, tuple[str, Fault]] = {
     ),
     "names without their common first part": (
         "llama",
-        weights(
-            lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)],
-        ),
+        without_first_part,
     ),
     "layers that predict further tokens": (
         "deepseek v3",

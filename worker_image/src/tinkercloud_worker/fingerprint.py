@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.checkpoints import BaseFingerprint
+from tinkercloud_protocol.fingerprints import BaseFingerprint
 from tinkercloud_worker.architecture import is_tied, read_config
 from tinkercloud_worker.quantized import files_read
 from tinkercloud_worker.weight_files import (
