@@ -20,7 +20,7 @@ from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, ModelSpec, 
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head
 from tinkercloud_testing.families import ONE_BY_ONE, SLOTTED, VISION_LANGUAGE
-from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3
+from tinkercloud_testing.models import in_dtype, save, tiny_llama, tiny_qwen3
 from tinkercloud_testing.quantizing import quantize
 from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.head import requests
@@ -209,7 +209,7 @@ def test_what_changes_no_logits_changes_no_fingerprint(tmp_path: Path) -> None:
         trained_further,
         stretched,
         lambda model: quantize(model, (16, 16)),
-        lambda model: save(tiny_llama().to(torch.bfloat16), model),
+        lambda model: save(in_dtype(tiny_llama(), torch.bfloat16), model),
         lambda model: save(tiny_llama(layers=3), model),
     ],
     ids=["weights", "positions", "float8", "bfloat16", "layers"],

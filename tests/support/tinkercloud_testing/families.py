@@ -232,7 +232,8 @@ def _vision_language(
             text_config=_SIZES | text, vision_config=vision, **changes
         )
         model: PreTrainedModel = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
-        return model.eval()
+        model.eval()
+        return model
 
     return make
 

@@ -385,7 +385,8 @@ def _frozen(model: PreTrainedModel) -> PreTrainedModel:
     """Return the text of a model, with faster kernels, for passes that do not train it."""
     keep_text(model)
     kernels.fuse(model)
-    return model.eval().requires_grad_(requires_grad=False)
+    model.eval().requires_grad_(requires_grad=False)
+    return model
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:

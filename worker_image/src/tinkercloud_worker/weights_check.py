@@ -58,6 +58,8 @@ _HEAD = "lm_head.weight"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors that a weight in MXFP4 is made of."""
 _LONGEST_REASON = 300
+"""Characters of an error of transformers that a message has."""
+_LISTED_LAYERS = 5
 _THREADS = 4
 _PART_BYTES = 8 << 20
 """Of a tensor that are read at once; a multiple of every dtype's size."""
@@ -133,12 +135,10 @@ def _layers(unexpected: Sequence[str], missing: Sequence[str], layers: int) -> l
     more = [number for number in numbers if number >= layers]
     if more:
         return [f"num_hidden_layers is {layers}, but the files have layers up to {max(more)}"]
-    per_layer = defaultdict(int)
-    for name in missing:
-        if match := _LAYER.search(name):
-            per_layer[int(match[1])] += 1
-    if len(missing) > 1 and per_layer and sum(per_layer.values()) == len(missing):
-        return [f"num_hidden_layers is {layers}; weights of layers {sorted(per_layer)} are missing"]
+    lost = [int(match[1]) for name in missing if (match := _LAYER.search(name))]
+    if len(lost) > 1 and len(lost) == len(missing):
+        few = sorted(set(lost))[:_LISTED_LAYERS]
+        return [f"num_hidden_layers is {layers}; weights of layers {few} are missing"]
     return []
 
 
@@ -226,7 +226,8 @@ def load_checked(
         raise
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
-        _refuse(path, [f"transformers can't convert the weights ({reason})"])
+        wrong = f"transformers can't convert the weights ({reason})"
+        raise _refusal(path, [wrong]) from error
     removed = tuple(keep_text(model))
     compared = Comparison(
         [name for name in info["missing_keys"] if not name.startswith(removed)],
@@ -239,10 +240,14 @@ def load_checked(
 
 def _refuse(path: str, wrong: Sequence[str]) -> None:
     if wrong:
-        raise UnsupportedModelError(
-            f"{path}: the files do not hold the model that config.json describes:"
-            f" {'; '.join(wrong)}. Fetch the model again, or correct config.json or the files"
-        )
+        raise _refusal(path, wrong)
+
+
+def _refusal(path: str, wrong: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: the files do not hold the model that config.json describes: {'; '.join(wrong)}."
+        " Fetch the model again, or correct config.json or the files"
+    )
 
 
 def check_weights(path: str) -> None:
@@ -264,7 +269,7 @@ def check_weights(path: str) -> None:
     try:
         tensors = described_tensors(files_read(path, config))
     except UnreadableWeights as error:
-        _refuse(path, [str(error)])
+        raise _refusal(path, [str(error)]) from error
     if block is not None:
         tensors, wrong = unquantized(tensors, block)
         _refuse(path, wrong)
