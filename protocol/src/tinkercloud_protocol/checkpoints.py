@@ -41,6 +41,7 @@ import orjson
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.fingerprints import BaseFingerprint
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import MANIFEST_NAME, CheckpointPath, suspended_prefix
 from tinkercloud_protocol.training import OptimizerConfig
@@ -79,6 +80,8 @@ class Manifest(BaseModel):
     tinker_path: str
     owner: str
     base_model: str
+    base_fingerprint: str | None = None
+    """`BaseFingerprint` of the model that it was trained on; absent in old checkpoints."""
     lora: LoraConfig | None
     """None for a fully fine-tuned model."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -127,6 +130,8 @@ class SuspendedManifest(BaseModel):
     it resumed the run; the state is still looked for under the generation it was resumed from."""
     owner: str
     base_model: str
+    base_fingerprint: str | None = None
+    """As in `Manifest`."""
     lora: LoraConfig | None
     created_at: AwareDatetime
     data_prefix: str
@@ -197,3 +202,30 @@ def _checksum(fields: dict[str, Any]) -> str:
 def suspended_key(run_id: str) -> str:
     """Return the key of a run's `SuspendedManifest`."""
     return f"{suspended_prefix(run_id)}/{MANIFEST_NAME}"
+
+
+def base_mismatch(saved: Manifest | SuspendedManifest, served: str | None) -> str | None:
+    """Return how the base that a run was saved on differs from the one that is served, in words.
+
+    None: it does not, or nobody can tell, as of what was saved before fingerprints were recorded.
+    A fully fine-tuned model needs none of the base's values, but must be computed as it was.
+
+    Args:
+        saved: manifest of the run's checkpoint.
+        served: `BaseFingerprint` of the model that the head serves; None if it is not known.
+    """
+    if saved.base_fingerprint is None or served is None:
+        return None
+    before, now = (BaseFingerprint.parse(each) for each in (saved.base_fingerprint, served))
+    if before is None or now is None:
+        return None
+    if before.config != now.config:
+        difference = "config.json says that the base model computes otherwise"
+    elif before.weights != now.weights and saved.lora is not None:
+        difference = "the files of the base model hold other weights"
+    else:
+        return None
+    return (
+        f"{difference} than when it was saved (fingerprint {saved.base_fingerprint} then, {served}"
+        f" now); serve the {saved.base_model} that it was trained on, or start a new run"
+    )

@@ -359,6 +359,8 @@ class HeadStatus(_Config):
     head: str
     generation: str
     model_name: str
+    base_fingerprint: str | None = None
+    """`fingerprints.BaseFingerprint` of the model that it serves; absent where nobody knows it."""
     ready: bool
     models: list[str]
     """Models it holds."""

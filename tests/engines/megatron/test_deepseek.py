@@ -151,6 +151,8 @@ def test_layers_that_predict_further_tokens_are_not_read(alone: timedelta, tmp_p
         for name, weight in weights.items()
         if "layers.2." in name
     }
+    # What tells it from a layer that the configuration has forgotten.
+    further["model.layers.3.eh_proj.weight"] = torch.full((32, 64), 7.0)
     save_file(weights | further, folder / "model.safetensors", {"format": "pt"})
     megatron = megatron_trainer(str(folder), 1, 1)
     megatron.add_model("m", LORA)

@@ -5,6 +5,7 @@ Tolerances: logprobs 1e-5, gradients 1e-4 relative, losses of ten steps 1e-5 rel
 after them 1e-3 relative.
 """
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +28,24 @@ from tinkercloud_testing.models import (
     tiny_mistral,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_moe,
 )
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, gradient_of, run, ten_changing_steps
+from tinkercloud_testing.wrong_folders import (
+    SHARDS,
+    UP,
+    Fault,
+    configured,
+    expert,
+    in_float8,
+    indexed,
+    lost,
+    prefixed,
+    shape,
+    value,
+    without_first_part,
+)
 from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
@@ -296,6 +312,43 @@ def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
 
     with pytest.raises(UnsupportedModelError, match=message):
         blank(config, torch.float32, parallelism, Cpu())
+
+
+@pytest.mark.parametrize(
+    ("make", "fault", "message"),
+    [
+        (tiny_llama, lost(UP), f"missing in the files: {UP}"),
+        (tiny_llama, lost("lm_head.weight"), "set tie_word_embeddings to true"),
+        (tiny_qwen3, configured(tie_word_embeddings=False), "set tie_word_embeddings to true"),
+        (tiny_llama, prefixed("_orig_mod."), r"begin with '_orig_mod\.'"),
+        (tiny_llama, configured(num_hidden_layers=1), "the files have layers up to 1"),
+        (tiny_llama, configured(num_hidden_layers=3), r"layers \[2\] are missing"),
+        (tiny_llama, shape("model.norm.weight", lambda w: w[:16]), r"model\.norm\.weight \[16\]"),
+        (tiny_llama, value(UP, float("nan")), f"NaN or infinite values in .*{UP}"),
+        (tiny_qwen3_moe, lost(expert(2)), re.escape(expert(2))),
+        (
+            tiny_qwen3_moe,
+            value(expert(2), float("inf")),
+            r"infinite values in .*experts\.down_proj",
+        ),
+        (tiny_llama, indexed(lambda files: files.update(extra=SHARDS[0])), "has: extra"),
+        (tiny_llama, in_float8(lambda t: t.pop(f"{UP}_scale_inv")), f"missing.*{UP}_scale_inv"),
+        (tiny_llama, without_first_part, "save the model again with it, or use backend torch"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_files_that_do_not_hold_the_model_are_refused_by_name(
+    alone: timedelta,
+    tmp_path: Path,
+    make: Callable[[], PreTrainedModel],
+    fault: Fault,
+    message: str,
+) -> None:
+    folder = save(make(), tmp_path)
+    fault(folder)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        megatron_trainer(str(folder), 1, 1)
 
 
 def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, Trainers
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
-from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_testing.wrong_folders import UP, Fault, prefixed, value
+from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.build_trainer import torch_rank
+from tinkercloud_worker.build_trainer import build_trainer, torch_rank
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -378,3 +379,30 @@ def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(clu
 
     assert_equal(sharded.snapshot("m").tensors, saved.weights.tensors, atol=0)
     sharded.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(prefixed("_orig_mod."), "_orig_mod"), (value(UP, float("nan")), f"NaN .*{UP}")],
+    ids=["names", "values"],
+)
+def test_files_that_do_not_hold_the_model_are_refused_at_the_rank_that_reads_them(
+    cluster: None, tmp_path: Path, fault: Fault, message: str
+) -> None:
+    folder = save(tiny_llama(), tmp_path / "model")
+    fault(folder)
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=str(folder)),
+        token_file="",
+        checkpoint_root=tmp_path.as_uri(),
+        scratch_dir=str(tmp_path),
+        trainer=TrainerConfig(ranks=2, sharded=True, start_timeout_seconds=120),
+    )
+
+    with pytest.raises(RanksUnavailable, match=message):
+        build_trainer(config, refuse_to_load, None)
+
+
+def refuse_to_load() -> BaseModel:
+    raise AssertionError("the head needs no copy")

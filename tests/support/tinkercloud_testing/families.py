@@ -197,3 +197,115 @@ ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
 
 longrope = _family("Phi3", **_LONGROPE)
 """Makes a model whose sequences are drawn in slots up to `ROTARY_SWITCH`, then one by one."""
+
+_IMAGES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_PATCHES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_PATCHES = _PATCHES | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+}
+_GEMMA: dict[str, Any] = {"head_dim": 8, "sliding_window": WINDOW, "pad_token_id": 0}
+
+
+def _vision_language(
+    prefix: str, vision: dict[str, Any], text: dict[str, Any], **changes: Any
+) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        torch.manual_seed(3)
+        config = getattr(transformers, f"{prefix}Config")(
+            text_config=_SIZES | text, vision_config=vision, **changes
+        )
+        model: PreTrainedModel = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+        model.eval()
+        return model
+
+    return make
+
+
+VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
+    "Gemma 3": _vision_language(
+        "Gemma3", _IMAGES | {"vision_use_head": False}, _GEMMA, mm_tokens_per_image=4
+    ),
+    "Gemma 3 with a pooling head": _vision_language(
+        "Gemma3", _IMAGES, _GEMMA, mm_tokens_per_image=4
+    ),
+    "Gemma 4": _vision_language(
+        "Gemma4",
+        _IMAGES | {"num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 8},
+        _GEMMA
+        | {
+            "global_head_dim": 8,
+            "final_logit_softcapping": None,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        audio_config=None,
+    ),
+    "Qwen2.5-VL": _vision_language(
+        "Qwen2_5_VL", _PATCHES | {"fullatt_block_indexes": [0], "window_size": 28}, _SECTIONS
+    ),
+    "Qwen3-VL": _vision_language("Qwen3VL", _QWEN3_PATCHES, _SECTIONS | {"head_dim": 8}),
+    "Qwen3-VL, a mixture": _vision_language(
+        "Qwen3VLMoe",
+        _QWEN3_PATCHES,
+        _SECTIONS
+        | {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "Qwen3.5": _vision_language(
+        "Qwen3_5", _QWEN3_PATCHES, _DELTA | {"rope_parameters": _SECTIONS["rope_parameters"]}
+    ),
+    "Mistral 3": _vision_language("Mistral3", _IMAGES, {"model_type": "mistral", "head_dim": 8}),
+    "Ministral 3": _vision_language(
+        "Mistral3", _IMAGES, {"model_type": "ministral3", "head_dim": 8}
+    ),
+    "Kimi K2.5": _vision_language(
+        "Kimi_K25",
+        _IMAGES,
+        _LATENT | {"model_type": "deepseek_v3"},
+    ),
+}
+"""Families that also see images; only their text is served."""
+
+SCALED: dict[str, Callable[[], PreTrainedModel]] = {
+    "Granite": _family("Granite", logits_scaling=6.0, residual_multiplier=0.5),
+    "Cohere": _family("Cohere", logit_scale=0.0625),
+    "Cohere 2": _family("Cohere2", logit_scale=0.25, sliding_window=WINDOW),
+    "Falcon-H1": _family(
+        "FalconH1", **_MAMBA | {"mamba_n_heads": 4}, mamba_d_ssm=32, lm_head_multiplier=0.5
+    ),
+}
+"""Families that multiply the results of their output layer."""
+
+llama4 = partial(
+    _made,
+    "Llama4ForCausalLM",
+    "Llama4TextConfig",
+    head_dim=8,
+    intermediate_size_mlp=48,
+    attention_chunk_size=WINDOW,
+    pad_token_id=0,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+)
+"""Makes a Llama 4: attention in chunks, experts that can't be adapted."""

@@ -12,7 +12,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.families import ONE_BY_ONE, ROTARY_SWITCH, SLOTTED, longrope
+from tinkercloud_testing.families import (
+    ONE_BY_ONE,
+    ROTARY_SWITCH,
+    SCALED,
+    SLOTTED,
+    VISION_LANGUAGE,
+    llama4,
+    longrope,
+)
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.base_model import BaseModel
@@ -75,9 +83,12 @@ def check(model: PreTrainedModel, results: Sequence[SamplingResult]) -> None:
             np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", [*SLOTTED, *ONE_BY_ONE])
+ALL = SLOTTED | ONE_BY_ONE | SCALED | VISION_LANGUAGE | {"Llama 4": llama4}
+
+
+@pytest.mark.parametrize("family", ALL)
 async def test_a_family_is_drawn_from_what_its_model_computes(family: str, tmp_path: Path) -> None:
-    make = (SLOTTED | ONE_BY_ONE)[family]
+    make = ALL[family]
 
     results = await draw(make, tmp_path)
 

@@ -19,6 +19,7 @@ from obstore.exceptions import PreconditionError
 from obstore.store import ObjectStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinkercloud_testing import wrong_folders
 from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker import fetch_model
@@ -274,6 +275,38 @@ def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path:
     assert times
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
     assert not partial.exists()
+
+
+def test_weights_that_are_not_the_models_are_refused_and_fetched_again_once_they_are_mended(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    kept, folder = save(tiny_llama(), tmp_path / "kept"), tmp_path / "model"
+    sound = (kept / "model.safetensors").read_bytes()
+    wrong_folders.value(wrong_folders.UP, float("nan"))(kept)
+    source = bucket.hold(kept, "not-a-number")
+    refused = fetched(source, folder, **bucket.environment)
+    (kept / "model.safetensors").write_bytes(sound)
+    bucket.hold(kept, "not-a-number")
+
+    mended = fetched(source, folder, **bucket.environment)
+
+    assert (refused.returncode, mended.returncode) == (1, 0), mended.stderr
+    assert f"{source}: the files do not hold the model" in refused.stderr
+    assert f"NaN or infinite values in {wrong_folders.UP}" in refused.stderr
+    assert (folder / "model.safetensors").read_bytes() == sound
+    assert not list(folder.glob(".*"))
+
+
+def test_names_that_are_not_the_models_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+    kept = save(tiny_llama(), tmp_path / "kept")
+    wrong_folders.prefixed("_orig_mod.")(kept)
+    source = bucket.hold(kept, "compiled")
+
+    result = fetched(source, tmp_path / "model", **bucket.environment)
+
+    assert result.returncode == 1
+    assert "all names in the files begin with '_orig_mod.'" in result.stderr
+    assert not (tmp_path / "model").exists()
 
 
 def test_weights_that_only_a_pickle_holds_are_refused(bucket: Bucket, tmp_path: Path) -> None:

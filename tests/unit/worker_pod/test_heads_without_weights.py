@@ -100,7 +100,7 @@ async def test_a_head_takes_no_longer_sequences_than_its_model_and_says_so(tmp_p
 def test_a_head_that_samples_by_itself_needs_them(tmp_path: Path) -> None:
     model = described(tiny_llama(), tmp_path / "model")
 
-    with pytest.raises(OSError, match=r"model\.safetensors"):
+    with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors nor"):
         build_backend(a_config(model, tmp_path, SamplerConfig()))
 
 

@@ -81,6 +81,7 @@ class AdamTrainer(ABC):
             dtype: of passes: the base's.
         """
         self.limits = limits
+        self.base_fingerprint: str | None = None
         self._dtype = dtype
         self._models: dict[str, TrainedModel] = {}
 

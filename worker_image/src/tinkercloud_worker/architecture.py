@@ -3,6 +3,7 @@
 No weights are read: a head whose model is elsewhere has only its configuration.
 """
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -12,18 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+from transformers import __version__ as transformers_version
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.experts import find_experts
 from tinkercloud_worker.lora import Group, Target
 
-_BUILDING = threading.Lock()
+BUILDING = threading.Lock()
 """Held while transformers builds a model: meanwhile it changes defaults of the whole process."""
+
+
+_LONGEST_REASON = 300
+"""Characters of an error of transformers that a message has."""
 
 
 class UnsupportedModelError(Exception):
@@ -65,7 +78,7 @@ def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         path: of the model's folder, which may lack the weights.
         weights: all of them, by the names of its modules.
     """
-    with _BUILDING:
+    with BUILDING:
         named: dict[str, Tensor] = revert_weight_conversion(_without_weights(path), dict(weights))
     return named
 
@@ -73,7 +86,7 @@ def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo `as_in_files`. Weights are of one dtype, and stay so."""
     dtype = next(iter(weights.values())).dtype
-    with _BUILDING:
+    with BUILDING:
         model = _without_weights(path)
         config = deepcopy(model.config)
         # These are not, whatever the files of the base are.
@@ -86,18 +99,91 @@ def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def _without_weights(path: str) -> PreTrainedModel:
-    return blank_model(
-        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return blank_model(read_config(path))
+
+
+def read_config(path: str) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the configuration of a model in a local folder.
+
+    Raises:
+        UnsupportedModelError: the folder is not there, or transformers does not know the model.
+    """
+    check_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UnsupportedModelError(_why_unread(Path(path) / "config.json", error)) from error
+
+
+def _why_unread(file: Path, error: Exception) -> str:
+    try:
+        family = json.loads(file.read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return f"{file} is not there, or is no JSON; a model's folder has its configuration there"
+    if isinstance(family, str) and family in CONFIG_MAPPING:
+        return f"{file} can't be read: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+    return (
+        f"config.json: transformers {transformers_version} has no model_type {family!r}, and code"
+        " in a model's folder is not run; use a model, or a copy of this one, of a family that it"
+        " has"
+    )
+
+
+def model_class(config: Any) -> tuple[type[PreTrainedModel], Any]:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the class that computes text with a model, and the configuration that it takes.
+
+    A vision-language model has a class of its own, unless transformers has one for its text alone.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    for mapping in (
+        AutoModelForCausalLM._model_mapping,
+        AutoModelForImageTextToText._model_mapping,
+    ):
+        if type(config) not in mapping.keys():  # noqa: SIM118 - `in mapping` does not know classes
+            continue
+        kind = _get_model_class(config, mapping)
+        text_class = config.sub_configs.get("text_config")
+        is_of_text = kind.config_class == text_class and type(config) is not text_class
+        return kind, config.get_text_config() if is_of_text else config
+    raise UnsupportedModelError(
+        f"config.json: model_type {config.model_type!r} is no causal language model, nor a"
+        " vision-language model with one, in transformers"
+        f" {transformers_version}; only these can be served"
     )
 
 
 def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return a model of this configuration, float32, whose weights and buffers hold no memory."""
+    """Return a model of this configuration, float32, whose weights and buffers hold no memory.
+
+    Raises:
+        UnsupportedModelError: transformers has no language model of this configuration.
+    """
+    kind, own_config = model_class(config)
     with torch.device("meta"):
         # Any other dtype would be torch's default meanwhile, for all threads.
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = kind._from_config(own_config, dtype=torch.float32)
     model.eval()
+    keep_text(model)
     return model
+
+
+def keep_text(model: PreTrainedModel) -> Sequence[str]:
+    """Remove all parts of a model that text never reaches: towers for images and sound.
+
+    Names of what stays are those of the published model, so that adapters fit it.
+
+    Returns:
+        Prefixes of the names of removed weights.
+    """
+    decoder, inner = _decoder(model), model.base_model
+    if inner in {model, decoder} or decoder not in set(inner.modules()):
+        return []
+    towers = [name for name, child in inner.named_children() if decoder not in set(child.modules())]
+    for name in towers:
+        setattr(inner, name, None)
+    return [f"{name_of(model, inner)}.{name}." for name in towers]
 
 
 def check_folder(path: str) -> None:
@@ -158,9 +244,29 @@ def check_uncapped(config: Any) -> None:  # noqa: ANN401 - transformers' configu
             )
 
 
+_DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
+"""Names under which families have what logits are divided or multiplied by (Granite, Cohere,
+Falcon-H1)."""
+
+
+def logits_factor(config: Any) -> float:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the factor of a model's logits; 1 in most families.
+
+    As the output layer is linear, hidden states are multiplied instead.
+    """
+    text = config.get_text_config()
+    factor = 1.0
+    for name in _FACTORS:
+        factor *= getattr(text, name, None) or 1.0
+    for name in _DIVISORS:
+        factor /= getattr(text, name, None) or 1.0
+    return factor
+
+
 def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the longest sequence that a model's configuration allows, in tokens."""
-    return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    text = config.get_text_config()
+    return int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
 
 
 def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
@@ -169,7 +275,7 @@ def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' co
     That is so of `longrope`. Those that are `dynamic` change beyond the longest sequence only.
     None: they are the same for all sequences.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # Either of all layers, or of each kind of them.
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     switches = [
@@ -187,12 +293,21 @@ def trunk_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     Raises:
         UnsupportedModelError: it does not have both.
     """
-    trunk, head = model.base_model, model.get_output_embeddings()
+    trunk, head = _decoder(model), model.get_output_embeddings()
     if head is None or trunk is model:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no separate trunk and output embedding"
+            f"model_type {model.config.model_type!r}: {type(model).__name__} does not keep its"
+            " layers and its output embedding in two modules, which this engine needs to compute"
+            " logits; it can't be served"
         )
     return trunk, head
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the module that computes the hidden states of text; the model itself if none does."""
+    decoder: nn.Module = model.get_decoder()
+    # Llama 4's text model names another module as its base than it has.
+    return getattr(model, "model", model) if decoder is model else decoder
 
 
 def name_of(model: nn.Module, module: nn.Module) -> str:

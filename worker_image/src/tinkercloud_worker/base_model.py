@@ -23,8 +23,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_worker import kernels
 from tinkercloud_worker.architecture import (
     blank_model,
-    check_folder,
     find_targets,
+    keep_text,
+    logits_factor,
     max_context_length,
     name_of,
     rotary_switch,
@@ -38,6 +39,7 @@ from tinkercloud_worker.experts import (
     unadaptable_experts,
     with_terms,
 )
+from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.frozen_linear import FrozenLinear
 from tinkercloud_worker.load import load_pretrained
 from tinkercloud_worker.lora import Target
@@ -58,17 +60,18 @@ class BaseModel:
     """The shared base. Not thread-safe: one pass at a time."""
 
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
-        """Wrap a model, whose forward functions are replaced.
+        """Wrap a model, whose forward functions are replaced, and parts for images removed.
 
         Args:
-            model: any Hugging Face causal LM.
+            model: any Hugging Face causal LM, or a vision-language model.
             packed: whether to keep packed weights, which take memory (`frozen_linear`).
 
         Raises:
             UnsupportedModelError: its architecture is not one we compute correctly.
         """
-        kernels.fuse(model)
-        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._model = _frozen(model)
+        self.fingerprint: str | None = None
+        """Of the folder that the model was loaded from (`fingerprint`); None if of none."""
         self.dtype: torch.dtype = model.dtype
         """Of the base weights and of hidden states."""
         self._trunk, self._head = trunk_and_head(model)
@@ -101,6 +104,7 @@ class BaseModel:
         self.frozen_head = FrozenLinear(self._head_weight(), bias, packed=packed)
         """The output embedding, as it is in the base."""
         self._mask_kinds = mask_kinds(model.config)
+        self._logits_factor = logits_factor(model.config)
         self.rotary_switch = rotary_switch(model.config)
         """Length beyond which a sequence has other rotary positions, if there is one."""
         # A pass has the rotary positions of the longest sequence in it.
@@ -129,17 +133,19 @@ class BaseModel:
             device: where it computes, as torch names it.
 
         Raises:
-            UnsupportedModelError: its architecture is not one we compute correctly.
+            UnsupportedModelError: its architecture is not one we compute correctly, or its files
+                do not hold the model that its configuration describes.
         """
-        check_folder(path)
         model = load_pretrained(path, dtype)
         nn.Module.to(model, torch.device(device))
-        return cls(model, packed=packed)
+        base = cls(model, packed=packed)
+        base.fingerprint = fingerprint_of(path)
+        return base
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - transformers' configurations have no common type
-        """The Hugging Face configuration."""
-        return self._model.config
+        """The Hugging Face configuration of the text model."""
+        return self._model.config.get_text_config()
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +169,7 @@ class BaseModel:
 
     def without_weights(self) -> PreTrainedModel:
         """Return another model of this architecture, float32, whose weights hold no memory yet."""
-        model = blank_model(self.config)
+        model = blank_model(self._model.config)
         for name, buffer in self._model.named_buffers():
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_buffer(leaf, buffer, persistent=False)
@@ -178,7 +184,7 @@ class BaseModel:
         attention_mask: object = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the final hidden states [B, T, D], after the last norm.
+        """Return the final hidden states [B, T, D], as the output layer takes them.
 
         Without a mask attention is causal, which is all that right-padded rows need.
 
@@ -236,7 +242,7 @@ class BaseModel:
         finally:
             self._routes, self._recomputes = (), False
         hidden_BTD: Tensor = output.last_hidden_state
-        return hidden_BTD
+        return hidden_BTD if self._logits_factor == 1 else hidden_BTD * self._logits_factor
 
     def logits(self, hidden_RD: Tensor, routes: Sequence[Route]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `routes` are of the R positions."""
@@ -377,6 +383,14 @@ class BaseModel:
 
         # Assigned to the instance, so that the layer stays what it is, names and all.
         layer.forward = recomputable
+
+
+def _frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the text of a model, with faster kernels, for passes that do not train it."""
+    keep_text(model)
+    kernels.fuse(model)
+    model.eval().requires_grad_(requires_grad=False)
+    return model
 
 
 def layers_of(trunk: nn.Module) -> list[tuple[str, nn.Module]]:

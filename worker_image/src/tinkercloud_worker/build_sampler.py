@@ -36,6 +36,8 @@ from tinkercloud_worker.inference.weights_folder import WeightsFolder
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
+from tinkercloud_worker.weight_files import has_weights
+from tinkercloud_worker.weights_check import check_values, check_weights
 
 OnCrash = Callable[[BaseException], None]
 
@@ -43,9 +45,16 @@ OnCrash = Callable[[BaseException], None]
 def check_model(config: HeadConfig) -> None:
     """Check, before anything is loaded, that servers compute the model that is trained.
 
+    Servers load whatever is in the files. Trainers check the values that they load; where there is
+    none, that is done here.
+
     Raises:
         UnsupportedModelError: they don't; the message says what to change.
     """
+    if config.sampler.backend != "torch" and has_weights(config.model.path):
+        check_weights(config.model.path)
+        if config.trainer.backend == "none":
+            check_values(config.model.path)
     if config.sampler.backend != "torch" and config.sampler.inference.kind == "sglang":
         model_support.check_windows(config.model.path, config.limits.max_context_length)
 

@@ -9,17 +9,32 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tinkercloud_worker.weights_check import check_finite, expected_of, load_checked
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Write the folder, whole or not at all."""
+    """Write the folder, whole or not at all.
+
+    Raises:
+        UnsupportedModelError: the file lacks weights of the model that it describes, or has others.
+    """
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     source, name = str(gguf_file.parent), gguf_file.name
-    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(source, gguf_file=name)
+    quantized = load_checked(
+        str(gguf_file),
+        AutoModelForCausalLM,
+        expected_of(config),
+        pretrained_model_name_or_path=source,
+        gguf_file=name,
+        dtype=torch.float32,
+    )
     config = quantized.config
+    check_finite(str(gguf_file), quantized.named_parameters())
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantized.state_dict())

@@ -72,8 +72,9 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
     Their adapters are named as the family's checkpoints name the weights of an expert, less its
     number: `...mlp.experts.gate_proj`, and of Mixtral `...block_sparse_moe.experts.w1`.
     """
+    family = model.config.get_text_config().model_type
     return [
-        _fused(name, module, model.config.model_type)
+        _fused(name, module, family)
         for name, module in model.named_modules()
         if _is_adaptable(module)
     ]

@@ -42,6 +42,8 @@ UNWANTED = ("*/*", "consolidated*")
 _STORES = ("s3://", "gs://", "az://")
 _HUB = "hub:"
 _INDEX = "model.safetensors.index.json"
+_VERSION = ".etag"
+"""Ends the name of the file that holds the ETag of another one that was copied."""
 _PARALLEL_FILES = 4
 _CHUNK_BYTES = 32 << 20
 """Of a file that are asked for at once: a request has half a minute."""
@@ -60,7 +62,8 @@ def fetch(source: str, folder: Path, part: str = "whole") -> None:
         part: of `PARTS`.
 
     Raises:
-        FetchFailed: the source is not understood, refuses, or holds no model that can be loaded.
+        FetchFailed: the source is not understood, refuses, or holds no model that can be loaded:
+            its weights are not those that its configuration describes.
     """
     download = _downloader(source, PARTS[part])
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +78,10 @@ def fetch(source: str, folder: Path, part: str = "whole") -> None:
         except (BaseError, HFValidationError, OSError) as error:
             raise FetchFailed(f"{source} can't be fetched: {_in_one_line(error)}") from error
         _check_complete(source, partial, with_weights=WEIGHTS in PARTS[part])
+        if part == "whole":
+            _check_weights(source, partial)
+        for version in partial.glob(f".*{_VERSION}"):
+            version.unlink()
         partial.rename(folder)
 
 
@@ -120,10 +127,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _copy(store: ObjectStore, file: "ObjectMeta", folder: Path) -> None:
-    """Copy one file, a chunk at a time; one that was copied before is known by its size."""
+    """Copy one file, a chunk at a time; one that was copied before is known by its ETag."""
     name, size = file["path"], file["size"]
     target = folder / name
-    if target.exists() and target.stat().st_size == size:
+    version = folder / f".{name}{_VERSION}"
+    if target.exists() and version.exists() and version.read_text() == file["e_tag"]:
         return
     scratch = folder / f".{name}"
     with scratch.open("wb") as written:
@@ -133,6 +141,7 @@ def _copy(store: ObjectStore, file: "ObjectMeta", folder: Path) -> None:
             answer = obstore.get(store, name, options={"range": span, "if_match": file["e_tag"]})
             written.write(answer.bytes())
     scratch.rename(target)
+    version.write_text(file["e_tag"] or "")
 
 
 def _check_complete(source: str, folder: Path, *, with_weights: bool) -> None:
@@ -147,6 +156,23 @@ def _check_complete(source: str, folder: Path, *, with_weights: bool) -> None:
         raise FetchFailed(
             f"{source} is not a whole model in Hugging Face layout: it lacks {', '.join(missing)}"
         )
+
+
+def _check_weights(source: str, folder: Path) -> None:
+    """Check that the weights are those of the model: inference engines load whatever they are.
+
+    A folder that is refused stays where it is: another attempt copies only what has changed.
+    """
+    # transformers and torch take seconds, which a fetch of the description does not owe.
+    from tinkercloud_worker.architecture import UnsupportedModelError  # noqa: PLC0415
+    from tinkercloud_worker.weights_check import check_values, check_weights  # noqa: PLC0415
+
+    try:
+        check_weights(str(folder))
+        check_values(str(folder))
+    except UnsupportedModelError as error:
+        message = str(error).replace(str(folder), source)
+        raise FetchFailed(message) from error
 
 
 def _in_one_line(error: Exception) -> str:

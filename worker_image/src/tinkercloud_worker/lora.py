@@ -35,6 +35,8 @@ _PEFT_PREFIX = "base_model.model."
 _EXPERTS = ".experts."
 _DOWNS = frozenset({"down_proj", "w2"})
 """Leaves of experts' names that lead back to hidden states; all others come from them."""
+_LANGUAGE_MODEL = "language_model."
+"""Part of a vision-language model's names: the towers next to it have layers of the same names."""
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 
 Group = Literal["attention", "mlp", "unembed"]
@@ -206,10 +208,11 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def peft_config(config: LoraConfig, names: Iterable[str], base_model: str) -> bytes:
     """Return `adapter_config.json` for an adapter with these tensor names.
 
-    PEFT, vLLM and SGLang match `target_modules` against the end of module names.
+    PEFT, vLLM and SGLang match `target_modules` against the end of module names. PEFT would find
+    such modules in a vision tower too, unless they are excluded.
     """
     modules = {name.removesuffix(".lora_A.weight") for name in names if ".lora_A." in name}
-    content = {
+    content: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
@@ -222,4 +225,6 @@ def peft_config(config: LoraConfig, names: Iterable[str], base_model: str) -> by
         "init_lora_weights": True,
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
+    if any(_LANGUAGE_MODEL in module for module in modules):
+        content["exclude_modules"] = rf"(?!.*{re.escape(_LANGUAGE_MODEL)}|lm_head).*"
     return json.dumps(content, indent=2).encode()

@@ -88,8 +88,9 @@ class PackedSequences:
 
 def mask_kinds(config: Any) -> list[str]:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the kinds of layers for which a model wants masks of their own."""
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
-    has_window = getattr(config, "sliding_window", None)
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
+    has_window = getattr(text, "sliding_window", None)
     return kinds or ["sliding_attention" if has_window else "full_attention"]
 
 

@@ -5,7 +5,7 @@ beside it, under its name and `_scale_inv`, is what each block of it is multipli
 computes in float8 has no gradients; here its values are of the type that everything else is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.weight_files import UnreadableWeights, listed, quantized_files, weight_files
 
 _SCALE = "_scale_inv"
 
@@ -57,6 +58,64 @@ def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
     return values.float() * spread.repeat_interleave(columns, 1)[:, :width]
 
 
+def unquantized(tensors: Mapping[str, Tensor], block: Block) -> tuple[dict[str, Tensor], list[str]]:
+    """Return a checkpoint's tensors without scales, and what is wrong with those, in words.
+
+    Args:
+        tensors: of all files, by name; values are not read.
+        block: of float8 weights.
+    """
+    weights = {name: each for name, each in tensors.items() if not name.endswith(_SCALE)}
+    lost, misshapen = [], []
+    for name, each in weights.items():
+        if each.element_size() > 1:
+            continue
+        scales = tensors.get(f"{name}{_SCALE}")
+        if scales is None:
+            lost.append(f"{name}{_SCALE}")
+        elif each.ndim != 2 or scales.shape != _scales_shape(each, block):
+            misshapen.append(f"{name}{_SCALE} {list(scales.shape)} of {list(each.shape)}")
+    orphans = [
+        name
+        for name in tensors
+        if name.endswith(_SCALE)
+        and (
+            (weight := weights.get(name.removesuffix(_SCALE))) is None or weight.element_size() > 1
+        )
+    ]
+    wrong = [
+        f"{problem}: {listed(names)}"
+        for problem, names in {
+            "missing in the files": lost,
+            f"not one scale for each block of {block[0]} x {block[1]}": misshapen,
+            "scales of weights that are not float8": orphans,
+        }.items()
+        if names
+    ]
+    return {
+        name: each if each.element_size() > 1 else each.to(torch.bfloat16)
+        for name, each in weights.items()
+    }, wrong
+
+
+def _scales_shape(weight: Tensor, block: Block) -> tuple[int, ...]:
+    return tuple(-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+
+
+def files_read(path: str, config: Any) -> Sequence[Path]:  # noqa: ANN401 - as above
+    """Return the files that a model's weights are read from.
+
+    Args:
+        path: of the folder.
+        config: of the Hugging Face model.
+
+    Raises:
+        UnreadableWeights: there are none, or some are missing.
+        UnsupportedModelError: they are float8 in a form that is not read.
+    """
+    return quantized_files(path) if block_size(config) else weight_files(path)
+
+
 class QuantizedFolder:
     """The safetensors files of a Hugging Face folder."""
 
@@ -75,13 +134,17 @@ class QuantizedFolder:
         self._dtype = dtype
         self._files: dict[str, Path] = {}
         """By name of a tensor."""
-        for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            files = quantized_files(path)
+        except UnreadableWeights as error:
+            raise UnsupportedModelError(f"{path}: {error}") from None
+        for file in files:
+            if file.suffix != ".safetensors":
+                raise UnsupportedModelError(
+                    f"{path}: float8 weights are read from safetensors files, not {file.name}"
+                )
             with safe_open(file, framework="pt") as tensors:
                 self._files |= dict.fromkeys(tensors.keys(), file)
-        if not self._files:
-            raise UnsupportedModelError(
-                f"{path}: float8 weights are read from safetensors files, and there are none"
-            )
 
     @property
     def names(self) -> list[str]:

@@ -25,6 +25,8 @@ from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
@@ -64,7 +66,24 @@ def build_backend(config: HeadConfig) -> Backend:
         thread=thread,
         store=CheckpointStore(open_store(config.checkpoint_root)),
         end_tokens=end_tokens(config.model.path, tokenizer),
+        base_fingerprint=_served_fingerprint(config, trainer),
     )
+
+
+def _served_fingerprint(config: HeadConfig, trainer: Trainer) -> str | None:
+    """Return the fingerprint of the model that is trained and sampled from; None if nobody has it.
+
+    Raises:
+        UnsupportedModelError: the head's folder holds another model than the trainer's ranks have.
+    """
+    trained = trainer.base_fingerprint
+    here = fingerprint_of(config.model.path) if trained is None or config.trainer.ranks else trained
+    if None not in {trained, here} and trained != here:
+        raise UnsupportedModelError(
+            f"{config.model.path} holds another model here (fingerprint {here}) than where the"
+            f" trainer's ranks loaded it ({trained}); put the same files in both places"
+        )
+    return trained or here
 
 
 def load_base(config: HeadConfig) -> BaseModel:

@@ -13,7 +13,7 @@ salvaged can be saved without another group, for which there may be no room any 
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -79,12 +79,14 @@ class RankedTrainer:
         self._group = start(self._no_more_starts)
         try:
             self._memberships = _memberships(self._group)
+            _check_one_base(self._memberships, self._memberships[0].base_fingerprint)
             if weight_host is not None:
                 weight_host.attach_to(self._group)
         except BaseException:
             self._group.close()
             raise
         self.limits = self._memberships[0].limits
+        self.base_fingerprint = self._memberships[0].base_fingerprint
 
     def close(self) -> None:
         """End the ranks."""
@@ -300,6 +302,7 @@ class RankedTrainer:
                 group.call("add_model", model_id, state.weights.lora)
                 group.call("import_state", model_id, state)
             memberships = _memberships(group)
+            _check_one_base(memberships, self.base_fingerprint)
             if self._weight_host is not None:
                 self._weight_host.attach_to(group)
         except BaseException as error:
@@ -346,6 +349,22 @@ def _own(weights: WeightsSnapshot) -> WeightsSnapshot:
 
 def _memberships(group: RankGroup) -> list[Membership]:
     return group.call_each("membership", [()] * group.shape.ranks)
+
+
+def _check_one_base(memberships: Sequence[Membership], expected: str | None) -> None:
+    """Check that all ranks have loaded the same base model, as those of the group before had.
+
+    Raises:
+        RanksUnavailable: some have another.
+    """
+    loaded = [each.base_fingerprint for each in memberships]
+    for rank, fingerprint in enumerate(loaded):
+        if None not in {fingerprint, expected} and fingerprint != expected:
+            raise RanksUnavailable(
+                f"the model's folder holds other files at rank {rank} (fingerprint {fingerprint})"
+                f" than where the model was loaded first ({expected}); put the same files at every"
+                " node, or restart the session if the model was replaced"
+            )
 
 
 def _consequence(reason: str) -> str:

@@ -20,6 +20,8 @@ class Membership:
     """Which replica of the model it is part of, from 0."""
     answers: bool
     """Whether it is the rank that returns the results of its replica."""
+    base_fingerprint: str | None = None
+    """Of the base model that it has loaded; None where another rank has read it."""
     pad_to_multiple_of: int = 1
     """Each example is padded to a multiple of this many tokens."""
 

@@ -107,6 +107,8 @@ class Trainer(Protocol):
     """Trains models of one base. Methods raise InvalidRequest for what the client got wrong."""
 
     limits: TokenLimits
+    base_fingerprint: str | None
+    """Of the base model that it has loaded (`fingerprint`); None if it has loaded none."""
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """Begin a model from the base's weights, with no gradient and no moments.

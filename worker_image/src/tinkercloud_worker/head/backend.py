@@ -21,6 +21,8 @@ class Backend:
     store: CheckpointStore
     end_tokens: frozenset[int]
     """Tokens that end a text of the served model."""
+    base_fingerprint: str | None = None
+    """Of the served model (`fingerprint`); None where neither head nor trainer has its files."""
 
 
 def random_seed() -> int:

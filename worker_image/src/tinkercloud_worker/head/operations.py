@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import Manifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
@@ -327,9 +327,15 @@ class Operations:
                 f"{uri} was trained on {manifest.base_model!r}; it can't be loaded into a model of"
                 f" {base_model!r}"
             )
+        self._check_base(manifest)
         files_of = formats.files_of_training if with_optimizer else formats.files_of_weights
         manifest, files = await store.read(manifest.path, files_of(manifest))
         return await asyncio.to_thread(_decode, manifest, files)
+
+    def _check_base(self, manifest: Manifest) -> None:
+        mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
+        if mismatch is not None:
+            raise InvalidRequest(f"{manifest} can't be loaded: {mismatch}")
 
     def _check_shape(self, state: TrainingState, uri: str) -> None:
         if state.weights.lora is None and self._spec.lora is not None:
@@ -352,6 +358,7 @@ class Operations:
             tinker_path=str(path),
             owner=self._spec.owner,
             base_model=self._backend.config.model.name,
+            base_fingerprint=self._backend.base_fingerprint,
             lora=self._spec.lora,
             optimizer=self._spec.optimizer,
             step=step,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import Manifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import SamplerSpec
@@ -101,6 +101,9 @@ class Samplers:
                 f"{spec.model_path} was trained on {manifest.base_model!r}, but this server"
                 f" holds {self._backend.config.model.name!r}"
             )
+        mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
+        if mismatch is not None:
+            raise InvalidRequest(f"{spec.model_path} can't be sampled from: {mismatch}")
         if spec.saved_at not in {None, manifest.created_at}:
             raise InvalidRequest(
                 "the weights this sampling session was made from are gone: what was saved at"

@@ -297,6 +297,7 @@ class HeadService:
             head=config.head,
             generation=config.generation,
             model_name=config.model.name,
+            base_fingerprint=self._backend.base_fingerprint,
             ready=not self._is_draining,
             models=sorted(self._models),
             samplers=len(self._samplers),

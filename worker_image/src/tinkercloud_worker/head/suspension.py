@@ -22,6 +22,7 @@ from tinkercloud_protocol.checkpoints import (
     HEAD_STATE,
     StoredFile,
     SuspendedManifest,
+    base_mismatch,
 )
 from tinkercloud_protocol.errors import (
     InvalidRequest,
@@ -119,6 +120,7 @@ class Suspension:
             continues=model.lineage,
             owner=model.spec.owner,
             base_model=config.model.name,
+            base_fingerprint=self.backend.base_fingerprint,
             lora=model.spec.lora,
             created_at=model.operations.next_moment(),
             data_prefix=uuid.uuid4().hex,
@@ -207,7 +209,7 @@ class Suspension:
 
         Raises:
             StateLost: the head of that generation did not suspend it.
-            InvalidRequest: the suspended state is damaged.
+            InvalidRequest: the suspended state is damaged, or was trained on another base.
             Unavailable: the trainer lost it on the way; the suspended state is still there.
         """
         store = self.backend.store
@@ -240,6 +242,9 @@ class Suspension:
         written = (manifest.base_model, manifest.owner, manifest.lora)
         if written != (self.backend.config.model.name, spec.owner, spec.lora):
             raise StateLost(f"{manifest} is that of another model")
+        mismatch = base_mismatch(manifest, self.backend.base_fingerprint)
+        if mismatch is not None:
+            raise InvalidRequest(f"{manifest} can't be resumed: {mismatch}")
 
     async def _restore_weights(
         self, model: LiveModel, manifest: SuspendedManifest, head: HeadState

@@ -3,10 +3,11 @@
 mbridge knows the families; what it takes for granted and is not always so is checked here first.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
 from tinkercloud_worker.architecture import (
@@ -32,8 +33,10 @@ from tinkercloud_worker.architecture import (
     check_tied,
     find_targets,
     is_tied,
+    read_config,
 )
 from tinkercloud_worker.engine.parameters import Layout
+from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.lora import Target
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
@@ -47,6 +50,7 @@ from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, 
 from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 from tinkercloud_worker.quantized import QuantizedFolder, block_size
+from tinkercloud_worker.weights_check import check_finite, check_weights
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
 register_model("mistral")(LLaMABridge)
@@ -102,6 +106,8 @@ class MegatronModel:
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
+    fingerprint: str | None = None
+    """Of the folder that it was loaded from (`fingerprint`)."""
 
     @property
     def head_weight(self) -> str:
@@ -128,8 +134,9 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
         UnsupportedModelError: this family, or how the model is configured, is not supported, or it
             can't be divided as asked.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = read_config(path)
     model, bridge = blank(config, dtype, parallelism, device)
+    check_weights(path)
     block = block_size(config)
     if block is not None:
         folder = QuantizedFolder(path, block, dtype)
@@ -137,8 +144,35 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     if is_tied(config):
         _check_tied(path)
     with device.computing(), torch.no_grad(), _listed_once(model.module):
-        bridge.load_weights([model.module], path)
-    return model
+        # Those that the bridge leaves out are found by this.
+        for _, tensor in _weights(model.module):
+            tensor.fill_(math.nan)
+        try:
+            bridge.load_weights([model.module], path)
+        except (KeyError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{path}: the megatron trainer looks for weights under the names that"
+                f" save_pretrained of transformers gives them, and did not find some ({error});"
+                " save the model again with it, or use backend torch"
+            ) from error
+    check_finite(path, _named_as_in_files(model))
+    return replace(model, fingerprint=fingerprint_of(path))
+
+
+def _named_as_in_files(model: MegatronModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the module's weights, named by the Hugging Face weights that each is made of."""
+    for name, tensor in _weights(model.module):
+        parts = {part.name: None for part in model.sources.get(name, ())}
+        yield " with ".join(parts) or name, tensor
+
+
+def _weights(module: GPTModel) -> list[tuple[str, Tensor]]:
+    """Return all that is loaded."""
+    return [
+        (name, tensor)
+        for name, tensor in module.state_dict().items()
+        if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    ]
 
 
 def _check_tied(path: str) -> None:

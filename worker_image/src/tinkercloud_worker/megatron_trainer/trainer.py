@@ -74,6 +74,7 @@ class MegatronTrainer(ReplicatedTrainer):
         longest = capped_context_length(max_context_length, config.max_position_embeddings)
         super().__init__(TokenLimits(config.vocab_size, longest), base.module.config.params_dtype)
         self._base = base
+        self.base_fingerprint = base.fingerprint
         self._device = base.device.torch_device
         self._router_counts = RouterCounts(base.module, self._device)
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
@@ -90,6 +91,7 @@ class MegatronTrainer(ReplicatedTrainer):
             answers=parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0,
+            base_fingerprint=self.base_fingerprint,
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
 

@@ -16,4 +16,9 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
 
     def membership(self) -> Membership:
         """See `RankTrainer.membership`: each rank is a replica of its own."""
-        return Membership(self.limits, replica=dist.get_rank(), answers=True)
+        return Membership(
+            self.limits,
+            replica=dist.get_rank(),
+            answers=True,
+            base_fingerprint=self.base_fingerprint,
+        )

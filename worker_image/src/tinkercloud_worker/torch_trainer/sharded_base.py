@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.architecture import blank_model, check_folder, trunk_and_head
+from tinkercloud_worker.architecture import blank_model, trunk_and_head
 from tinkercloud_worker.base_model import BaseModel, layers_of
+from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.load import load_pretrained
 
 _READER = 0
@@ -47,8 +48,9 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
     """
     if mesh.get_local_rank() != _READER:
         return BaseModel(share_out(None, mesh), packed=False)
-    check_folder(path)
-    return BaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
+    base = BaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
+    base.fingerprint = fingerprint_of(path)
+    return base
 
 
 def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.architecture import logits_factor, trunk_and_head
 from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.experts import find_experts, guard_gradients
@@ -69,6 +70,9 @@ class ShardedModel:
         """
         arguments = sequences.arguments(mask_kinds(self._model.config))
         hidden_RD: Tensor = self._model(**arguments).last_hidden_state[0]
+        factor = logits_factor(self._model.config)
+        if factor != 1:
+            hidden_RD = hidden_RD * factor
         if torch.is_grad_enabled():
             self._head_gradients = {
                 name: torch.zeros_like(weight, dtype=torch.float32)
@@ -141,7 +145,8 @@ class ShardedModel:
         self, mesh: DeviceMesh, dtype: torch.dtype, counts: RouterCounts, *, recompute: bool
     ) -> None:
         """Shard the model without weights, then assign ours, with their gradients."""
-        model, trunk = self._model, self._model.base_model
+        model = self._model
+        trunk, _ = trunk_and_head(model)
         # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
         model.forward = trunk.forward
         layers = [layer for _, layer in layers_of(trunk)]

@@ -60,6 +60,7 @@ class TorchTrainer(AdamTrainer):
         longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
         self._base = base
+        self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
 
