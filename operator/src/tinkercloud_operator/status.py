@@ -27,6 +27,8 @@ _NEEDS_HELP = NEVER_FITS | {
     Reason.OUT_OF_MEMORY,
     Reason.OUT_OF_DISK,
     Reason.APPLY_FAILED,
+    Reason.KUBERAY_SILENT,
+    Reason.DELETION_STUCK,
 }
 """Reasons that make a session Stalled."""
 _AT_REST = frozenset({Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED})

@@ -139,8 +139,10 @@ class World:
                 assert self.has_secret, "there is nothing to be a witness of"
                 self._apply(witness(secret, "uid-of-the-secret"))
             case Delete(key):
-                child = self.children.get(key, {"metadata": {}})
-                child["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
+                if key == RAY_CLUSTER:
+                    self.children[key]["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
+                else:
+                    del self.children[key]
             case AskHead():
                 self._ask(action)
             case HoldFinalizer(held):

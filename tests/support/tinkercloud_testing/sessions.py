@@ -105,7 +105,7 @@ def observed(**fields: Any) -> Observed:
         "base_model": a_base_model(),
         "sessions_of_owner": 0,
         "children": {},
-        "has_predecessors": False,
+        "predecessors": {},
         "has_secret": False,
         "pods": (),
         "failed": None,

@@ -49,7 +49,7 @@ def a_session(**changes: Any) -> Observed:
         ),
         sessions_of_owner=0,
         children={},
-        has_predecessors=False,
+        predecessors={},
         has_secret=True,
         pods=(),
         failed=None,

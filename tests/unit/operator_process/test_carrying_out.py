@@ -14,6 +14,7 @@ from tinkercloud_operator.observed import ChildKey, Manifest
 from tinkercloud_operator.plan import Delete, DeleteSession, Plan
 from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.served import Served
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
@@ -34,7 +35,10 @@ class Operator:
         self.api = api
         self.children: dict[ChildKey, Manifest] = {}
         questions = Questions(heads, lambda _: None)
-        self.executor = Executor(connection.cluster, questions, self.note, lambda *_: None)
+        served = Served(connection.cluster)
+        self.executor = Executor(
+            connection.cluster, questions, self.note, lambda *_: None, served.keepable
+        )
 
     def note(self, kind: str, manifest: Manifest) -> None:
         self.children[ChildKey(kind, manifest["metadata"]["name"])] = manifest

@@ -256,7 +256,7 @@ def test_the_same_news_is_announced_once() -> None:
 
 
 def test_nothing_is_made_beside_what_an_earlier_session_of_the_name_had() -> None:
-    plan = reconcile(observed(has_predecessors=True), SETTINGS)
+    plan = reconcile(observed(predecessors={RAY_CLUSTER: {"metadata": {}}}), SETTINGS)
 
     assert plan.actions == (HoldFinalizer(held=True),)
     assert plan.status is not None
