@@ -49,6 +49,7 @@ HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
 TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
+NODES = frozenset({"node-0", "node-1"})
 ENOUGH_ROUNDS = 200
 
 OFFERS: Mapping[str, BaseModelSpec] = {
@@ -223,6 +224,8 @@ class World:
             if pod.trouble is None and not all(stages) and not is_stopping:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
+                if stage == "is_scheduled":
+                    further["node"] = min(NODES - self.session.cordoned)
                 self.pods[name] = replace(pod, **further)
                 return
 
@@ -282,6 +285,9 @@ class World:
             "sampler": sampler.model_copy(update={"replicas": samplers}),
         }
         self.change(base_model=self.offered.model_copy(update=shrunk))
+
+    def cordon(self, *nodes: str) -> None:
+        self.change(cordoned=frozenset(nodes))
 
     def use(self) -> None:
         self.change(last_activity=self.session.now)
@@ -347,6 +353,9 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "its owner suspends it": lambda world: world.suspend(asked=True),
     "its owner resumes it": lambda world: world.suspend(asked=False),
     "a client comes": World.use,
+    "a node is cordoned": lambda world: world.cordon("node-0"),
+    "another node is cordoned": lambda world: world.cordon("node-1"),
+    "no node is cordoned": World.cordon,
     "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
     "the head hears again": lambda world: world.set_deaf(is_deaf=False),
     "its owner wants one trainer": lambda world: world.ask_for_trainers(1),

@@ -1,12 +1,13 @@
 """The resource definitions of older versions of KubeRay, from the Go module proxy."""
 
 import json
+import runpy
 import subprocess
 from functools import cache
 from pathlib import Path
 
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import system_tool
+from tinkercloud_testing.cluster.programs import BUILDER
 
 _MODULE = "github.com/ray-project/kuberay/ray-operator"
 _SUMS = {
@@ -18,7 +19,8 @@ _SUMS = {
 
 @cache
 def _module(version: str) -> Path:
-    command = [system_tool("go"), "mod", "download", "-json", f"{_MODULE}@{version}"]
+    go, _ = runpy.run_path(str(BUILDER))["find_go"]()
+    command = [go, "mod", "download", "-json", f"{_MODULE}@{version}"]
     said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert said["Sum"] == _SUMS[version], f"another {version} than the one that is pinned"
     return Path(said["Dir"])
@@ -28,5 +30,4 @@ def install_older_definition(cluster: Cluster, version: str) -> None:
     """Replace the definition of RayClusters by the one of an older KubeRay."""
     folder = _module(version) / "config" / "crd" / "bases"
     cluster.apply_text((folder / "ray.io_rayclusters.yaml").read_text())
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-    cluster.wait_for("crd/rayclusters.ray.io", established)
+    cluster.wait_until_established("rayclusters.ray.io")
