@@ -1,5 +1,6 @@
 """What was seen of the cluster: the newest version counts, whichever way it came."""
 
+import random
 from datetime import timedelta
 from typing import Any
 
@@ -186,6 +187,84 @@ def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Wa
 
     assert found is not None
     assert found.sessions_of_owner == 1
+
+
+def test_sessions_are_counted_as_they_come_end_and_go(watched: Watched) -> None:
+    limited = a_base_model_manifest(limits={"maxSessionsPerOwner": 5})
+    watched.note("BaseModel", stored(limited))
+    rng, version = random.Random(0), 10  # noqa: S311 - a history that can be played again
+    for _ in range(400):
+        version += 1
+        name, owner = f"s{rng.randrange(12)}", rng.choice(["ada", "bob"])
+        known = watched.sessions.get(name)
+        made = stored(a_session_manifest(name, owner=owner), version, uid=f"{name}-{version}")
+        other = made if known is None else {**known, "metadata": {**known["metadata"]}}
+        other["metadata"]["resourceVersion"] = str(version)
+        other["metadata"].setdefault("creationTimestamp", timestamp(NOON))
+        if rng.random() < 0.3:
+            other = {**other, "status": {"finishedTime": "2026"}}
+        watched.note("TrainingSession", other, is_gone=known is not None and rng.random() < 0.3)
+
+        for each in watched.sessions.values():
+            found = look(watched, each["metadata"]["name"])
+            assert found is not None
+            assert found.sessions_of_owner == counted_one_by_one(watched, each)
+    assert {item["metadata"]["name"] for item in watched.sessions_of("Qwen/Qwen3-8B")} == set(
+        watched.sessions
+    )
+
+
+def counted_one_by_one(watched: Watched, session: Json) -> int:
+    def age(item: Any) -> tuple[str, str]:
+        return item["metadata"]["creationTimestamp"], item["metadata"]["name"]
+
+    return sum(
+        item["spec"]["owner"] == session["spec"]["owner"]
+        and "finishedTime" not in item.get("status", {})
+        and age(item) < age(session)
+        for item in watched.sessions.values()
+    )
+
+
+def written_by(manager: str, time: str) -> Json:
+    owned = {"f:metadata": {"f:annotations": {f"f:{labels.LAST_ACTIVITY}": {}, "f:other": {}}}}
+    return {"manager": manager, "operation": "Update", "time": time, "fieldsV1": owned}
+
+
+@pytest.mark.parametrize("clock", ["2025-12-31T12:00:00Z", "2026-01-05T12:00:00Z"])
+def test_a_use_is_of_the_time_that_kubernetes_saw_it_written_whatever_the_writers_clock_says(
+    watched: Watched, clock: str
+) -> None:
+    own = [
+        written_by(labels.API_FIELD_MANAGER, "2026-01-01T11:59:00Z"),
+        {"manager": labels.API_FIELD_MANAGER, "time": "2026-01-01T11:59:30Z", "fieldsV1": {}},
+    ]
+    annotations = {labels.LAST_ACTIVITY: clock}
+
+    watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
+
+    found = look(watched)
+    assert found is not None
+    assert found.last_activity == NOON - timedelta(minutes=1)
+
+
+def test_a_use_that_somebody_else_has_written_is_of_the_time_it_says(watched: Watched) -> None:
+    own = [written_by("kubectl-annotate", "2026-01-01T11:59:00Z")]
+    annotations = {labels.LAST_ACTIVITY: "2026-01-01T10:00:00Z"}
+
+    watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
+
+    found = look(watched)
+    assert found is not None
+    assert found.last_activity == NOON - timedelta(hours=2)
+
+
+def test_sessions_with_pods_on_a_node_are_known(watched: Watched) -> None:
+    metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
+    watched.note("Pod", stored({"metadata": metadata, "spec": {"nodeName": "a"}, "status": {}}))
+
+    assert watched.with_pods_on(frozenset({"a", "b"})) == ["one"]
+    assert watched.with_pods_on(frozenset({"b"})) == []
 
 
 def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Watched) -> None:

@@ -50,6 +50,12 @@ class KwokNodes:
         self._set_capacity(name, capacity)
         self.cluster.wait_for(f"node/{name}", "condition=Ready")
 
+    def lose(self, name: str) -> None:
+        """Have a node say no more, and be not ready; `add` brings it back."""
+        self.cluster.kubectl("annotate", "node", name, f"{_KEY}-")
+        condition = {"type": "Ready", "status": "False", "reason": "KubeletNotReady"}
+        self.cluster.patch_status("node", name, {"conditions": [condition]})
+
     def remove(self, name: str) -> None:
         """Remove a node; its pods go with it after the cluster has noticed."""
         self.cluster.delete("node", name)
