@@ -95,7 +95,7 @@ def _cordoned_node(observed: Observed) -> str | None:
 
     Its disruption budget keeps every pod where it is, so whoever drains a node waits for this.
     """
-    on = {pod.node for pod in observed.pods if not pod.tolerates_cordon}
+    on = {pod.node for pod in observed.pods if not (pod.is_terminating or pod.tolerates_cordon)}
     return min((node for node in observed.cordoned if node in on), default=None)
 
 

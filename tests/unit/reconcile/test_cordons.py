@@ -82,6 +82,14 @@ def test_a_session_whose_owner_suspends_it_says_that_and_stays_suspended() -> No
     assert world.status.phase == "Suspended"
 
 
+def test_a_pod_that_does_not_end_on_a_dead_node_keeps_its_session_from_nothing() -> None:
+    stuck = a_pod(node="node-0", is_terminating=True)
+
+    decision = decide(observed(pods=(stuck,), cordoned=frozenset({"node-0"})), None, None)
+
+    assert decision.wanted == "Running"
+
+
 def test_a_pod_that_has_no_node_yet_is_on_none() -> None:
     waits = a_pod(is_scheduled=False, is_started=False, is_ready=False)
 
