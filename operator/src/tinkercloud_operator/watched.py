@@ -217,7 +217,7 @@ class Watched:
     def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> None:
         metadata = manifest["metadata"]
         name, session = metadata["name"], _session_of(kind, metadata)
-        kept = None if is_gone else seen.slim(kind, manifest)
+        kept = None if is_gone else seen.interned(seen.slim(kind, manifest))
         if kind == "TrainingSession":
             known = self.sessions.get(name)
             if known is not None:

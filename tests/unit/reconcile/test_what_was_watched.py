@@ -259,6 +259,20 @@ def test_a_use_that_somebody_else_has_written_is_of_the_time_it_says(watched: Wa
     assert found.last_activity == NOON - timedelta(hours=2)
 
 
+def test_what_all_sessions_say_is_kept_once(watched: Watched) -> None:
+    def text() -> str:
+        return "".join(["a value that is read ", "from the network each time"])
+
+    watched.note("Service", service(7, text=text()))
+    watched.note("TrainingSession", session(version=9, annotations={"text": text()}))
+
+    kept = [
+        children(watched)[SERVICE]["spec"]["text"],
+        watched.sessions["one"]["metadata"]["annotations"]["text"],
+    ]
+    assert kept[0] is kept[1]
+
+
 def test_sessions_with_pods_on_a_node_are_known(watched: Watched) -> None:
     metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
     watched.note("Pod", stored({"metadata": metadata, "spec": {"nodeName": "a"}, "status": {}}))

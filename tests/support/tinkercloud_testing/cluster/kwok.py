@@ -51,10 +51,11 @@ class KwokNodes:
         self.cluster.wait_for(f"node/{name}", "condition=Ready")
 
     def lose(self, name: str) -> None:
-        """Have a node say no more, and be not ready; `add` brings it back."""
+        """Have a node fall silent, as one without power, which is noticed in a minute.
+
+        `add` brings it back.
+        """
         self.cluster.kubectl("annotate", "node", name, f"{_KEY}-")
-        condition = {"type": "Ready", "status": "False", "reason": "KubeletNotReady"}
-        self.cluster.patch_status("node", name, {"conditions": [condition]})
 
     def remove(self, name: str) -> None:
         """Remove a node; its pods go with it after the cluster has noticed."""
