@@ -36,7 +36,7 @@ OWN_OLD = {"TrainingSession": closed(spec=closed(), status=closed(phase=TEXT))}
 
 
 def gauge(kind: str) -> float:
-    return metrics.DEFINITIONS_OUTDATED.labels(kind)._value.get()
+    return float(metrics.DEFINITIONS_OUTDATED.labels(kind)._value.get())
 
 
 @pytest.fixture

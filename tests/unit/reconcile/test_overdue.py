@@ -13,7 +13,8 @@ from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
 from tinkercloud_testing.sessions import NOON, Json, a_pod, a_session, observed
 
-MADE, DELETED = {"creationTimestamp": timestamp(NOON)}, {"deletionTimestamp": timestamp(NOON)}
+MADE: Json = {"creationTimestamp": timestamp(NOON)}
+DELETED: Json = {"deletionTimestamp": timestamp(NOON)}
 FINALIZERS = ["example.org/audit", "foregroundDeletion"]
 SECOND = timedelta(seconds=1)
 
@@ -115,9 +116,8 @@ def test_a_session_that_is_stuck_needs_help() -> None:
 def a_manifest(*conditions: Json, **spec: Any) -> Json:
     labelled = {"tinkercloud.dev/component": "trainer"}
     metadata = {"name": "one-trainer", "uid": "u", "labels": labelled}
-    return seen.slim(
-        "Pod", {"metadata": metadata, "spec": spec, "status": {"conditions": list(conditions)}}
-    )
+    status = {"conditions": list(conditions)}
+    return dict(seen.slim("Pod", {"metadata": metadata, "spec": spec, "status": status}))
 
 
 def pod_reason(manifest: Json) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_operator.observed import ChildKey, Observed
+from tinkercloud_operator.observed import ChildKey, Manifest, Observed
 from tinkercloud_operator.watched import Surroundings, Watched
 from tinkercloud_testing.sessions import (
     NOON,
@@ -214,7 +214,7 @@ def test_sessions_are_counted_as_they_come_end_and_go(watched: Watched) -> None:
     )
 
 
-def counted_one_by_one(watched: Watched, session: Json) -> int:
+def counted_one_by_one(watched: Watched, session: Manifest) -> int:
     def age(item: Any) -> tuple[str, str]:
         return item["metadata"]["creationTimestamp"], item["metadata"]["name"]
 
@@ -227,7 +227,9 @@ def counted_one_by_one(watched: Watched, session: Json) -> int:
 
 
 def written_by(manager: str, time: str) -> Json:
-    owned = {"f:metadata": {"f:annotations": {f"f:{labels.LAST_ACTIVITY}": {}, "f:other": {}}}}
+    owned: Json = {
+        "f:metadata": {"f:annotations": {f"f:{labels.LAST_ACTIVITY}": {}, "f:other": {}}}
+    }
     return {"manager": manager, "operation": "Update", "time": time, "fieldsV1": owned}
 
 
