@@ -92,6 +92,24 @@ def test_a_session_becomes_a_raycluster_and_ready(sessions: Sessions) -> None:
     assert status["endpoint"] == f"http://one-head.{sessions.namespace}.svc:8000"
 
 
+def test_a_use_counts_from_when_it_was_written_though_the_writers_clock_is_years_behind(
+    sessions: Sessions,
+) -> None:
+    sessions.make_ready("one")
+    stamp = "tinkercloud.dev/last-activity=2020-01-01T00:00:00Z"
+    where = ("-n", sessions.namespace)
+
+    sessions.cluster.kubectl(
+        "annotate", "tsess", "one", stamp, *where, "--field-manager=tinkercloud-api"
+    )
+
+    wait_until(
+        lambda: "lastActivityTime" in sessions.status("one"), "the use is seen", SOON_SECONDS
+    )
+    made = sessions.cluster.get("tsess", "one", sessions.namespace)["metadata"]
+    assert sessions.status("one")["lastActivityTime"] >= made["creationTimestamp"]
+
+
 def test_engines_have_pods_with_names_of_their_own_beside_ray(sessions: Sessions) -> None:
     sessions.cluster.apply(
         a_base_model(sessions.namespace, "engines", modelName="Engines/Model", sampler=TWO_ENGINES)

@@ -247,6 +247,85 @@ def test_pods_that_never_start_say_why(
         assert "exit code 3" in sessions.condition("crashing", "Ready")["message"]
 
 
+def on_rack(name: str) -> Mapping[str, Any]:
+    """Return the placement of pods on played nodes of one rack."""
+    return {**PLACEMENT, "nodeSelector": {**PLACEMENT["nodeSelector"], "rack": name}}
+
+
+def nodes_of(sessions: Sessions, name: str) -> set[str]:
+    pods = sessions.cluster.objects("pods", sessions.namespace, f"tinkercloud.dev/session={name}")
+    return {str(pod["spec"].get("nodeName")) for pod in pods}
+
+
+def test_a_drain_waits_until_a_session_has_moved_to_another_node(
+    definitions: Cluster, kwok: KwokNodes, cluster_folder: Path
+) -> None:
+    kwok.add("drained-0", labels={"rack": "drained"})
+    with a_namespace(definitions, cluster_folder, placement=on_rack("drained")) as (sessions, _):
+        sessions.make_ready("one")
+        assert nodes_of(sessions, "one") == {"drained-0"}
+        kwok.add("drained-1", labels={"rack": "drained"})
+
+        definitions.kubectl("drain", "drained-0", "--delete-emptydir-data", "--timeout=240s")
+
+        sessions.wait_for("one", "condition=Ready")
+        assert nodes_of(sessions, "one") == {"drained-1"}
+
+
+def test_a_pod_with_scheduling_gates_is_named_with_them(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+    labelled = {"tinkercloud.dev/session": "one", "tinkercloud.dev/component": "trainer"}
+    gated = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "gated", "namespace": sessions.namespace, "labels": labelled},
+        "spec": {
+            "schedulingGates": [{"name": "example.org/licence"}],
+            "containers": [{"name": "main", "image": "none"}],
+        },
+    }
+
+    sessions.cluster.apply(gated)
+
+    sessions.wait_for_reason("one", "SchedulingGated")
+    assert "pod gated" in sessions.condition("one", "Ready")["message"]
+    assert "example.org/licence" in sessions.condition("one", "Ready")["message"]
+    sessions.cluster.delete("pod", "gated", sessions.namespace)
+    sessions.wait_for("one", "condition=Ready")
+
+
+def test_a_pod_whose_node_is_not_ready_is_named_with_it(
+    definitions: Cluster, kwok: KwokNodes, cluster_folder: Path
+) -> None:
+    kwok.add("lost-0", labels={"rack": "lost"})
+    with a_namespace(definitions, cluster_folder, placement=on_rack("lost")) as (sessions, _):
+        sessions.make_ready("one")
+
+        kwok.lose("lost-0")
+
+        sessions.wait_for_reason("one", "NodeNotReady")
+        assert "its node lost-0 is not ready" in sessions.condition("one", "Ready")["message"]
+        kwok.add("lost-0", labels={"rack": "lost"})
+
+
+def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+    before = sessions.children("one")
+
+    sessions.make("one", suspend=True)
+    sessions.wait_for_reason("one", "Suspended")
+
+    wait_until(
+        lambda: sessions.children("one") == ["ConfigMap/one-token", "Secret/one-token"],
+        "nothing else is left",
+        SOON_SECONDS,
+    )
+    sessions.make("one", suspend=False)
+    sessions.wait_for("one", "condition=Ready")
+    kinds = [[each.split("/")[0] for each in found] for found in (before, sessions.children("one"))]
+    assert kinds[0] == kinds[1]
+
+
 @pytest.mark.skipif(existing_cluster() is not None, reason="an existing cluster may have KubeRay")
 def test_sessions_go_on_when_kuberay_is_installed_after_them(cluster_folder: Path) -> None:
     folder = cluster_folder / "without-kuberay"

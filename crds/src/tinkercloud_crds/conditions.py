@@ -82,6 +82,19 @@ class Reason(StrEnum):
     """A pod waits for room, or for a node of the kind that it wants. Busy: wait."""
     KUBERAY_MISSING = "KubeRayMissing"
     """The cluster does not know RayClusters: install KubeRay."""
+    KUBERAY_TOO_OLD = "KubeRayTooOld"
+    """The cluster's definition of RayCluster lacks fields that sessions need: upgrade KubeRay."""
+    KUBERAY_SILENT = "KubeRaySilent"
+    """KubeRay has not reacted to the RayCluster for minutes."""
+    DEFINITIONS_OUTDATED = "DefinitionsOutdated"
+    """The specification can be served, but the cluster's definitions of Tinkercloud's resources are
+    older than the operator: parts of the status are not kept."""
+    SCHEDULING_GATED = "SchedulingGated"
+    """A pod waits for somebody to remove its scheduling gates."""
+    NODE_NOT_READY = "NodeNotReady"
+    """The node of a pod is not ready, so the pod is not either."""
+    DELETION_STUCK = "DeletionStuck"
+    """Something that is being deleted should be gone by now; the message says what holds it."""
     PROVISIONING = "Provisioning"
     """Pods are being created and their images pulled."""
     PROVISIONED = "Provisioned"
@@ -140,6 +153,7 @@ NEVER_FITS = frozenset(
         Reason.NEVER_FITS,
         Reason.QUOTA_TOO_SMALL,
         Reason.KUBERAY_MISSING,
+        Reason.KUBERAY_TOO_OLD,
     }
 )
 """Reasons that no waiting cures."""

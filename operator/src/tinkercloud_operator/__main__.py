@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from tinkercloud_operator.cluster import Cluster, ClusterError
-from tinkercloud_operator.controller import Controller
+from tinkercloud_operator.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.handlers import WatchingFailed, watch
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.leader import Leadership
@@ -91,9 +91,10 @@ async def _lead(
     settings: Settings,
     stop_signal: StopSignal,
 ) -> None:
-    """Lead for as long as nobody cancels it; begin anew when KubeRay comes or goes."""
+    """Lead for as long as nobody cancels it; watch again when a kind comes or goes."""
     while True:
         controller = Controller(cluster, heads, settings)
+        probes.unready = controller.unready
         probes.heard()
         try:
             await _watch_and_work(controller, probes, settings, stop_signal)
@@ -109,7 +110,7 @@ async def _lead(
 async def _watch_and_work(
     controller: Controller, probes: Probes, settings: Settings, stop_signal: StopSignal
 ) -> None:
-    """Watch and work until KubeRay comes or goes.
+    """Watch and work until a kind comes or goes.
 
     Raises:
         ExceptionGroup: of WatchingFailed, or of what no worker survives.
@@ -120,6 +121,9 @@ async def _watch_and_work(
         workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
         workers.append(tasks.create_task(controller.work_on_base_models()))
         workers.append(tasks.create_task(controller.ask_heads()))
+        workers.append(tasks.create_task(controller.watch_definitions()))
+        workers.append(tasks.create_task(controller.watch_cordons()))
+        workers.append(tasks.create_task(controller.count()))
         # kopf takes the stop signals when it starts; they are to end more than the watching.
         await watch(
             controller,
@@ -130,26 +134,33 @@ async def _watch_and_work(
         )
         for task in (resync, *workers):
             task.cancel()
-    log.info("watching anew, because KubeRay came or went")
+    log.info("watching again, because a kind came or went")
 
 
 async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
-    """List everything now and then; the first list says whether KubeRay is there."""
-    had_kuberay: bool | None = None
+    """List everything now and then; the first list says which kinds there are to watch."""
+    served: frozenset[str] | None = None
+    told: str | None = None
     while True:
         controller.needs_resync.clear()
         try:
             await controller.resync()
         except ClusterError as error:
-            log.warning("could not list everything; trying again", error=str(error))
+            if str(error) != told:
+                log.warning("could not list everything; trying again", error=str(error))
+            told = str(error)
+            if isinstance(error, DefinitionsMissing):
+                served = controller.served
             await asyncio.sleep(_RETRY_SECONDS)
             continue
-        if had_kuberay is not None and controller.has_kuberay != had_kuberay:
+        told = None
+        # Kinds that were not there when the watching began are not watched.
+        if served not in {None, controller.served}:
             stop.set()
             return
-        had_kuberay = controller.has_kuberay
+        served = controller.served
         with suppress(TimeoutError):
-            async with asyncio.timeout(settings.resync_seconds if had_kuberay else 10.0):
+            async with asyncio.timeout(settings.resync_seconds if controller.has_kuberay else 10.0):
                 await controller.needs_resync.wait()
                 await asyncio.sleep(_GATHER_SECONDS)
 

@@ -4,7 +4,6 @@ from datetime import UTC, datetime
 
 import structlog
 
-from tinkercloud_operator import metrics
 from tinkercloud_operator.cluster import ClusterError
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.observed import Manifest
@@ -58,7 +57,6 @@ class BaseModels:
                 self._queue.done(name)
 
     async def _look_at(self, name: str) -> None:
-        self._count_sessions()
         base_model = self._watched.base_models.get(name)
         if base_model is None:
             return
@@ -66,14 +64,8 @@ class BaseModels:
         offering = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
         status = offer_status(base_model, offering, sessions, datetime.now(UTC))
-        content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        content = self._executor.keepable("BaseModel", written)
         if content != base_model.get("status"):
             uid = base_model["metadata"]["uid"]
             await self._executor.write_status("BaseModel", name, uid, content)
-
-    def _count_sessions(self) -> None:
-        metrics.SESSIONS.clear()
-        statuses = [item.get("status", {}) for item in self._watched.sessions.values()]
-        for status in statuses:
-            metrics.SESSIONS.labels(status.get("phase", "Pending")).inc()
-        metrics.SESSION_GPUS.set(sum(status.get("gpus", 0) for status in statuses))

@@ -5,19 +5,22 @@ ClusterError
   NotLeading         nothing was asked: another replica may hold the Lease
   Conflict           409: it changed meanwhile, look again
   NotThere           404
-  Refused            every other 4xx: trying the same again won't help
+  Refused            every other 4xx, and a field that no definition declares, which is answered
+                     500: trying the same again won't help
 """
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import parse_qsl
 
 import aiohttp
 from kubernetes.aio import client
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
+from tinkercloud_operator.definitions import is_undeclared
 from tinkercloud_operator.observed import Manifest
 
 Json = dict[str, Any]
@@ -104,13 +107,17 @@ class Cluster:
         self._namespace = namespace
         self._may_act = may_act
 
-    async def pages(self, kind: str, label_selector: str = "") -> AsyncIterator[Listed]:
-        """Yield all objects of a kind, some at a time; they are of one moment.
+    async def pages(
+        self, kind: str, label_selector: str = "", field_selector: str = ""
+    ) -> AsyncIterator[Listed]:
+        """Yield all objects of a kind that are selected, some at a time; they are of one moment.
 
         Raises:
             ClusterError: see the module.
         """
         query = [("limit", str(_PAGE_SIZE))]
+        if field_selector:
+            query.append(("fieldSelector", field_selector))
         if label_selector:
             query.append(("labelSelector", label_selector))
         following: str | None = ""
@@ -201,6 +208,26 @@ class Cluster:
             return False
         return any(resource["name"] == plural for resource in answer["resources"])
 
+    async def openapi_editions(self) -> dict[str, str]:
+        """Return, by API such as `apis/ray.io/v1`, where its OpenAPI document is.
+
+        A document that changes is somewhere else: its address has a hash.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        answer = await self._call("GET", "/openapi/v3")
+        return {api: found["serverRelativeURL"] for api, found in answer["paths"].items()}
+
+    async def openapi(self, edition: str) -> Json:
+        """Return one of those documents.
+
+        Raises:
+            ClusterError: see the module.
+        """
+        path, _, query = edition.partition("?")
+        return await self._call("GET", path, query=parse_qsl(query))
+
     def _path(self, kind: str, name: str = "") -> str:
         api, plural = _PLURALS[kind]
         place = "" if kind in _CLUSTER_WIDE else f"/namespaces/{self._namespace}"
@@ -245,7 +272,10 @@ class Cluster:
 
 def _error(status: int, what: str, content: bytes) -> ClusterError:
     message = f"{what}: {status} {_message(content)}"
-    # 401: the token has just been renewed, or the API server has just begun.
+    # Of a field that a definition does not declare, the API server says 500 however often it is
+    # asked. 401: the token has just been renewed, or the API server has just begun.
+    if is_undeclared(message):
+        return Refused(message)
     if status in {401, 429} or status >= 500:
         return Unreachable(message)
     return {404: NotThere, 409: Conflict}.get(status, Refused)(message)

@@ -7,15 +7,18 @@ from datetime import UTC, datetime
 import structlog
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import Reason
 from tinkercloud_operator import metrics, seen
 from tinkercloud_operator.base_models import BaseModels
 from tinkercloud_operator.cluster import Cluster, ClusterError, Refused
+from tinkercloud_operator.counting import count_sessions
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import Manifest, Node, Observed
 from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.queue import WorkQueue
 from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.served import OWN_KINDS, Served
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.watched import CHILD_KINDS, Surroundings, Watched
 
@@ -28,8 +31,20 @@ at: each look may write a status. The last of a burst, by which all pods are Rea
 back."""
 _NODES_SECONDS = 60.0
 """How long a list of nodes is good."""
+_DEFINITIONS_SECONDS = 30.0
+"""Pause between two looks at the definitions that are served."""
+_CORDONS_SECONDS = 15.0
+"""Pause between two looks at which nodes take no more pods."""
+_COUNT_SECONDS = 15.0
+"""Pause between two counts of all sessions."""
+_OPTIONAL_KINDS = ("RayCluster", "ResourceClaimTemplate")
+"""Kinds that a cluster may come to know, or forget."""
 _MAX_ROUNDS = 4
 """Times a session is looked at in a row when what is refused changes what there is to say."""
+
+
+class DefinitionsMissing(ClusterError):
+    """The definitions of our own resources are not installed."""
 
 
 class Controller:
@@ -38,8 +53,8 @@ class Controller:
     def __init__(self, cluster: Cluster, heads: Heads, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
-        self.has_kuberay = True
-        self.has_device_claims = True
+        self.served = frozenset({*OWN_KINDS, *_OPTIONAL_KINDS})
+        """Custom and optional kinds that the cluster knows."""
         self.needs_resync = asyncio.Event()
         """Set when something may have gone without a word; whoever lists everything clears it."""
         self._heard: set[str] = set()
@@ -48,10 +63,24 @@ class Controller:
         """Whether everything has been listed once: half of a picture must not be acted on."""
         self._cluster = cluster
         self._questions = Questions(heads, self.queue.add)
-        self._executor = Executor(cluster, self._questions, self.note, self.watched.note)
+        self._definitions = Served(cluster)
+        self._executor = Executor(
+            cluster, self._questions, self.note, self.watched.note, self._definitions.keepable
+        )
         self._base_models = BaseModels(self.watched, self._executor)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
+        self._cordoned: frozenset[str] = frozenset()
+        self._unready: str | None = "not everything has been listed yet"
+
+    def unready(self) -> str | None:
+        """Return why sessions are not looked after; None if they are."""
+        return self._unready
+
+    @property
+    def has_kuberay(self) -> bool:
+        """Whether the cluster knows RayClusters."""
+        return "RayCluster" in self.served
 
     def hear(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
         """Take note of a watch event; it has no type if it is of the list that a watch begins with.
@@ -80,23 +109,33 @@ class Controller:
         """List everything, and look at every session.
 
         Raises:
+            DefinitionsMissing: the definitions of our own resources are not installed.
             ClusterError: something could not be listed; what was, counts.
         """
-        self.has_kuberay = await self._cluster.serves("RayCluster")
-        self.has_device_claims = await self._cluster.serves("ResourceClaimTemplate")
-        kinds = ["BaseModel", "TrainingSession", "Pod", *CHILD_KINDS]
-        if not self.has_kuberay:
-            kinds.remove("RayCluster")
-        if not self.has_device_claims:
-            kinds.remove("ResourceClaimTemplate")
-        for kind in kinds:
-            is_own = kind in {"BaseModel", "TrainingSession"}
+        kinds = (*OWN_KINDS, *_OPTIONAL_KINDS)
+        self.served = frozenset([kind for kind in kinds if await self._cluster.serves(kind)])
+        self._require_definitions()
+        await self._definitions.refresh()
+        for kind in (*OWN_KINDS, "Pod", *CHILD_KINDS):
+            if kind in _OPTIONAL_KINDS and kind not in self.served:
+                continue
+            is_own = kind in OWN_KINDS
             selector = "" if is_own else labels.SESSION_LABEL
             await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)
         self._base_models.look_at_all()
         self._is_complete.set()
+        self._unready = None
+
+    def _require_definitions(self) -> None:
+        missing = [kind for kind in OWN_KINDS if kind not in self.served]
+        if missing:
+            self._unready = (
+                f"the cluster does not know {' and '.join(missing)} ({labels.API_VERSION}):"
+                " install the chart tinkercloud-crds"
+            )
+            raise DefinitionsMissing(self._unready)
 
     async def _list(self, kind: str, selector: str) -> None:
         kept: list[Manifest] = []
@@ -131,6 +170,52 @@ class Controller:
         """Have heads save what they hold, without end."""
         await self._questions.work()
 
+    async def watch_definitions(self) -> None:
+        """Look, forever, whether other definitions are served, and then at every session."""
+        await self._is_complete.wait()
+        while True:
+            await asyncio.sleep(_DEFINITIONS_SECONDS)
+            try:
+                if await self._definitions.refresh():
+                    self.needs_resync.set()
+            except ClusterError as error:
+                log.info("served definitions could not be read", error=str(error))
+
+    async def watch_cordons(self) -> None:
+        """Look, forever, which nodes take no more pods, and at the sessions that have some there.
+
+        It ends where the operator may not list nodes.
+        """
+        await self._is_complete.wait()
+        while self._settings.leaves_cordoned_nodes:
+            try:
+                await self._look_at_cordons()
+            except Refused as error:
+                log.info("nodes can't be listed, so cordons are not seen", error=str(error))
+                return
+            except ClusterError as error:
+                log.info("nodes could not be listed", error=str(error))
+            await asyncio.sleep(_CORDONS_SECONDS)
+
+    async def _look_at_cordons(self) -> None:
+        pages = self._cluster.pages("Node", field_selector="spec.unschedulable=true")
+        before = self._cordoned
+        self._cordoned = frozenset(
+            [item["metadata"]["name"] async for page in pages for item in page.items]
+        )
+        for name in self.watched.with_pods_on(self._cordoned - before):
+            self.queue.add(name)
+
+    async def count(self) -> None:
+        """Count the sessions, forever; another leader's counts are not ours to export."""
+        await self._is_complete.wait()
+        try:
+            while True:
+                count_sessions(self.watched.sessions.values(), datetime.now(UTC))
+                await asyncio.sleep(_COUNT_SECONDS)
+        finally:
+            count_sessions((), datetime.now(UTC))
+
     async def work_on_base_models(self) -> None:
         """Keep the status of BaseModels, without end."""
         await self._is_complete.wait()
@@ -152,18 +237,22 @@ class Controller:
     async def _observe(self, name: str) -> Observed | None:
         surroundings = Surroundings(
             has_kuberay=self.has_kuberay,
-            has_device_claims=self.has_device_claims,
+            has_device_claims="ResourceClaimTemplate" in self.served,
             starts_in_order=self._settings.starts_in_order,
             nodes=None,
             apply_error=self._executor.refusal(name),
             answers=self._questions.answers(name),
             asked=self._questions.asked(name),
             now=datetime.now(UTC),
+            kuberay_gap=self._definitions.kuberay_gap,
+            own_gap=self._definitions.own_gaps.get("TrainingSession"),
+            cordoned=self._cordoned,
         )
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:
             return observed
-        if any(pod.trouble and not pod.is_scheduled for pod in observed.pods):
+        troubles = [pod.trouble.reason for pod in observed.pods if pod.trouble is not None]
+        if Reason.UNSCHEDULABLE in troubles:
             return replace(observed, nodes=await self._all_nodes())
         return observed
 

@@ -44,6 +44,7 @@ class Executor:
         note_child: told, with its kind, how a child is after a write.
         note_own: told, with its kind, how an object of ours is after a write about itself: what is
             new in it needs no further look.
+        keepable: returns a status of a kind of ours without what the served definition can't hold.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Executor:
         questions: Questions,
         note_child: Callable[[str, Manifest], object],
         note_own: Callable[[str, Manifest], object],
+        keepable: Callable[[str, Manifest], Manifest],
     ) -> None:
         self._cluster = cluster
         self._questions = questions
         self._note_child = note_child
         self._note_own = note_own
+        self.keepable = keepable
         self._refusals: dict[str, str] = {}
 
     def refusal(self, session: str) -> str | None:
@@ -187,6 +190,7 @@ class Executor:
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         await self.write_status("TrainingSession", observed.name, observed.uid, content)
+        metrics.RESTARTS.inc(status.restarts - observed.status.restarts)
         if _became_ready(observed, status):
             age = (datetime.now(UTC) - observed.created).total_seconds()
             metrics.READY_SECONDS.observe(age)
@@ -201,7 +205,7 @@ class Executor:
             "apiVersion": labels.API_VERSION,
             "kind": kind,
             "metadata": {"name": name, "uid": uid},
-            "status": content,
+            "status": self.keepable(kind, content),
         }
         try:
             self._note_own(kind, await self._cluster.apply_status(manifest))

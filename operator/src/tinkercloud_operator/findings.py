@@ -11,9 +11,11 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
+from tinkercloud_operator.definitions import KUBERAY_MINIMUM, is_undeclared
 from tinkercloud_operator.fits import never_fits, without_kin
 from tinkercloud_operator.lifetime import Decision, Wanted
 from tinkercloud_operator.observed import Manifest, Observed
+from tinkercloud_operator.overdue import overdue
 from tinkercloud_operator.quantities import parse_quantity
 from tinkercloud_operator.shape import Refusal, Shape
 from tinkercloud_operator.started import changes
@@ -62,7 +64,10 @@ def _findings(
         return
     if decision is not None and decision.wanted is not Wanted.RUNNING:
         reason = Reason.SUSPENDING if observed.has_pods else decision.reason
-        yield from [Finding(is_reached=False, reason=reason, message=decision.message)] * 4
+        stops = Finding(is_reached=False, reason=reason, message=decision.message)
+        late = _overdue(observed)
+        is_stuck = late is not None and late.reason is Reason.DELETION_STUCK
+        yield from [late if late is not None and is_stuck else stops] * 4
         return
     yield _quota(observed, shape)
     yield _provisioned(observed, shape)
@@ -82,6 +87,9 @@ def _findings(
 def _accepted(observed: Observed, offered: Shape | Refusal, shape: Shape | Refusal) -> Finding:
     if isinstance(offered, Shape):
         waiting = changes(shape, offered)
+        if not waiting and observed.own_gap is not None:
+            reason = Reason.DEFINITIONS_OUTDATED
+            return Finding(is_reached=True, reason=reason, message=observed.own_gap)
         if not waiting:
             return Finding(is_reached=True, reason=Reason.ACCEPTED)
         message = (
@@ -121,6 +129,7 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
 def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
     problem = (
         _obstacle(observed, shape)
+        or _overdue(observed)
         or _pod_trouble(observed, shape)
         or _pods_refused(observed.ray_cluster)
     )
@@ -146,6 +155,9 @@ def _obstacle(observed: Observed, shape: Shape | Refusal) -> Finding | None:
     if not observed.has_kuberay:
         message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
         return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
+    if observed.kuberay_gap is not None:
+        message = observed.kuberay_gap
+        return Finding(is_reached=False, reason=Reason.KUBERAY_TOO_OLD, message=message)
     if isinstance(shape, Shape) and shape.devices is not None and not observed.has_device_claims:
         message = (
             "the cluster does not know ResourceClaimTemplates (resource.k8s.io/v1), which"
@@ -156,6 +168,13 @@ def _obstacle(observed: Observed, shape: Shape | Refusal) -> Finding | None:
     if observed.apply_error is not None:
         return _refused(observed.apply_error)
     return None
+
+
+def _overdue(observed: Observed) -> Finding | None:
+    late = overdue(observed)
+    if late is None:
+        return None
+    return Finding(is_reached=False, reason=late.reason, message=late.message)
 
 
 def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:
@@ -202,6 +221,9 @@ def _pods_refused(cluster: Manifest | None) -> Finding | None:
 def _refused(message: str) -> Finding:
     """Return what it means that something was refused: a ResourceQuota may have room for it yet."""
     reason = Reason.APPLY_FAILED
+    if is_undeclared(message) and "Kind=RayCluster" in message:
+        reason = Reason.KUBERAY_TOO_OLD
+        message = f"needs KubeRay {KUBERAY_MINIMUM} or newer, and its CRDs: {message}"
     if "exceeded quota" in message:
         reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
     return Finding(is_reached=False, reason=reason, message=message)

@@ -108,6 +108,10 @@ def _while_it_may_run(observed: Observed, idle: Idle | None, expiry: datetime | 
         # Its head serves nobody any more. Who wants it back gets another one.
         message = "stops before it is resumed"
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
+    node = _cordoned_node(observed)
+    if node is not None:
+        message = f"node {node} takes no more pods: moves to other nodes, with its state"
+        return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
     if _owner_suspended_it(observed):
         return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):
@@ -139,6 +143,15 @@ def stopping_since(observed: Observed) -> datetime | None:
     if suspended is None or suspended.status != "Unknown":
         return None
     return parse_time(suspended.last_transition_time) or observed.now
+
+
+def _cordoned_node(observed: Observed) -> str | None:
+    """Return a cordoned node that it has to leave, if any.
+
+    Its disruption budget keeps every pod where it is, so whoever drains a node waits for this.
+    """
+    on = {pod.node for pod in observed.pods if not (pod.is_terminating or pod.tolerates_cordon)}
+    return min((node for node in observed.cordoned if node in on), default=None)
 
 
 def _as_it_is(observed: Observed, expiry: datetime | None) -> Decision:

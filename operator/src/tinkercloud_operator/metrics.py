@@ -20,3 +20,19 @@ READY_SECONDS = Histogram(
 )
 QUEUE_DEPTH = Gauge("tinkercloud_queue_depth", "Sessions waiting to be looked at")
 IS_LEADER = Gauge("tinkercloud_is_leader", "Whether this replica holds the Lease")
+OLDEST_SECONDS = Gauge(
+    "tinkercloud_session_oldest_seconds",
+    "How long the session of a phase that has waited longest has made no step",
+    ["phase"],
+)
+RESTARTS = Counter(
+    "tinkercloud_session_restarts", "Head processes that ended without having been asked to"
+)
+SAVES_FAILED = Counter(
+    "tinkercloud_saves_failed", "Times a head was asked to save what it holds and did not", ["what"]
+)
+DEFINITIONS_OUTDATED = Gauge(
+    "tinkercloud_definitions_outdated",
+    "Whether the served definition of a kind lacks fields that the operator needs",
+    ["kind"],
+)

@@ -50,6 +50,13 @@ class Pod:
     is_terminating: bool
     restarts: int
     trouble: Trouble | None
+    node: str | None = None
+    """Where it runs."""
+    tolerates_cordon: bool = False
+    """Whether it may be placed on a node that takes no more pods."""
+    finalizers: tuple[str, ...] = ()
+    due: datetime | None = None
+    """When it should be gone, if it is being deleted: the end of its grace period."""
 
     @property
     def incarnation(self) -> str:
@@ -97,8 +104,8 @@ class Observed:
     """Why older sessions that compete for the same nodes come first, if any do."""
     children: Mapping[ChildKey, Manifest]
     """Live children but the Secret, which can only be read by name."""
-    has_predecessors: bool
-    """Whether children of an earlier session of its name are still going."""
+    predecessors: Mapping[ChildKey, Manifest]
+    """Children of an earlier session of its name, which are still going."""
     has_secret: bool
     """By its witness, which is one of the children."""
     pods: tuple[Pod, ...]
@@ -119,6 +126,17 @@ class Observed:
     asked: frozenset[Done]
     """What heads are being asked to do now."""
     now: datetime
+    kuberay_gap: str | None = None
+    """What the cluster's RayClusters lack that sessions need, if anything."""
+    own_gap: str | None = None
+    """What the cluster's definition of TrainingSession lacks, if anything."""
+    cordoned: frozenset[str] = frozenset()
+    """Nodes that take no more pods."""
+
+    @property
+    def has_predecessors(self) -> bool:
+        """Whether children of an earlier session of its name are still going."""
+        return bool(self.predecessors)
 
     @property
     def head(self) -> Pod | None:

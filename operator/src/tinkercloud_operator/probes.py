@@ -4,8 +4,11 @@ Alive: the event loop turns, and watches deliver. The second is known from the o
 Lease, which the leader renews every few seconds and watches like everything else: if renewals
 succeed and no event about them comes back, the watches are deaf and a restart is the cure. While
 the API server can't be reached nothing is, and nothing is restarted.
+
+Ready: this replica stands by, or leads and has listed everything. Otherwise the answer says why.
 """
 
+from collections.abc import Callable
 from time import monotonic
 
 from aiohttp import web
@@ -26,6 +29,8 @@ class Probes:
         self._leadership = leadership
         self._settings = settings
         self._heard_at = monotonic()
+        self.unready: Callable[[], str | None] = lambda: None
+        """Returns why a leader does not look after sessions; None if it does."""
 
     def heard(self) -> None:
         """Note that a watch has delivered, or has just been opened."""
@@ -57,7 +62,14 @@ class Probes:
         return web.Response(text="ok")
 
     async def _ready(self, _request: web.Request) -> web.Response:
-        return web.Response(text="leading" if self._leadership.is_leader else "standing by")
+        if not self._leadership.is_leader:
+            return web.Response(text="standing by")
+        unready = self.unready()
+        return web.Response(text="leading") if unready is None else _unavailable(unready)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _unavailable(why: str) -> web.Response:
+    return web.Response(status=503, text=why)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from tinkercloud_operator import metrics
 from tinkercloud_operator.heads import Heads
 from tinkercloud_operator.observed import Done
 from tinkercloud_operator.plan import AskHead
@@ -68,6 +69,8 @@ class Questions:
         if (session, done) not in self._open:
             return
         self._open.discard((session, done))
-        if answer is not None:
+        if answer is None:
+            metrics.SAVES_FAILED.labels(question.what).inc()
+        else:
             self._answers[session] = {**self.answers(session), done: answer.latest_checkpoint}
             self._answered(session)

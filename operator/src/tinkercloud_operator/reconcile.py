@@ -20,6 +20,7 @@ from tinkercloud_operator.children.raycluster import kept, ray_cluster
 from tinkercloud_operator.drift import is_as_wanted
 from tinkercloud_operator.lifetime import Decision, Wanted, decide, stopping_since
 from tinkercloud_operator.observed import ChildKey, Observed
+from tinkercloud_operator.overdue import next_deadline
 from tinkercloud_operator.plan import (
     Action,
     Announce,
@@ -56,7 +57,8 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     shape = _in_force(observed, offered, settings)
     decision = _decision(observed, offered)
     seen = status(observed, offered, shape, decision)
-    again = _until(observed, decision.changes_at)
+    moments = [each for each in (decision.changes_at, next_deadline(observed)) if each is not None]
+    again = _until(observed, min(moments, default=None))
     match decision.wanted:
         case Wanted.RUNNING if stopping_since(observed) is not None:
             # A cluster made before this is written would be taken for the one that stops.
@@ -133,7 +135,7 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
     build = Build(Names(observed.name), shape, settings, told_head(observed, shape))
     if observed.spec.role == "Trainer" and not observed.has_finalizer:
         yield HoldFinalizer(held=True)
-    if not observed.has_kuberay or observed.has_predecessors:
+    if not observed.has_kuberay or observed.kuberay_gap or observed.has_predecessors:
         return
     if shape.devices is not None and not observed.has_device_claims:
         return
@@ -200,7 +202,7 @@ def _stop(
 ) -> Plan:
     """Let the head save what there is, then let the pods go; never wait for it without end."""
     if observed.ray_cluster is None:
-        return _plan(observed, [], seen, again)
+        return _plan(observed, _unneeded(observed), seen, again)
     began = stopping_since(observed)
     left = _left(observed, began or observed.now, settings.stop_seconds)
     ask = _question(observed, what, left)
@@ -214,6 +216,19 @@ def _stop(
     is_going = "deletionTimestamp" in observed.ray_cluster["metadata"]
     end = [] if is_going else [Delete(ChildKey("RayCluster", observed.name))]
     return _plan(observed, end, seen, again)
+
+
+def _unneeded(observed: Observed) -> Iterable[Action]:
+    """Yield what deletes the children that a session without pods has no use for.
+
+    Its Secret stays, with its witness: whoever knows the head's token may use it after a resume.
+    """
+    if observed.pods:
+        return
+    witness_key = ChildKey("ConfigMap", Names(observed.name).token_secret)
+    for key, child in observed.children.items():
+        if key != witness_key and "deletionTimestamp" not in child["metadata"]:
+            yield Delete(key)
 
 
 def _let_go(observed: Observed, settings: Settings) -> Plan:

@@ -1,6 +1,7 @@
 """From Kubernetes objects, as JSON, to what `Observed` holds of them: pure."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -11,6 +12,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_operator.lifetime import parse_time
 from tinkercloud_operator.observed import Manifest, Node, Pod, Trouble
 from tinkercloud_operator.quantities import parse_quantity
 
@@ -27,6 +29,11 @@ _WAITING: Mapping[str, Reason] = {
 
 _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
 """The scheduler's words; nodes have nothing to do with it."""
+_CORDON = "node.kubernetes.io/unschedulable"
+"""Taint of a node that takes no more pods."""
+_ACTIVITY_FIELD = f"f:{labels.LAST_ACTIVITY}"
+_HEAD = "head"
+"""Component of a head's pod, and its container that serves: a platform may inject others."""
 
 
 def slim(kind: str, manifest: Manifest) -> Manifest:
@@ -37,8 +44,63 @@ def slim(kind: str, manifest: Manifest) -> Manifest:
         if key not in {"managedFields", "selfLink"}
     }
     if kind == "Pod":
-        return {"metadata": metadata, "status": manifest.get("status", {})}
+        spec = _slim_pod_spec(manifest.get("spec", {}))
+        return {"metadata": metadata, "spec": spec, "status": manifest.get("status", {})}
+    if kind == "TrainingSession" and (written := _activity_fields(manifest["metadata"])):
+        metadata["managedFields"] = written
     return {**manifest, "metadata": metadata}
+
+
+def interned(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a copy of JSON whose strings are those of all other copies.
+
+    A third of what objects take in memory is names of fields, and values that all sessions have.
+    """
+    if isinstance(value, Mapping):
+        return {sys.intern(key): interned(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [interned(child) for child in value]
+    return sys.intern(value) if isinstance(value, str) else value
+
+
+def _slim_pod_spec(spec: Mapping[str, Any]) -> Manifest:
+    tolerations = [
+        each for each in spec.get("tolerations", []) if each.get("key") in {None, "", _CORDON}
+    ]
+    kept = {**spec, "tolerations": tolerations}
+    wanted = ("nodeName", "schedulingGates", "tolerations")
+    return {key: kept[key] for key in wanted if kept.get(key)}
+
+
+def _activity_fields(metadata: Mapping[str, Any]) -> list[Manifest]:
+    """Return who has written the annotation of the last activity, and when."""
+    return [
+        {
+            "manager": entry["manager"],
+            "time": entry.get("time"),
+            "fieldsV1": {"f:metadata": {"f:annotations": {_ACTIVITY_FIELD: {}}}},
+        }
+        for entry in metadata.get("managedFields", [])
+        if entry.get("manager") == labels.API_FIELD_MANAGER and _owns_activity(entry)
+    ]
+
+
+def _owns_activity(entry: Mapping[str, Any]) -> bool:
+    owned = entry.get("fieldsV1", {}).get("f:metadata", {}).get("f:annotations", {})
+    return _ACTIVITY_FIELD in owned
+
+
+def last_activity(manifest: Manifest) -> datetime | None:
+    """Return when a client last used a session.
+
+    By Kubernetes' clock where the API server has written it: its own may be wrong.
+    """
+    metadata = manifest["metadata"]
+    told = parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY))
+    if told is None:
+        return None
+    written = [parse_time(entry.get("time")) for entry in _activity_fields(metadata)]
+    return max((each for each in written if each is not None), default=told)
 
 
 def pod(manifest: Manifest) -> Pod:
@@ -46,6 +108,7 @@ def pod(manifest: Manifest) -> Pod:
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {item["type"]: item for item in status.get("conditions", [])}
     containers: Sequence[Mapping[str, Any]] = status.get("containerStatuses", [])
+    spec = manifest.get("spec", {})
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -55,9 +118,22 @@ def pod(manifest: Manifest) -> Pod:
         and all(item.get("started") or item.get("ready") for item in containers),
         is_ready=_is_true(conditions.get("Ready")),
         is_terminating="deletionTimestamp" in metadata,
-        restarts=sum(item.get("restartCount", 0) for item in containers),
+        restarts=sum(item.get("restartCount", 0) for item in _serving(metadata, containers)),
         trouble=_trouble(manifest, conditions),
+        node=spec.get("nodeName"),
+        tolerates_cordon=bool(_slim_pod_spec(spec).get("tolerations")),
+        finalizers=tuple(metadata.get("finalizers", [])),
+        due=parse_time(metadata.get("deletionTimestamp")),
     )
+
+
+def _serving(
+    metadata: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the containers of a pod whose restarts count: of a head's, the one that serves."""
+    if metadata.get("labels", {}).get(labels.COMPONENT_LABEL) != _HEAD:
+        return containers
+    return [item for item in containers if item.get("name") == _HEAD]
 
 
 def _is_true(condition: Mapping[str, Any] | None) -> bool:
@@ -73,9 +149,27 @@ def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | Non
         is_missing = _MISSING_CLAIM.search(message) is not None
         reason = Reason.CONFIGURATION_ERROR if is_missing else Reason.UNSCHEDULABLE
         return Trouble(reason, message)
+    if scheduled.get("reason") == "SchedulingGated":
+        gates = [str(gate["name"]) for gate in manifest.get("spec", {}).get("schedulingGates", [])]
+        named = f": {', '.join(gates)}" if gates else ""
+        message = f"is not scheduled before its scheduling gates are removed{named}"
+        return Trouble(Reason.SCHEDULING_GATED, message)
     containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
     found = (_container_trouble(container) for container in containers)
-    return next((trouble for trouble in found if trouble is not None), None)
+    return next((trouble for trouble in found if trouble is not None), _loss(manifest, conditions))
+
+
+def _loss(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
+    """Return that the node of a pod is not ready, if it is not.
+
+    Then Kubernetes takes the pod's Ready back, and leaves what the kubelet said of its containers.
+    """
+    ready, containers = conditions.get("Ready"), conditions.get("ContainersReady")
+    is_gated = ready is not None and ready.get("reason") == "ReadinessGatesNotReady"
+    if ready is None or _is_true(ready) or is_gated or not _is_true(containers):
+        return None
+    node_name = manifest.get("spec", {}).get("nodeName")
+    return Trouble(Reason.NODE_NOT_READY, f"its node {node_name} is not ready")
 
 
 def has_failed(manifest: Manifest) -> bool:

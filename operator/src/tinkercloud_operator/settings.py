@@ -95,6 +95,10 @@ class Settings(BaseSettings):
     """Whether a pod is said never to fit if all nodes of the kind it wants are too small. Switch it
     off where larger ones are made on demand; where Karpenter makes nodes it is off. It needs the
     right to list nodes, without which it does nothing."""
+    leaves_cordoned_nodes: bool = True
+    """Whether a session that has pods on a cordoned node is suspended and started again on others,
+    so that the node can be drained. It needs the right to list nodes, without which it does
+    nothing."""
     kueue_groups: Annotated[int, Field(ge=3)] = 18
     """Groups of pods that the cluster's Kueue takes in one workload: 18 as of release 0.19, 8 in
     older ones. Head and trainers are a group each, and so is every engine."""

@@ -30,7 +30,16 @@ _CANT_RUN = frozenset(
     }
 )
 """Reasons of pods that keep their nodes and don't run."""
-_NEEDS_HELP = NEVER_FITS | _CANT_RUN | {Reason.APPLY_FAILED, Reason.START_FAILED}
+_NEEDS_HELP = (
+    NEVER_FITS
+    | _CANT_RUN
+    | {
+        Reason.APPLY_FAILED,
+        Reason.START_FAILED,
+        Reason.KUBERAY_SILENT,
+        Reason.DELETION_STUCK,
+    }
+)
 """Reasons that make a session Stalled."""
 _AT_REST = frozenset({Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED})
 """Reasons of sessions that are without pods as they should be."""

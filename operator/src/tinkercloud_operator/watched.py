@@ -18,6 +18,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator import arrivals, seen
 from tinkercloud_operator.lifetime import parse_time
 from tinkercloud_operator.observed import ChildKey, Done, Manifest, Node, Observed, Pod
+from tinkercloud_operator.owners import Owners, age, is_live
 from tinkercloud_operator.witness import has_secret
 
 Metadata = Mapping[str, Any]
@@ -45,6 +46,9 @@ class Surroundings:
     answers: Mapping[Done, str | None]
     asked: frozenset[Done]
     now: datetime
+    kuberay_gap: str | None = None
+    own_gap: str | None = None
+    cordoned: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -55,6 +59,7 @@ class Watched:
     """By name."""
     base_models: dict[str, Manifest] = field(default_factory=dict)
     """By name."""
+    _owners: Owners = field(default_factory=Owners)
     _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
     """By session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
@@ -140,14 +145,14 @@ class Watched:
             is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
             spec=spec,
             status=status,
-            last_activity=parse_time(annotations.get(labels.LAST_ACTIVITY)),
+            last_activity=seen.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
             turn=self._turn(manifest, spec, base_model) if surroundings.starts_in_order else None,
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
             failed=_failed(self._failures.get(name), children),
-            has_predecessors=len(children) < len(everything),
+            predecessors={key: item for key, item in everything.items() if key not in children},
             has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
             has_device_claims=surroundings.has_device_claims,
@@ -156,6 +161,9 @@ class Watched:
             answers=surroundings.answers,
             asked=surroundings.asked,
             now=surroundings.now,
+            kuberay_gap=surroundings.kuberay_gap,
+            own_gap=surroundings.own_gap,
+            cordoned=surroundings.cordoned,
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -166,8 +174,17 @@ class Watched:
 
     def sessions_of(self, model_name: str) -> list[Manifest]:
         """Return the sessions of a base model."""
+        return list(self._owners.of_model(model_name))
+
+    def with_pods_on(self, nodes: frozenset[str]) -> list[str]:
+        """Return the sessions that have pods on some nodes."""
         return [
-            item for item in self.sessions.values() if item["spec"].get("baseModel") == model_name
+            session
+            for session, children in self._children.items()
+            if any(
+                key.kind == "Pod" and item["spec"].get("nodeName") in nodes
+                for key, item in children.items()
+            )
         ]
 
     def offering(self, model_name: str) -> Manifest | None:
@@ -177,17 +194,13 @@ class Watched:
             for item in self.base_models.values()
             if item["spec"].get("modelName") == model_name
         ]
-        return min(found, key=_age, default=None)
+        return min(found, key=age, default=None)
 
     def _older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
         """Return how many live sessions its owner has that came first."""
         if base_model is None or base_model.limits.max_sessions_per_owner is None:
             return 0
-        return sum(
-            _age(other) < _age(manifest)
-            for other in self.sessions_of(manifest["spec"]["baseModel"])
-            if other["spec"].get("owner") == manifest["spec"].get("owner") and _counts(other)
-        )
+        return self._owners.older(manifest)
 
     def _turn(
         self, manifest: Manifest, spec: TrainingSessionSpec, base_model: BaseModelSpec | None
@@ -201,8 +214,8 @@ class Watched:
         # Of two that were made in the same second, the other one may have been seen first.
         ahead = [
             other
-            for other in sorted(unplaced, key=_age)
-            if _age(other) < _age(manifest) or self._is_let_in(other["metadata"]["name"])
+            for other in sorted(unplaced, key=age)
+            if age(other) < age(manifest) or self._is_let_in(other["metadata"]["name"])
             if self._competes(other, own)
         ]
         if ahead:
@@ -230,17 +243,11 @@ class Watched:
             return {item["metadata"]["name"] for item in self.sessions_of(model_name)}
         session = _session_of(kind, manifest["metadata"])
         concerned = {session} if session in self.sessions else set()
-        if kind == "TrainingSession" and not _counts(self.sessions.get(session)):
-            concerned |= self._siblings(manifest)
+        known = self.sessions.get(session)
+        if kind == "TrainingSession" and (known is None or not is_live(known)):
+            # They may have been waiting for this one to end.
+            concerned |= self._owners.siblings(manifest)
         return concerned
-
-    def _siblings(self, manifest: Manifest) -> set[str]:
-        """Return the sessions that may have been waiting for this one to end."""
-        return {
-            other["metadata"]["name"]
-            for other in self.sessions_of(manifest["spec"]["baseModel"])
-            if other["spec"].get("owner") == manifest["spec"].get("owner")
-        }
 
     def _find(self, kind: str, metadata: Metadata) -> Manifest | None:
         name = metadata["name"]
@@ -253,8 +260,13 @@ class Watched:
     def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> None:
         metadata = manifest["metadata"]
         name, session = metadata["name"], _session_of(kind, metadata)
-        kept = None if is_gone else seen.slim(kind, manifest)
+        kept = None if is_gone else seen.interned(seen.slim(kind, manifest))
         if kind == "TrainingSession":
+            known = self.sessions.get(name)
+            if known is not None:
+                self._owners.remove(known)
+            if kept is not None:
+                self._owners.put(kept)
             _set(self.sessions, name, kept)
             if kept is not None and arrivals.waits_for_nodes(kept):
                 self._unplaced.add(name)
@@ -349,16 +361,6 @@ def _session_uid(child: Manifest) -> str | None:
     """Return the uid of the session that owns a child; None for pods, whose RayCluster it owns."""
     owners = child["metadata"].get("ownerReferences", [])
     return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)
-
-
-def _counts(session: Manifest | None) -> bool:
-    """Whether a session is one of those that its owner may have so many of."""
-    return session is not None and session.get("status", {}).get("finishedTime") is None
-
-
-def _age(manifest: Manifest) -> tuple[str, str]:
-    """Return what objects are ordered by, oldest first; names decide between equals."""
-    return manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"]
 
 
 def _version(manifest: Manifest) -> int:

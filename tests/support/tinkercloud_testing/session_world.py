@@ -49,6 +49,7 @@ HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
 TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
+NODES = frozenset({"node-0", "node-1"})
 ENOUGH_ROUNDS = 200
 
 OFFERS: Mapping[str, BaseModelSpec] = {
@@ -143,8 +144,10 @@ class World:
                 assert self.has_secret, "there is nothing to be a witness of"
                 self._apply(witness(secret, "uid-of-the-secret"))
             case Delete(key):
-                child = self.children.get(key, {"metadata": {}})
-                child["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
+                if key == RAY_CLUSTER:
+                    self.children[key]["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
+                else:
+                    del self.children[key]
             case AskHead():
                 self._ask(action)
             case HoldFinalizer(held):
@@ -225,6 +228,8 @@ class World:
             if pod.trouble is None and not all(stages) and not is_stopping:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
+                if stage == "is_scheduled":
+                    further["node"] = min(NODES - self.session.cordoned)
                 self.pods[name] = replace(pod, **further)
                 return
 
@@ -287,6 +292,9 @@ class World:
             "sampler": sampler.model_copy(update={"replicas": samplers}),
         }
         self.change(base_model=self.offered.model_copy(update=shrunk))
+
+    def cordon(self, *nodes: str) -> None:
+        self.change(cordoned=frozenset(nodes))
 
     def use(self) -> None:
         self.change(last_activity=self.session.now)
@@ -352,6 +360,9 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "its owner suspends it": lambda world: world.suspend(asked=True),
     "its owner resumes it": lambda world: world.suspend(asked=False),
     "a client comes": World.use,
+    "a node is cordoned": lambda world: world.cordon("node-0"),
+    "another node is cordoned": lambda world: world.cordon("node-1"),
+    "no node is cordoned": World.cordon,
     "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
     "the head hears again": lambda world: world.set_deaf(is_deaf=False),
     "its owner wants one trainer": lambda world: world.ask_for_trainers(1),

@@ -107,7 +107,7 @@ def observed(**fields: Any) -> Observed:
         "sessions_of_owner": 0,
         "turn": None,
         "children": {},
-        "has_predecessors": False,
+        "predecessors": {},
         "has_secret": False,
         "pods": (),
         "failed": None,

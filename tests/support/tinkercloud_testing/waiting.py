@@ -1,5 +1,6 @@
 """Waiting for what tests do not control."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -18,3 +19,15 @@ def wait_until(ready: Callable[[], bool], what: str, seconds: float = PATIENCE_S
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds:.0f} s")
         time.sleep(0.1)
+
+
+async def reached(condition: Callable[[], bool]) -> bool:
+    """Wait for something that another task of this event loop does.
+
+    Raises:
+        TimeoutError: It did not.
+    """
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
+            await asyncio.sleep(0.001)
+    return True

@@ -76,6 +76,7 @@ def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
     [
         (Reason.QUEUED, "paused_capacity"),
         (Reason.UNSCHEDULABLE, "paused_capacity"),
+        (Reason.SCHEDULING_GATED, "paused_capacity"),
         (Reason.QUOTA_EXCEEDED, "paused_rate_limit"),
         (Reason.PROVISIONING, "active"),
         (Reason.IMAGE_PULL_BACK_OFF, "active"),

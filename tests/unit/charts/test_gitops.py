@@ -51,7 +51,7 @@ def a_session(**changes: Any) -> Observed:
         sessions_of_owner=0,
         turn=None,
         children={},
-        has_predecessors=False,
+        predecessors={},
         has_secret=True,
         pods=(),
         failed=None,

@@ -21,7 +21,6 @@ API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
 READ = {"get", "list", "watch"}
 NAME_OF_NAMESPACE = "kubernetes.io/metadata.name"
 OWN = READ | {"create", "patch", "delete"}
-MADE = READ | {"create", "patch"}
 
 
 def rights(role: dict[str, Any]) -> dict[str, set[str]]:
@@ -52,12 +51,12 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
         "tinkercloud.dev/trainingsessions/status": {"get", "patch"},
         "ray.io/rayclusters": OWN,
         "pods": READ,
-        "services": MADE,
-        "configmaps": MADE,
+        "services": OWN,
+        "configmaps": OWN,
         "secrets": {"get", "create"},
-        "networking.k8s.io/networkpolicies": MADE,
-        "policy/poddisruptionbudgets": MADE,
-        "resource.k8s.io/resourceclaimtemplates": MADE,
+        "networking.k8s.io/networkpolicies": OWN,
+        "policy/poddisruptionbudgets": OWN,
+        "resource.k8s.io/resourceclaimtemplates": OWN,
         "events": {"create"},
         f"coordination.k8s.io/leases/{OPERATOR}": READ | {"update", "patch"},
     }

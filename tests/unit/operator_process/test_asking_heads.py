@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_operator import metrics
 from tinkercloud_operator.controller import Controller
 from tinkercloud_operator.heads import Answer, Heads
 from tinkercloud_operator.plan import AskHead
@@ -13,6 +14,7 @@ from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.waiting import reached
 
 CORE, OWN = "/api/v1/namespaces/default", "/apis/tinkercloud.dev/v1alpha1/namespaces/default"
 RAY_CLUSTERS = "/apis/ray.io/v1/namespaces/default/rayclusters"
@@ -48,6 +50,20 @@ async def questions(heads: SlowHeads, answered: asyncio.Queue[str]) -> AsyncIter
     working = asyncio.create_task(made.work())
     yield made
     working.cancel()
+
+
+async def test_a_head_that_did_not_save_is_counted(
+    questions: Questions, heads: SlowHeads, answered: asyncio.Queue[str]
+) -> None:
+    failed = metrics.SAVES_FAILED.labels("suspend")._value
+    before = failed.get()
+
+    for answer in (None, Answer(None)):
+        questions.ask("one", QUESTION)
+        heads.answers.put_nowait(answer)
+        await reached(lambda: not questions.asked("one"))
+
+    assert failed.get() == before + 1
 
 
 async def test_a_head_is_asked_once_at_a_time_and_again_if_it_did_not_do_it(

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_operator import metrics
 from tinkercloud_operator.cluster import Conflict, Refused, Unreachable
 from tinkercloud_operator.executor import Executor
 from tinkercloud_operator.heads import Heads
@@ -14,10 +15,11 @@ from tinkercloud_operator.observed import ChildKey, Manifest
 from tinkercloud_operator.plan import Delete, DeleteSession, Plan
 from tinkercloud_operator.questions import Questions
 from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.served import Served
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.witness import has_secret
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
-from tinkercloud_testing.sessions import NOON, observed
+from tinkercloud_testing.sessions import NOON, a_pod, a_status, observed
 
 SESSION = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions/one"
 RAY_CLUSTER = "/apis/ray.io/v1/namespaces/default/rayclusters/one"
@@ -34,7 +36,10 @@ class Operator:
         self.api = api
         self.children: dict[ChildKey, Manifest] = {}
         questions = Questions(heads, lambda _: None)
-        self.executor = Executor(connection.cluster, questions, self.note, lambda *_: None)
+        served = Served(connection.cluster)
+        self.executor = Executor(
+            connection.cluster, questions, self.note, lambda *_: None, served.keepable
+        )
 
     def note(self, kind: str, manifest: Manifest) -> None:
         self.children[ChildKey(kind, manifest["metadata"]["name"])] = manifest
@@ -263,3 +268,15 @@ async def test_what_is_refused_is_announced(operator: Operator) -> None:
 
     events = [item for item in operator.api.objects.values() if "involvedObject" in item]
     assert "ApplyFailed" in {event["reason"] for event in events}
+
+
+async def test_a_restart_of_a_head_is_counted_when_it_is_written(operator: Operator) -> None:
+    counted = metrics.RESTARTS._value
+    before = counted.get()
+    head = a_pod("head", restarts=1)
+    seen = observed(pods=(head,), status=a_status(incarnation="uid-of-head-0"))
+
+    await operator.executor.execute(seen, reconcile(seen, Settings()))
+
+    assert operator.api.objects[SESSION]["status"]["restarts"] == 1
+    assert counted.get() == before + 1

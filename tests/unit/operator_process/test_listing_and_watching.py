@@ -1,7 +1,7 @@
 """A term of leadership: everything is listed, then watched, and listed anew when a watch was."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
@@ -16,6 +16,7 @@ from tinkercloud_operator.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.waiting import reached
 
 SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
 BASE_MODELS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/basemodels"
@@ -50,14 +51,6 @@ def a_session(connection: Connection) -> Json:
 
 def a_service(connection: Connection) -> Json:
     return connection.api.put(SERVICE, {}, labels={labels.SESSION_LABEL: "one"})
-
-
-async def reached(condition: Callable[[], bool]) -> bool:
-    """Wait for something that another task does."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
-            await asyncio.sleep(0)
-    return True
 
 
 def test_what_a_watch_begins_with_is_no_reason_to_list_everything(controller: Controller) -> None:
@@ -112,7 +105,7 @@ async def test_claims_of_devices_are_listed_only_where_the_cluster_knows_them(
     await controller.resync()
 
     asked = [request for request in connection.api.requests if "resourceclaim" in request]
-    assert bool(asked) == controller.has_device_claims == has_claims
+    assert bool(asked) == ("ResourceClaimTemplate" in controller.served) == has_claims
 
 
 async def test_kuberay_that_comes_ends_the_watching_so_that_its_kinds_are_watched(

@@ -8,7 +8,7 @@ from pydantic.alias_generators import to_camel
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.observed import Trouble
+from tinkercloud_operator.observed import ChildKey, Trouble
 from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, Delete, HoldFinalizer, Plan
 from tinkercloud_operator.reconcile import reconcile
 from tinkercloud_testing.session_conditions import is_true
@@ -143,6 +143,40 @@ def test_a_resumed_session_gets_its_pods_back() -> None:
     assert world.status.restarts == 0
 
 
+@pytest.mark.parametrize("offer", ["workers", "engines", "colocated engines"])
+def test_a_suspended_session_keeps_its_secret_and_nothing_else(offer: str) -> None:
+    world = a_world(offer, "it settles")
+    assert len(world.children) > 4
+
+    world.happen("its owner suspends it", "it settles")
+
+    assert world.has_secret
+    assert set(world.children) == {ChildKey("ConfigMap", "one-token")}
+
+
+def test_what_surrounds_pods_is_there_as_long_as_they_are() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it")
+    policy = ChildKey("NetworkPolicy", "one")
+
+    while world.pods:
+        assert policy in world.children
+        world.operate()
+        world.happen("KubeRay works", "a pod gets on")
+
+    world.settle()
+    assert policy not in world.children
+
+
+def test_the_token_of_a_session_outlives_its_suspension() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it", "it settles")
+    world.change(spec=a_session())
+
+    plan = reconcile(world.observe(), SETTINGS)
+
+    assert not any(isinstance(action, CreateSecret) for action in plan.actions)
+    assert any(isinstance(action, Apply) for action in plan.actions)
+
+
 def test_a_session_suspended_for_idleness_comes_back_when_it_is_used() -> None:
     world = a_world("workers", "it settles", "half an hour passes", "it settles")
     assert world.pods == {}
@@ -256,7 +290,7 @@ def test_the_same_news_is_announced_once() -> None:
 
 
 def test_nothing_is_made_beside_what_an_earlier_session_of_the_name_had() -> None:
-    plan = reconcile(observed(has_predecessors=True), SETTINGS)
+    plan = reconcile(observed(predecessors={RAY_CLUSTER: {"metadata": {}}}), SETTINGS)
 
     assert plan.actions == (HoldFinalizer(held=True),)
     assert plan.status is not None

@@ -67,6 +67,13 @@ def waiting(reason: str, message: str = "", **others: Any) -> Json:
     return {"name": "head", "state": {"waiting": {"reason": reason, "message": message}}, **others}
 
 
+def test_a_head_is_another_one_when_its_own_container_has_restarted() -> None:
+    sidecar = {"name": "mesh-proxy", "ready": True, "restartCount": 7}
+    head = {"name": "head", "ready": True, "restartCount": 1}
+
+    assert seen.pod(a_pod_manifest(sidecar, head)).incarnation == "u-1"
+
+
 def test_a_pod_that_runs_is_seen_as_it_is() -> None:
     running = {"name": "head", "started": True, "ready": True, "restartCount": 2, "state": {}}
     conditions = [a_condition("PodScheduled", "True"), a_condition("Ready", "True")]

@@ -1,5 +1,6 @@
 """What was seen of the cluster: the newest version counts, whichever way it came."""
 
+import random
 from datetime import timedelta
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_operator.observed import ChildKey, Observed
+from tinkercloud_operator.observed import ChildKey, Manifest, Observed
 from tinkercloud_operator.watched import Surroundings, Watched
 from tinkercloud_testing.sessions import (
     NOON,
@@ -189,6 +190,100 @@ def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Wa
     assert found.sessions_of_owner == 1
 
 
+def test_sessions_are_counted_as_they_come_end_and_go(watched: Watched) -> None:
+    limited = a_base_model_manifest(limits={"maxSessionsPerOwner": 5})
+    watched.note("BaseModel", stored(limited))
+    rng, version = random.Random(0), 10  # noqa: S311 - a history that can be played again
+    for _ in range(400):
+        version += 1
+        name, owner = f"s{rng.randrange(12)}", rng.choice(["ada", "bob"])
+        known = watched.sessions.get(name)
+        made = stored(a_session_manifest(name, owner=owner), version, uid=f"{name}-{version}")
+        other = made if known is None else {**known, "metadata": {**known["metadata"]}}
+        other["metadata"]["resourceVersion"] = str(version)
+        other["metadata"].setdefault("creationTimestamp", timestamp(NOON))
+        if rng.random() < 0.3:
+            other = {**other, "status": {"finishedTime": "2026"}}
+        watched.note("TrainingSession", other, is_gone=known is not None and rng.random() < 0.3)
+
+        for each in watched.sessions.values():
+            found = look(watched, each["metadata"]["name"])
+            assert found is not None
+            assert found.sessions_of_owner == counted_one_by_one(watched, each)
+    assert {item["metadata"]["name"] for item in watched.sessions_of("Qwen/Qwen3-8B")} == set(
+        watched.sessions
+    )
+
+
+def counted_one_by_one(watched: Watched, session: Manifest) -> int:
+    def age(item: Any) -> tuple[str, str]:
+        return item["metadata"]["creationTimestamp"], item["metadata"]["name"]
+
+    return sum(
+        item["spec"]["owner"] == session["spec"]["owner"]
+        and "finishedTime" not in item.get("status", {})
+        and age(item) < age(session)
+        for item in watched.sessions.values()
+    )
+
+
+def written_by(manager: str, time: str) -> Json:
+    owned: Json = {
+        "f:metadata": {"f:annotations": {f"f:{labels.LAST_ACTIVITY}": {}, "f:other": {}}}
+    }
+    return {"manager": manager, "operation": "Update", "time": time, "fieldsV1": owned}
+
+
+@pytest.mark.parametrize("clock", ["2025-12-31T12:00:00Z", "2026-01-05T12:00:00Z"])
+def test_a_use_is_of_the_time_that_kubernetes_saw_it_written_whatever_the_writers_clock_says(
+    watched: Watched, clock: str
+) -> None:
+    own = [
+        written_by(labels.API_FIELD_MANAGER, "2026-01-01T11:59:00Z"),
+        {"manager": labels.API_FIELD_MANAGER, "time": "2026-01-01T11:59:30Z", "fieldsV1": {}},
+    ]
+    annotations = {labels.LAST_ACTIVITY: clock}
+
+    watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
+
+    found = look(watched)
+    assert found is not None
+    assert found.last_activity == NOON - timedelta(minutes=1)
+
+
+def test_a_use_that_somebody_else_has_written_is_of_the_time_it_says(watched: Watched) -> None:
+    own = [written_by("kubectl-annotate", "2026-01-01T11:59:00Z")]
+    annotations = {labels.LAST_ACTIVITY: "2026-01-01T10:00:00Z"}
+
+    watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
+
+    found = look(watched)
+    assert found is not None
+    assert found.last_activity == NOON - timedelta(hours=2)
+
+
+def test_what_all_sessions_say_is_kept_once(watched: Watched) -> None:
+    def text() -> str:
+        return "".join(["a value that is read ", "from the network each time"])
+
+    watched.note("Service", service(7, text=text()))
+    watched.note("TrainingSession", session(version=9, annotations={"text": text()}))
+
+    kept = [
+        children(watched)[SERVICE]["spec"]["text"],
+        watched.sessions["one"]["metadata"]["annotations"]["text"],
+    ]
+    assert kept[0] is kept[1]
+
+
+def test_sessions_with_pods_on_a_node_are_known(watched: Watched) -> None:
+    metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
+    watched.note("Pod", stored({"metadata": metadata, "spec": {"nodeName": "a"}, "status": {}}))
+
+    assert watched.with_pods_on(frozenset({"a", "b"})) == ["one"]
+    assert watched.with_pods_on(frozenset({"b"})) == []
+
+
 def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Watched) -> None:
     metadata: Json = {
         "deletionTimestamp": "2026-01-01T12:00:00Z",
@@ -363,7 +458,7 @@ def test_children_of_an_earlier_session_of_the_same_name_are_not_its_own(
     found = look(watched)
     assert found is not None
     assert (SERVICE in found.children) is is_its_own
-    assert found.has_predecessors is not is_its_own
+    assert (SERVICE in found.predecessors) is not is_its_own
 
 
 def test_managed_fields_are_not_kept(watched: Watched) -> None:
@@ -400,7 +495,7 @@ def test_of_a_pod_only_its_state_is_kept(watched: Watched) -> None:
     watched.note("Pod", stored({"metadata": metadata, "spec": {"a": "lot"}, "status": {}}))
 
     [kept] = watched._all("Pod")
-    assert kept.keys() == {"metadata", "status"}
+    assert kept["spec"] == {}
 
 
 @pytest.mark.parametrize(

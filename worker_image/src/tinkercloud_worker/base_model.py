@@ -80,18 +80,9 @@ class BaseModel:
         self._trunk_name = name_of(model, self._trunk)
         self._head_name = name_of(model, self._head)
         self.targets = find_targets(model, self._trunk_name, self._head_name)
-        for target in self.targets:
-            if target.group != "unembed" and not target.experts:
-                self._adapt(target, model.get_submodule(target.name), packed=packed)
-        experts = find_experts(model)
         self.router_counts = RouterCounts()
         """Counts what the experts of passes are sent."""
-        for each in experts:
-            module = model.get_submodule(each.name)
-            guard_gradients(module)
-            self._adapt_experts(each, module)
-            self.router_counts.watch(module)
-        self.unadaptable_experts = unadaptable_experts(experts, model)
+        self.unadaptable_experts = self._adapt_all(model, packed=packed)
         """The class of experts that can't be adapted, if the model has such."""
         self._recomputes = False
         layers = layers_of(self._trunk)
@@ -114,6 +105,19 @@ class BaseModel:
         if self.takes_packs and not keeps_sequences_apart(self):
             self.takes_packs = False
             use_own_attention(model)
+
+    def _adapt_all(self, model: PreTrainedModel, *, packed: bool) -> str | None:
+        """Prepare layers for adapters; return the class of experts that take none."""
+        for target in self.targets:
+            if target.group != "unembed" and not target.experts:
+                self._adapt(target, model.get_submodule(target.name), packed=packed)
+        experts = find_experts(model)
+        for each in experts:
+            module = model.get_submodule(each.name)
+            guard_gradients(module)
+            self._adapt_experts(each, module)
+            self.router_counts.watch(module)
+        return unadaptable_experts(experts, model)
 
     @classmethod
     def load(

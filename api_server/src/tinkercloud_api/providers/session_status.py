@@ -17,6 +17,7 @@ _OVER = frozenset({Reason.LIFETIME_EXCEEDED, Reason.FINISHED, Reason.TERMINATING
 _QUEUE_STATES: dict[str, QueueState] = {
     Reason.QUEUED: "paused_capacity",
     Reason.UNSCHEDULABLE: "paused_capacity",
+    Reason.SCHEDULING_GATED: "paused_capacity",
     Reason.QUOTA_EXCEEDED: "paused_rate_limit",
 }
 """What the SDK calls the reasons that only others can end; all else is progress, `active`."""

@@ -123,6 +123,21 @@ class Cluster:
         options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds:.0f}s")
         self.kubectl("wait", what, *options)
 
+    def wait_until_established(self, definition: str) -> None:
+        """Wait until a custom resource definition is served: `rayclusters.ray.io`.
+
+        Not as `kubectl wait` does, which fails while there are no conditions at all.
+        """
+
+        def is_established() -> bool:
+            status = self.get("crd", definition).get("status", {})
+            conditions = status.get("conditions") or []
+            return "Established" in [
+                each["type"] for each in conditions if each["status"] == "True"
+            ]
+
+        wait_until(is_established, f"{definition} is served")
+
     def output_of(self, pod: str, namespace: str) -> str:
         """Wait for the end of a pod that is not started again, and return what it printed.
 

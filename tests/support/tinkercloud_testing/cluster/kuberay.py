@@ -52,8 +52,7 @@ def install_definitions(cluster: Cluster) -> None:
     share = build_folder("ray-operator") / "share" / "kuberay"
     definitions = sorted(share.glob("ray.io_*.yaml"))
     cluster.apply_text("\n---\n".join(path.read_text() for path in definitions))
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-    cluster.wait_for("crd/rayclusters.ray.io", established)
+    cluster.wait_until_established("rayclusters.ray.io")
 
 
 def _account() -> list[dict[str, object]]:

@@ -38,6 +38,11 @@ class MemoryApi:
     """Whether it knows RayClusters."""
     has_device_claims: bool = True
     """Whether it knows ResourceClaimTemplates."""
+    has_definitions: bool = True
+    """Whether it knows our own resources."""
+    openapi: dict[str, Json] = field(default_factory=dict)
+    """By API, such as `apis/ray.io/v1`: schemas by kind, as definitions have them; none are served
+    where there are none."""
     is_silent: bool = False
     """Whether nothing is answered any more."""
     _versions: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
@@ -98,6 +103,11 @@ class MemoryApi:
         if path == "/apis/ray.io/v1":
             known = [{"name": "rayclusters"}] if self.has_kuberay else []
             return web.json_response({"resources": known})
+        if path == "/apis/tinkercloud.dev/v1alpha1" and self.has_definitions:
+            known = [{"name": "basemodels"}, {"name": "trainingsessions"}]
+            return web.json_response({"resources": known})
+        if path.startswith("/openapi/v3") and self.openapi:
+            return self._get_openapi(path.removeprefix("/openapi/v3").strip("/"))
         if path == "/apis/resource.k8s.io/v1":
             if not self.has_device_claims:
                 return _status(404, "not found")
@@ -107,6 +117,19 @@ class MemoryApi:
             return _status(404, "not found")
         metadata = {"resourceVersion": str(self._versions())}
         return web.json_response({"metadata": metadata, "items": items})
+
+    def _get_openapi(self, api: str) -> web.Response:
+        if not api:
+            editions = {
+                name: {"serverRelativeURL": f"/openapi/v3/{name}?hash={hash(json.dumps(schemas))}"}
+                for name, schemas in self.openapi.items()
+            }
+            return web.json_response({"paths": editions})
+        schemas = {
+            kind: {**schema, "x-kubernetes-group-version-kind": [{"kind": kind}]}
+            for kind, schema in self.openapi[api].items()
+        }
+        return web.json_response({"components": {"schemas": schemas}})
 
 
 def _status(code: int, message: str, reason: str = "Conflict") -> web.Response:

@@ -57,10 +57,8 @@ def install_definitions(cluster: Cluster) -> None:
     """Apply the definitions of our custom resources, and wait until they are served."""
     for path in sorted((ROOT / "crds").glob("tinkercloud.dev_*.yaml")):
         cluster.apply_text(path.read_text())
-    # kubectl does not wait for a condition of what has no conditions at all yet.
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
     for plural in ("basemodels", "trainingsessions"):
-        cluster.wait_for(f"crd/{plural}.tinkercloud.dev", established)
+        cluster.wait_until_established(f"{plural}.tinkercloud.dev")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[4]
-_BUILDER = ROOT / "tools" / "cluster" / "build.py"
+BUILDER = ROOT / "tools" / "cluster" / "build.py"
 _FOLDER_PREFIX = "tinkercloud-cluster-"
 _STOP_SECONDS = 30
 
@@ -30,7 +30,7 @@ class ProgramFailed(Exception):
 def build_folder(*programs: str) -> Path:
     """Build programs if they are not there; return the folder with `bin/` and `share/`."""
     built = subprocess.run(
-        [sys.executable, str(_BUILDER), *programs], check=True, text=True, stdout=subprocess.PIPE
+        [sys.executable, str(BUILDER), *programs], check=True, text=True, stdout=subprocess.PIPE
     )
     return Path(built.stdout.strip())
 

@@ -1,0 +1,144 @@
+"""Served definitions compared with what this operator writes: pure.
+
+An object with a field that its definition does not declare is not pruned when it is applied: the
+API server answers 500, today and forever. So what is served is compared with what is needed
+beforehand, and a status is written without what could not be kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from tinkercloud_crds.base_model import BaseModelSpec, BaseModelStatus
+from tinkercloud_crds.structural import structural_schema
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+
+Schema = Mapping[str, Any]
+"""An OpenAPI v3 schema, as the API server publishes it."""
+
+KUBERAY_MINIMUM = "1.6"
+"""Oldest KubeRay whose RayClusters have everything that sessions need."""
+_KUBERAY_FIELDS = {"spec": {"authOptions": {"mode": "token", "secretName": ""}}}
+"""Fields of a RayCluster that older versions of KubeRay do not declare."""
+_UNDECLARED = "field not declared in schema"
+"""The API server's words about a field that it can't apply."""
+_NAMED_FIELDS = 6
+"""In a message, at most."""
+
+_OWN: Mapping[str, tuple[type[BaseModel], type[BaseModel]]] = {
+    "BaseModel": (BaseModelSpec, BaseModelStatus),
+    "TrainingSession": (TrainingSessionSpec, TrainingSessionStatus),
+}
+
+
+def is_undeclared(message: str) -> bool:
+    """Whether an answer of the API server says that a definition lacks a field."""
+    return _UNDECLARED in message
+
+
+def schema_of(document: Mapping[str, Any], kind: str) -> Schema | None:
+    """Return the schema of a kind from the OpenAPI document of its group; None if it has none."""
+    schemas = document.get("components", {}).get("schemas", {})
+    for schema in schemas.values():
+        kinds = schema.get("x-kubernetes-group-version-kind", [])
+        if any(each.get("kind") == kind for each in kinds) and "spec" in _fields(schema):
+            found: Schema = schema
+            return found
+    return None
+
+
+def kuberay_gap(schema: Schema) -> str | None:
+    """Return what KubeRay's RayCluster lacks, the version it is of and the one needed; or None."""
+    missing = list(_undeclared(_KUBERAY_FIELDS, schema))
+    if not missing:
+        return None
+    version = "1.5" if "authOptions" in _fields(_fields(schema)["spec"]) else "1.4 or older"
+    return (
+        f"needs KubeRay {KUBERAY_MINIMUM} or newer: this cluster's definition of RayCluster is of"
+        f" KubeRay {version} and lacks {', '.join(missing)}. Upgrade KubeRay and its CRDs, which"
+        " `helm upgrade` leaves as they are"
+    )
+
+
+def own_gap(kind: str, schema: Schema) -> str | None:
+    """Return what the served definition of a kind of ours lacks, and what to do; or None."""
+    spec, status = _OWN[kind]
+    wanted = {"spec": structural_schema(spec), "status": structural_schema(status)}
+    missing = list(_lacking({"properties": wanted}, schema))
+    if not missing:
+        return None
+    named = ", ".join(missing[:_NAMED_FIELDS])
+    more = f" and {len(missing) - _NAMED_FIELDS} more" if len(missing) > _NAMED_FIELDS else ""
+    return (
+        f"the cluster's definition of {kind} is older than the operator and lacks {named}{more},"
+        " which are not kept: upgrade the chart tinkercloud-crds"
+    )
+
+
+def declared(status: Mapping[str, Any], schema: Schema | None) -> dict[str, Any]:
+    """Return a status without what the served definition of its kind can't hold.
+
+    Args:
+        status: as it would be written.
+        schema: of the kind; None if it is not known, which leaves everything.
+    """
+    part = _fields(schema or {}).get("status", {})
+    kept: dict[str, Any] = _kept(status, part)
+    return kept
+
+
+def _kept(value: Any, schema: Schema) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, Mapping) and _is_closed(schema):
+        fields = _fields(schema)
+        return {
+            key: _kept(child, fields[key])
+            for key, child in value.items()
+            if key in fields and _is_allowed(child, fields[key])
+        }
+    if isinstance(value, list):
+        return [_kept(item, schema.get("items", {})) for item in value]
+    return value
+
+
+def _is_allowed(value: object, schema: Schema) -> bool:
+    return value in schema["enum"] if "enum" in schema else True
+
+
+def _undeclared(value: object, schema: Schema, path: str = "") -> Iterator[str]:
+    """Yield the paths of a value's fields that a schema does not declare."""
+    if not isinstance(value, Mapping) or not _is_closed(schema):
+        return
+    for key, child in value.items():
+        within = f"{path}.{key}" if path else str(key)
+        if key not in _fields(schema):
+            yield within
+        else:
+            yield from _undeclared(child, _fields(schema)[key], within)
+
+
+def _lacking(wanted: Schema, served: Schema, path: str = "") -> Iterator[str]:
+    """Yield the fields, and values of fields, that one schema has and another does not."""
+    if "items" in wanted:
+        yield from _lacking(wanted["items"], served.get("items", {}), f"{path}[]")
+    values: Sequence[object] = wanted.get("enum", [])
+    if "enum" in served:
+        yield from (f"{path}={value}" for value in values if value not in served["enum"])
+    if not _is_closed(served):
+        return
+    for key, child in _fields(wanted).items():
+        within = f"{path}.{key}" if path else str(key)
+        if key not in _fields(served):
+            yield within
+        else:
+            yield from _lacking(child, _fields(served)[key], within)
+
+
+def _is_closed(schema: Schema) -> bool:
+    """Whether a schema lists all fields there may be."""
+    return bool(_fields(schema)) and not schema.get("x-kubernetes-preserve-unknown-fields")
+
+
+def _fields(schema: Schema) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = schema.get("properties", {})
+    return found

@@ -1,0 +1,94 @@
+"""What has waited too long for somebody else: KubeRay, a finalizer's owner, a node. Pure."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from tinkercloud_crds.conditions import Reason, timestamp
+from tinkercloud_operator.lifetime import parse_time
+from tinkercloud_operator.observed import Manifest, Observed, Pod
+
+SILENT = timedelta(minutes=5)
+"""Time within which KubeRay says that it has seen a RayCluster, however busy it is."""
+HELD = timedelta(minutes=5)
+"""Time within which a RayCluster that is deleted is gone."""
+UNCONFIRMED = timedelta(minutes=1)
+"""Time after its grace period within which a node confirms the end of a pod."""
+_WAITS_FOR_DEPENDENTS = "foregroundDeletion"
+"""Finalizer of an object whose dependents go first: those are what is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Something that should have happened by now, or should happen by then."""
+
+    moment: datetime
+    reason: Reason
+    message: str
+
+
+def overdue(observed: Observed) -> Deadline | None:
+    """Return what should have happened by now, if anything has not."""
+    late = [each for each in _deadlines(observed) if each.moment <= observed.now]
+    return min(late, key=lambda each: each.moment, default=None)
+
+
+def next_deadline(observed: Observed) -> datetime | None:
+    """Return when something will be overdue, unless it happens before."""
+    moments = (each.moment for each in _deadlines(observed) if each.moment > observed.now)
+    return min(moments, default=None)
+
+
+def _deadlines(observed: Observed) -> Iterator[Deadline]:
+    cluster = observed.ray_cluster
+    if cluster is not None and not observed.is_held_back and not observed.pods:
+        yield from _silence(cluster)
+    children = {**observed.children, **observed.predecessors}
+    yield from _deletions(child for key, child in children.items() if key.kind == "RayCluster")
+    for pod in observed.pods:
+        yield from _end(pod)
+
+
+def _silence(cluster: Manifest) -> Iterator[Deadline]:
+    metadata = cluster["metadata"]
+    made = parse_time(metadata.get("creationTimestamp"))
+    is_seen = "observedGeneration" in cluster.get("status", {})
+    if made is None or is_seen or "deletionTimestamp" in metadata:
+        return
+    message = (
+        f"KubeRay has not reacted to RayCluster {metadata['name']} since it was made at"
+        f" {timestamp(made)}: look whether its operator runs, watches this namespace, and what it"
+        " logs"
+    )
+    yield Deadline(made + SILENT, Reason.KUBERAY_SILENT, message)
+
+
+def _deletions(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
+    for cluster in clusters:
+        metadata = cluster["metadata"]
+        since = parse_time(metadata.get("deletionTimestamp"))
+        holding = [each for each in metadata.get("finalizers", []) if each != _WAITS_FOR_DEPENDENTS]
+        if since is None or not holding:
+            continue
+        message = (
+            f"RayCluster {metadata['name']} is being deleted since {timestamp(since)}, and held by"
+            f" its finalizers {', '.join(holding)}: whoever set them has to remove them"
+        )
+        yield Deadline(since + HELD, Reason.DELETION_STUCK, message)
+
+
+def _end(pod: Pod) -> Iterator[Deadline]:
+    if pod.due is None:
+        return
+    if pod.finalizers:
+        why = (
+            f"is held by its finalizers {', '.join(pod.finalizers)}: whoever set them has to remove"
+            " them"
+        )
+    else:
+        why = (
+            f"node {pod.node} has not confirmed it: look at the node, and delete the Node, or the"
+            " pod with --force, if it is gone for good"
+        )
+    message = f"pod {pod.name} should have ended at {timestamp(pod.due)}, and {why}"
+    yield Deadline(pod.due + UNCONFIRMED, Reason.DELETION_STUCK, message)

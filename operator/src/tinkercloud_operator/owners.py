@@ -1,0 +1,75 @@
+"""The sessions of a namespace by BaseModel and owner, so that no look goes through all of them."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tinkercloud_operator.observed import Manifest
+
+Age = tuple[str, str]
+"""Creation and name: what sessions are ordered by, oldest first; names decide between equals."""
+Group = tuple[str, str | None]
+"""BaseModel and owner."""
+
+
+@dataclass(slots=True)
+class Owners:
+    """Sessions by BaseModel and owner. Belongs to one event loop."""
+
+    _of_model: dict[str, dict[str, Manifest]] = field(default_factory=dict)
+    """By BaseModel, then by name."""
+    _live: dict[Group, list[Age]] = field(default_factory=dict)
+    """Sessions that have not ended, oldest first."""
+    _names: dict[Group, set[str]] = field(default_factory=dict)
+
+    def put(self, session: Manifest) -> None:
+        """Take note of a session that is not known yet."""
+        model, group, name = _model(session), _group(session), session["metadata"]["name"]
+        self._of_model.setdefault(model, {})[name] = session
+        self._names.setdefault(group, set()).add(name)
+        if is_live(session):
+            insort(self._live.setdefault(group, []), age(session))
+
+    def remove(self, session: Manifest) -> None:
+        """Forget a session, as it was when it was put here."""
+        model, group, name = _model(session), _group(session), session["metadata"]["name"]
+        del self._of_model[model][name]
+        if not self._of_model[model]:
+            del self._of_model[model]
+        self._names[group].discard(name)
+        if not self._names[group]:
+            del self._names[group]
+        if is_live(session):
+            del self._live[group][self.older(session)]
+            if not self._live[group]:
+                del self._live[group]
+
+    def of_model(self, model: str) -> Iterable[Manifest]:
+        """Return the sessions of a BaseModel."""
+        return list(self._of_model.get(model, {}).values())
+
+    def siblings(self, session: Manifest) -> frozenset[str]:
+        """Return the names of the sessions of a session's owner and BaseModel."""
+        return frozenset(self._names.get(_group(session), ()))
+
+    def older(self, session: Manifest) -> int:
+        """Return how many live sessions of its owner and BaseModel are older than a session."""
+        return bisect_left(self._live.get(_group(session), []), age(session))
+
+
+def is_live(session: Manifest) -> bool:
+    """Whether a session is one of those that its owner may have so many of."""
+    return session.get("status", {}).get("finishedTime") is None
+
+
+def age(manifest: Manifest) -> Age:
+    """Return what objects are ordered by, oldest first; names decide between equals."""
+    return manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"]
+
+
+def _model(session: Manifest) -> str:
+    return str(session["spec"].get("baseModel", ""))
+
+
+def _group(session: Manifest) -> Group:
+    return _model(session), session["spec"].get("owner")

@@ -1,0 +1,75 @@
+"""The definitions that the API server serves: read when a term starts, and when they change.
+
+Every account may read them (`system:discovery`). Where they can't be read, nothing is known but the
+API server's answers to what is applied.
+"""
+
+from collections.abc import Mapping
+
+import structlog
+
+from tinkercloud_crds import labels
+from tinkercloud_operator import metrics
+from tinkercloud_operator.cluster import Cluster, NotThere, Refused
+from tinkercloud_operator.definitions import Schema, declared, kuberay_gap, own_gap, schema_of
+from tinkercloud_operator.observed import Manifest
+
+log = structlog.get_logger(__name__)
+
+OWN_KINDS = ("BaseModel", "TrainingSession")
+_KUBERAY = "apis/ray.io/v1"
+_OWN = f"apis/{labels.API_VERSION}"
+
+
+class Served:
+    """Served definitions, compared with what is needed. Belongs to one event loop."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.kuberay_gap: str | None = None
+        """What RayClusters lack, the version that KubeRay has, and the one that is needed."""
+        self.own_gaps: Mapping[str, str] = {}
+        """By kind: what our own definitions lack."""
+        self._cluster = cluster
+        self._schemas: dict[str, Schema] = {}
+        """Of our own kinds."""
+        self._known: dict[str, str] = {}
+        """By API: which edition of its document was read."""
+
+    async def refresh(self) -> bool:
+        """Read what has changed; return whether a gap has opened or closed.
+
+        Raises:
+            ClusterError: it could not be asked; what was known is kept.
+        """
+        before = (self.kuberay_gap, self.own_gaps)
+        try:
+            editions = await self._cluster.openapi_editions()
+            for api in (_KUBERAY, _OWN):
+                if self._known.get(api) != editions.get(api, ""):
+                    await self._read(api, editions.get(api, ""))
+        except (NotThere, Refused) as error:
+            log.info("served definitions can't be read", error=str(error))
+        for kind in OWN_KINDS:
+            metrics.DEFINITIONS_OUTDATED.labels(kind).set(kind in self.own_gaps)
+        metrics.DEFINITIONS_OUTDATED.labels("RayCluster").set(self.kuberay_gap is not None)
+        if before == (self.kuberay_gap, self.own_gaps):
+            return False
+        for gap in filter(None, (self.kuberay_gap, *self.own_gaps.values())):
+            log.error("served definitions are too old", problem=gap)
+        return True
+
+    async def _read(self, api: str, edition: str) -> None:
+        document = await self._cluster.openapi(edition) if edition else {}
+        if api == _KUBERAY:
+            schema = schema_of(document, "RayCluster")
+            self.kuberay_gap = None if schema is None else kuberay_gap(schema)
+        else:
+            found = {kind: schema_of(document, kind) for kind in OWN_KINDS}
+            self._schemas = {kind: each for kind, each in found.items() if each is not None}
+            gaps = {kind: own_gap(kind, each) for kind, each in self._schemas.items()}
+            self.own_gaps = {kind: gap for kind, gap in gaps.items() if gap is not None}
+        self._known[api] = edition
+
+    def keepable(self, kind: str, status: Manifest) -> Manifest:
+        """Return a status of one of our kinds without what the served definition can't hold."""
+        return declared(status, self._schemas.get(kind))

@@ -1,0 +1,180 @@
+"""Definitions are read when a term starts and when they change; what they lack is said."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tinkercloud_operator import __main__ as process
+from tinkercloud_operator import controller as controller_module
+from tinkercloud_operator import metrics
+from tinkercloud_operator.cluster import Refused
+from tinkercloud_operator.controller import Controller, DefinitionsMissing
+from tinkercloud_operator.heads import Heads
+from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.probes import Probes
+from tinkercloud_operator.served import Served
+from tinkercloud_operator.settings import Settings
+from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.sessions import a_session_manifest
+from tinkercloud_testing.waiting import reached
+
+KUBERAY, OWN = "apis/ray.io/v1", "apis/tinkercloud.dev/v1alpha1"
+SESSION = f"/{OWN}/namespaces/default/trainingsessions/one"
+TEXT: Json = {"type": "string"}
+
+
+def closed(**properties: Json) -> Json:
+    return {"properties": properties}
+
+
+OLD = {"RayCluster": closed(spec=closed(rayVersion=TEXT))}
+NEW = {"RayCluster": closed(spec=closed(authOptions=closed(mode=TEXT, secretName=TEXT)))}
+OWN_OLD = {"TrainingSession": closed(spec=closed(), status=closed(phase=TEXT))}
+
+
+def gauge(kind: str) -> float:
+    return float(metrics.DEFINITIONS_OUTDATED.labels(kind)._value.get())
+
+
+@pytest.fixture
+async def controller(connection: Connection) -> AsyncIterator[Controller]:
+    async with aiohttp.ClientSession() as http:
+        heads = Heads(connection.cluster, http)
+        yield Controller(connection.cluster, heads, Settings(max_concurrent=1))
+
+
+async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection) -> None:
+    served = Served(connection.cluster)
+    connection.api.openapi = {KUBERAY: OLD}
+
+    assert await served.refresh()
+    assert "needs KubeRay 1.6" in (served.kuberay_gap or "")
+    assert gauge("RayCluster") == 1
+
+    connection.api.openapi = {KUBERAY: NEW}
+    assert await served.refresh()
+    assert served.kuberay_gap is None
+    assert gauge("RayCluster") == 0
+
+
+async def test_a_document_is_read_again_only_when_it_has_changed(connection: Connection) -> None:
+    served = Served(connection.cluster)
+    connection.api.openapi = {KUBERAY: OLD}
+
+    assert [await served.refresh() for _ in range(3)] == [True, False, False]
+
+    assert connection.api.requests.count(f"GET /openapi/v3/{KUBERAY}") == 1
+
+
+async def test_a_kuberay_that_is_removed_is_not_too_old(connection: Connection) -> None:
+    served = Served(connection.cluster)
+    connection.api.openapi = {KUBERAY: OLD, OWN: {}}
+    await served.refresh()
+
+    connection.api.openapi = {OWN: {}}
+
+    assert await served.refresh()
+    assert served.kuberay_gap is None
+
+
+async def test_where_definitions_can_not_be_read_nothing_is_said_of_them(
+    connection: Connection,
+) -> None:
+    served = Served(connection.cluster)
+
+    assert not await served.refresh()
+    assert served.kuberay_gap is None
+    assert served.keepable("TrainingSession", {"phase": "Ready"}) == {"phase": "Ready"}
+
+
+async def test_statuses_are_written_without_what_is_not_served(
+    connection: Connection, controller: Controller
+) -> None:
+    connection.api.openapi = {OWN: OWN_OLD}
+    connection.api.put(SESSION, a_session_manifest())
+    await controller.resync()
+    working = asyncio.create_task(controller.work())
+
+    await reached(lambda: "status" in connection.api.objects[SESSION])
+
+    assert connection.api.objects[SESSION]["status"] == {"phase": "Failed"}
+    assert gauge("TrainingSession") == 1
+    working.cancel()
+
+
+async def test_everything_is_looked_at_again_when_other_definitions_are_served(
+    connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "_DEFINITIONS_SECONDS", 0.0)
+    connection.api.openapi = {KUBERAY: OLD}
+    await controller.resync()
+    watching = asyncio.create_task(controller.watch_definitions())
+
+    connection.api.openapi = {KUBERAY: NEW}
+
+    await asyncio.wait_for(controller.needs_resync.wait(), 10)
+    watching.cancel()
+
+
+async def test_an_undeclared_field_is_refused_although_the_answer_is_500(
+    connection: Connection,
+) -> None:
+    connection.api.refused["one"] = 500
+    connection.api.explanation = "failed to create ...: .spec.x: field not declared in schema"
+
+    with pytest.raises(Refused, match="field not declared"):
+        await connection.cluster.apply({"kind": "RayCluster", "metadata": {"name": "one"}})
+
+
+async def test_missing_definitions_are_no_reason_to_list_and_the_probe_says_what_to_do(
+    connection: Connection, controller: Controller
+) -> None:
+    connection.api.has_definitions = False
+
+    with pytest.raises(DefinitionsMissing, match="install the chart tinkercloud-crds"):
+        await controller.resync()
+
+    assert "tinkercloud-crds" in (controller.unready() or "")
+    connection.api.has_definitions = True
+    await controller.resync()
+    assert controller.unready() is None
+
+
+async def test_watching_starts_again_when_missing_definitions_are_there(
+    connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
+    connection.api.has_definitions = False
+    stop = asyncio.Event()
+    resyncing = asyncio.create_task(process._resync(controller, stop, Settings()))
+    await reached(lambda: "install" in (controller.unready() or ""))
+
+    connection.api.has_definitions = True
+    await asyncio.wait_for(resyncing, 10)
+
+    assert stop.is_set()
+
+
+@pytest.mark.parametrize(
+    ("why", "status", "text"),
+    [(None, 200, "leading"), ("not everything has been listed yet", 503, "listed yet")],
+)
+async def test_a_leader_is_ready_once_it_looks_after_sessions(
+    connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str | None,
+    status: int,
+    text: str,
+) -> None:
+    leadership = Leadership(connection.client, Settings())
+    monkeypatch.setattr(Leadership, "is_leader", property(lambda _: True))
+    probes = Probes(leadership, Settings())
+    probes.unready = lambda: why
+
+    answer: Any = await probes._ready(None)  # type: ignore[arg-type]
+
+    assert answer.status == status
+    assert text in answer.text

@@ -1,0 +1,98 @@
+"""A session leaves nodes that are cordoned, with its state, so that they can be drained."""
+
+import pytest
+
+from tinkercloud_crds.conditions import ConditionType, find
+from tinkercloud_operator.lifetime import decide
+from tinkercloud_operator.observed import Pod
+from tinkercloud_operator.seen import pod, slim
+from tinkercloud_testing.session_world import a_world
+from tinkercloud_testing.sessions import Json, a_pod, observed
+
+CORDON = "node.kubernetes.io/unschedulable"
+
+
+@pytest.mark.parametrize("offer", ["head alone", "workers", "engines", "queue"])
+def test_a_session_moves_from_a_cordoned_node_with_its_state(offer: str) -> None:
+    world = a_world(offer, "it settles", "a client comes")
+    head = world.status.incarnation
+
+    world.happen("a node is cordoned", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert {each.node for each in world.pods.values()} == {"node-1"}
+    assert world.status.saved_incarnation == head != world.status.incarnation
+    assert world.status.restarts == 0
+
+
+def test_a_session_says_why_it_moves() -> None:
+    world = a_world("workers", "it settles", "a node is cordoned", "the operator looks")
+
+    suspended = find(world.status.conditions, ConditionType.SUSPENDED)
+    assert world.status.phase == "Suspending"
+    assert suspended is not None
+    assert "node node-0 takes no more pods" in suspended.message
+
+
+def test_a_session_without_pods_on_the_cordoned_node_stays() -> None:
+    world = a_world("workers", "it settles")
+    head = world.status.incarnation
+
+    world.happen("another node is cordoned", "it settles")
+
+    assert world.status.incarnation == head
+
+
+def test_a_move_that_has_begun_is_finished_when_the_node_is_back() -> None:
+    world = a_world("workers", "it settles", "a node is cordoned", "the operator looks")
+
+    world.happen("the operator looks", "no node is cordoned", "it settles")
+
+    assert world.status.phase == "Ready"
+    assert world.status.restarts == 0
+
+
+def a_pod_that_tolerates(*tolerations: Json) -> Pod:
+    metadata = {"name": "p", "uid": "u", "labels": {"tinkercloud.dev/component": "head"}}
+    spec = {"nodeName": "node-0", "tolerations": list(tolerations)}
+    return pod(slim("Pod", {"metadata": metadata, "spec": spec, "status": {}}))
+
+
+@pytest.mark.parametrize(
+    "toleration",
+    [{"operator": "Exists"}, {"key": CORDON, "operator": "Exists", "effect": "NoSchedule"}],
+)
+def test_pods_that_would_be_placed_there_again_stay_where_they_are(toleration: Json) -> None:
+    stays = a_pod_that_tolerates(toleration)
+    moves = a_pod_that_tolerates({"key": "nvidia.com/gpu", "operator": "Exists"})
+    cordoned = frozenset({"node-0"})
+
+    kept = decide(observed(pods=(stays,), cordoned=cordoned), None, None)
+    moved = decide(observed(pods=(moves,), cordoned=cordoned), None, None)
+
+    assert kept.wanted == "Running"
+    assert moved.wanted == "Suspended"
+
+
+def test_a_session_whose_owner_suspends_it_says_that_and_stays_suspended() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it", "a node is cordoned")
+
+    world.settle()
+
+    assert world.status.phase == "Suspended"
+
+
+def test_a_pod_that_does_not_end_on_a_dead_node_keeps_its_session_from_nothing() -> None:
+    stuck = a_pod(node="node-0", is_terminating=True)
+
+    decision = decide(observed(pods=(stuck,), cordoned=frozenset({"node-0"})), None, None)
+
+    assert decision.wanted == "Running"
+
+
+def test_a_pod_that_has_no_node_yet_is_on_none() -> None:
+    waits = a_pod(is_scheduled=False, is_started=False, is_ready=False)
+
+    assert decide(observed(pods=(waits,), cordoned=frozenset({"x"})), None, None).wanted == (
+        "Running"
+    )

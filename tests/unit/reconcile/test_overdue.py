@@ -1,0 +1,162 @@
+"""What somebody else should have done by now is named, with whoever it is waited for."""
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find, timestamp
+from tinkercloud_operator import seen
+from tinkercloud_operator.observed import Observed
+from tinkercloud_operator.overdue import HELD, SILENT, UNCONFIRMED
+from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
+from tinkercloud_testing.sessions import NOON, Json, a_pod, a_session, observed
+
+MADE: Json = {"creationTimestamp": timestamp(NOON)}
+DELETED: Json = {"deletionTimestamp": timestamp(NOON)}
+FINALIZERS = ["example.org/audit", "foregroundDeletion"]
+SECOND = timedelta(seconds=1)
+
+
+def a_cluster(status: Json | None = None, **metadata: Any) -> Json:
+    return {"metadata": {"name": "one", **metadata}, "spec": {}, "status": status or {}}
+
+
+def at(now: datetime, cluster: Json | None = None, **fields: Any) -> Observed:
+    children = {} if cluster is None else {RAY_CLUSTER: cluster}
+    return observed(children=children, now=now, **fields)
+
+
+def ready(session: Observed) -> Condition:
+    status = reconcile(session, SETTINGS).status
+    assert status is not None
+    condition = find(status.conditions, ConditionType.READY)
+    assert condition is not None
+    return condition
+
+
+def test_kuberay_that_does_not_react_to_a_ray_cluster_is_said_after_minutes() -> None:
+    before, after = (at(NOON + SILENT - by, a_cluster(**MADE)) for by in (SECOND, 0 * SECOND))
+
+    assert ready(before).reason == Reason.PROVISIONING
+    assert reconcile(before, SETTINGS).look_again_seconds == 1
+    assert ready(after).reason == Reason.KUBERAY_SILENT
+    assert "RayCluster one" in ready(after).message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cluster": a_cluster({"observedGeneration": 1}, **MADE)},
+        {"cluster": a_cluster(**MADE), "pods": (a_pod(is_ready=False),)},
+        {"cluster": a_cluster(**MADE) | {"spec": {"suspend": True}}},
+    ],
+    ids=["it has seen it", "there are pods", "Kueue holds it back"],
+)
+def test_kuberay_that_has_reacted_or_need_not_is_not_called_silent(fields: Json) -> None:
+    assert ready(at(NOON + 2 * SILENT, **fields)).reason != Reason.KUBERAY_SILENT
+
+
+@pytest.mark.parametrize("is_suspended", [True, False])
+def test_a_ray_cluster_that_is_held_in_deletion_is_named_with_its_finalizers(
+    is_suspended: bool,
+) -> None:
+    cluster, spec = a_cluster(**DELETED, finalizers=FINALIZERS), a_session(suspend=is_suspended)
+
+    before = ready(at(NOON + HELD - SECOND, cluster, spec=spec))
+    after = ready(at(NOON + HELD, cluster, spec=spec))
+
+    assert before.reason != Reason.DELETION_STUCK
+    assert after.reason == Reason.DELETION_STUCK
+    assert "held by its finalizers example.org/audit:" in after.message
+
+
+def test_what_an_earlier_session_of_the_name_left_is_named_too() -> None:
+    left = {RAY_CLUSTER: a_cluster(**DELETED, finalizers=FINALIZERS)}
+
+    condition = ready(at(NOON + HELD, predecessors=left))
+
+    assert condition.reason == Reason.DELETION_STUCK
+    assert "example.org/audit" in condition.message
+
+
+def test_a_ray_cluster_that_waits_for_its_pods_is_held_by_nobody() -> None:
+    cluster = a_cluster(**DELETED, finalizers=["foregroundDeletion"])
+
+    assert ready(at(NOON + 2 * HELD, cluster)).reason != Reason.DELETION_STUCK
+
+
+@pytest.mark.parametrize(
+    ("finalizers", "named"), [((), "node gpu-3 has not confirmed it"), (("a/b",), "finalizers a/b")]
+)
+def test_a_pod_that_does_not_end_is_named_with_what_holds_it(
+    finalizers: tuple[str, ...], named: str
+) -> None:
+    pod = a_pod(is_terminating=True, due=NOON, node="gpu-3", finalizers=finalizers)
+    session = at(NOON + UNCONFIRMED, pods=(pod,), spec=a_session(suspend=True))
+
+    assert ready(session).reason == Reason.DELETION_STUCK
+    assert "pod one-head" in ready(session).message
+    assert named in ready(session).message
+    assert ready(at(NOON, pods=(pod,))).reason != Reason.DELETION_STUCK
+
+
+def test_a_session_that_is_stuck_needs_help() -> None:
+    cluster = a_cluster(**DELETED, finalizers=FINALIZERS)
+
+    status = reconcile(at(NOON + HELD, cluster), SETTINGS).status
+
+    assert status is not None
+    stalled = find(status.conditions, ConditionType.STALLED)
+    assert stalled is not None
+    assert stalled.status == "True"
+
+
+def a_manifest(*conditions: Json, **spec: Any) -> Json:
+    labelled = {"tinkercloud.dev/component": "trainer"}
+    metadata = {"name": "one-trainer", "uid": "u", "labels": labelled}
+    status = {"conditions": list(conditions)}
+    return dict(seen.slim("Pod", {"metadata": metadata, "spec": spec, "status": status}))
+
+
+def pod_reason(manifest: Json) -> tuple[str, str]:
+    condition = ready(at(NOON, a_cluster(), pods=(seen.pod(manifest),)))
+    return condition.reason, condition.message
+
+
+def test_a_pod_with_scheduling_gates_is_named_with_them() -> None:
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    gates = [{"name": "example.org/topology"}, {"name": "example.org/licence"}]
+
+    reason, message = pod_reason(a_manifest(gated, schedulingGates=gates, containers=[{}]))
+
+    assert reason == Reason.SCHEDULING_GATED
+    assert "pod one-trainer" in message
+    assert "example.org/topology, example.org/licence" in message
+
+
+def on_a_node(ready_now: str, containers: str, why: str = "") -> Json:
+    scheduled = {"type": "PodScheduled", "status": "True"}
+    told = {"type": "Ready", "status": ready_now, "reason": why}
+    return a_manifest(
+        scheduled, told, {"type": "ContainersReady", "status": containers}, nodeName="gpu-3"
+    )
+
+
+def test_a_pod_whose_node_is_not_ready_is_named_with_it() -> None:
+    reason, message = pod_reason(on_a_node("False", "True"))
+
+    assert reason == Reason.NODE_NOT_READY
+    assert "pod one-trainer: its node gpu-3 is not ready" in message
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [on_a_node("False", "False"), on_a_node("False", "True", "ReadinessGatesNotReady")],
+    ids=["its containers are not ready", "its readiness gates are not"],
+)
+def test_a_pod_that_is_not_ready_for_another_reason_says_nothing_of_its_node(
+    manifest: Json,
+) -> None:
+    assert seen.pod(manifest).trouble is None
