@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
-import aiohttp
 import structlog
 from fastapi import FastAPI
 
@@ -25,7 +24,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints, open_store
 from tinkercloud_api.context import Context
-from tinkercloud_api.head_client import HeadClient
+from tinkercloud_api.head_client import open_session
 from tinkercloud_api.http import Receive, Scope, Send
 from tinkercloud_api.limits import BodyLimit
 from tinkercloud_api.measuring import Measured, metrics_server
@@ -88,10 +87,9 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     await migrate(engine)
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
-    client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
-    head_client = HeadClient()
+    session = open_session()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
-    router = Router(catalog, checkpoints, provider, client)
+    router = Router(catalog, checkpoints, provider, session)
     context = Context(
         settings=settings,
         catalog=catalog,
@@ -100,9 +98,8 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         checkpoints=checkpoints,
         router=router,
         training_runs=TrainingRuns(catalog, provider, checkpoints, router),
-        proxy=Proxy(head_client),
+        proxy=Proxy(session),
         activity=Activity(catalog),
-        client=client,
         waiters=Waiters(),
     )
     await provider.start()
@@ -115,8 +112,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             await janitor
         await provider.stop()
         await context.activity.write()
-        head_client.close()
-        await client.close()
+        await session.close()
         await catalog.close()
 
 
