@@ -4,6 +4,7 @@
 /api/v1/...              routes.sessions, models, runs, keys: answered here
 /hf/...                  routes.hub: the tokenizer mirror
 /healthz /livez          routes.health
+/openapi.json            openapi: what is served, as data
 /metrics                 measuring, on a port of its own
 """
 
@@ -28,6 +29,7 @@ from tinkercloud_api.head_client import open_session
 from tinkercloud_api.http import Receive, Scope, Send
 from tinkercloud_api.limits import BodyLimit
 from tinkercloud_api.measuring import Measured, metrics_server
+from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
@@ -53,12 +55,14 @@ class Application:
         self._provider = provider
         self.context: Context | None = None
         """The server's parts, while it runs."""
-        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, redoc_url=None)
+        # The pages that show the description would load scripts from elsewhere.
+        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
+        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # as FastAPI says to
         for module in (sessions, models, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = Measured(hot.HotPaths(api, self._running), hot.HANDLERS.keys())
+        self._asgi = Measured(hot.HotPaths(api, self._running, api.routes), hot.HANDLERS.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""

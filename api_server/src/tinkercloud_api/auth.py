@@ -76,6 +76,10 @@ class Authenticator:
         self._catalog = catalog
         self._remembered: dict[str, tuple[float, Principal]] = {}
 
+    def has_known(self, key: str) -> bool:
+        """Whether a key was good when it was last looked up."""
+        return hash_key(key) in self._remembered
+
     async def principal(self, key: str | None) -> Principal:
         """Return the holder of a key.
 

@@ -1,6 +1,15 @@
 """What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    MutableMapping,
+)
 from typing import Any
 
 import orjson
@@ -76,14 +85,33 @@ class HotRequest:
                 return
 
 
-_MAX_DISCARDED_BYTES = 256 << 20
+MAX_DISCARDED_BYTES = 256 << 20
+MAX_DISCARDED_BYTES_WITHOUT_KEY = 8 << 20
+"""More than the SDK sends in one request."""
+_ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
+"""Headers that must not come twice: readers differ in which one they take."""
 
 
-def reading_to_the_end(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Check that no header came twice of which there can be one.
+
+    Raises:
+        InvalidRequest: one did.
+    """
+    names = Counter(name for name, _ in headers if name in _ONCE)
+    for name, count in names.items():
+        if count > 1:
+            raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
+
+
+def reading_to_the_end(
+    scope: Scope, receive: Receive, send: Send, max_discarded_bytes: int
+) -> tuple[Receive, Send]:
     """Return a connection's two ends such that no answer is sent before the body was read.
 
     A client that uploads when its connection is closed sees a reset, not the answer that says
-    why; so what nobody wants to read is received and thrown away first, within a bound.
+    why; so what nobody wants to read is received and thrown away first, within a bound. Beyond it
+    the connection is closed with the answer.
     """
     names = {name for name, _ in scope["headers"]}
     has_more = bool(names & {b"content-length", b"transfer-encoding"})
@@ -96,8 +124,10 @@ def reading_to_the_end(scope: Scope, receive: Receive, send: Send) -> tuple[Rece
 
     async def late(message: MutableMapping[str, Any]) -> None:
         discarded = 0
-        while has_more and discarded < _MAX_DISCARDED_BYTES:
+        while has_more and discarded < max_discarded_bytes:
             discarded += len((await counted()).get("body", b""))
+        if has_more and message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)
 
     return counted, late
@@ -113,8 +143,10 @@ async def answer(
     await send({"type": "http.response.body", "body": body})
 
 
-async def answer_error(send: Send, error: WireError) -> None:
+async def answer_error(
+    send: Send, error: WireError, headers: Mapping[str, str] | None = None
+) -> None:
     """Send what an error becomes."""
     retry = {"retry-after": "1"} if error.status in {429, 503} else {}
     body = orjson.dumps({"detail": error.message})
-    await answer(send, body, status=error.status, headers=retry)
+    await answer(send, body, status=error.status, headers={**retry, **(headers or {})})

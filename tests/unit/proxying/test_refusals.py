@@ -16,7 +16,8 @@ from tinkercloud_api.head_client import open_session
 from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.routes.hot import HANDLERS, Call
+from tinkercloud_api.routes.call import Call
+from tinkercloud_api.routes.hot import HANDLERS
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
 from tinkercloud_worker.head import requests
@@ -67,8 +68,8 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
     ):
         server = Server(session, listening.sockets[0].getsockname()[1])
         request = HotRequest({"path": path, "headers": []}, receive)
-        call = Call(cast("Context", server), request, send)
-        call.principal = Principal(1, "key", "me", Role.USER)
+        principal = Principal(1, "key", "me", Role.USER)
+        call = Call(cast("Context", server), request, send, principal)
         await HANDLERS[path](call)
     return reads[0]
 
