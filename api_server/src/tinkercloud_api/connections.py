@@ -74,12 +74,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._last_byte = self.loop.time()
         if self._is_in_head:
             self._head_bytes += len(data)
-            if self._timer is None:
-                self._time_head()
         super().data_received(data)
         if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
             self.transport.write(_HEAD_TOO_LARGE)
             self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for the rest of a request's head."""
+        super().on_message_begin()
+        if self._timer is None:
+            self._time_head()
 
     def on_headers_complete(self) -> None:
         """Have a request served, or refused."""

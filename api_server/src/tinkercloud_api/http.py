@@ -115,6 +115,7 @@ def reading_to_the_end(
     """
     names = {name for name, _ in scope["headers"]}
     has_more = bool(names & {b"content-length", b"transfer-encoding"})
+    discarded = 0
 
     async def counted() -> MutableMapping[str, Any]:
         nonlocal has_more
@@ -123,7 +124,7 @@ def reading_to_the_end(
         return message
 
     async def late(message: MutableMapping[str, Any]) -> None:
-        discarded = 0
+        nonlocal discarded
         while has_more and discarded < max_discarded_bytes:
             discarded += len((await counted()).get("body", b""))
         if has_more and message["type"] == "http.response.start":
