@@ -121,7 +121,8 @@ def describe(repo: str, server: Server) -> Response:
     )
 
 
-@router.api_route("/{repo:path}/resolve/{revision}/{name}", methods=["GET", "HEAD"])
+@router.head("/{repo:path}/resolve/{revision}/{name}")
+@router.get("/{repo:path}/resolve/{revision}/{name}")
 def resolve(repo: str, revision: str, name: str, request: Request, server: Server) -> Response:
     """Return one file."""
     del revision
