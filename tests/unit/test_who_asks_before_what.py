@@ -1,6 +1,8 @@
 """Who asks is decided by the headers alone, in the same way for every call."""
 
+import asyncio
 from collections.abc import AsyncIterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ from fastapi import FastAPI
 from tinkercloud_api import errors, throttle
 from tinkercloud_api.app import running_context
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.http import MAX_DISCARDED_BYTES_WITHOUT_KEY
-from tinkercloud_api.routes import health, runs, sessions
+from tinkercloud_api.http import DISCARD_WITHOUT_KEY
+from tinkercloud_api.routes import health, hot, runs, sessions
 from tinkercloud_api.routes.hot import HotPaths
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
@@ -98,7 +100,7 @@ async def test_little_of_a_body_is_taken_from_whoever_has_no_key(asgi: HotPaths,
 
     assert upload.answers[0]["status"] == 401
     assert (b"connection", b"close") in upload.answers[0]["headers"]
-    assert upload.taken <= MAX_DISCARDED_BYTES_WITHOUT_KEY + (1 << 20)
+    assert upload.taken <= DISCARD_WITHOUT_KEY.max_bytes + (1 << 20)
 
 
 async def test_an_address_that_guesses_keys_costs_few_look_ups(
@@ -147,3 +149,33 @@ def test_of_addresses_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatc
         counts.note_failure(f"10.0.0.{last}")
 
     assert len(counts._tried) == 3
+
+
+async def test_a_body_that_drips_without_a_key_is_not_waited_for(
+    asgi: HotPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot, "DISCARD_WITHOUT_KEY", replace(DISCARD_WITHOUT_KEY, max_seconds=0.05))
+    upload = Upload()
+
+    async def never() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    headers = [(b"content-length", b"9")]
+    scope = {"type": "http", "method": "POST", "path": routes.OPTIM_STEP, "headers": headers}
+
+    await asgi(scope, never, upload.send)
+
+    assert upload.answers[0]["status"] == 401
+
+
+async def test_a_good_key_may_ask_many_things_at_once_from_the_beginning(
+    client: httpx.AsyncClient,
+) -> None:
+    path = "/api/v1/training_runs"
+
+    answers = await asyncio.gather(
+        *[client.get(path, headers={"x-api-key": KEY}) for _ in range(60)]
+    )
+
+    assert {answer.status_code for answer in answers} == {200}

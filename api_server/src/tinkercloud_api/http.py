@@ -1,5 +1,6 @@
 """What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
 
+import asyncio
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -10,6 +11,8 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -85,8 +88,16 @@ class HotRequest:
                 return
 
 
-MAX_DISCARDED_BYTES = 256 << 20
-MAX_DISCARDED_BYTES_WITHOUT_KEY = 8 << 20
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """How much of a body that nobody wants is received all the same, and for how long."""
+
+    max_bytes: int
+    max_seconds: float
+
+
+DISCARD = Discard(256 << 20, 600.0)
+DISCARD_WITHOUT_KEY = Discard(8 << 20, 10.0)
 """More than the SDK sends in one request."""
 _ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
 """Headers that must not come twice: readers differ in which one they take."""
@@ -105,7 +116,7 @@ def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def reading_to_the_end(
-    scope: Scope, receive: Receive, send: Send, max_discarded_bytes: int
+    scope: Scope, receive: Receive, send: Send, discard: Discard
 ) -> tuple[Receive, Send]:
     """Return a connection's two ends such that no answer is sent before the body was read.
 
@@ -125,8 +136,10 @@ def reading_to_the_end(
 
     async def late(message: MutableMapping[str, Any]) -> None:
         nonlocal discarded
-        while has_more and discarded < max_discarded_bytes:
-            discarded += len((await counted()).get("body", b""))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(discard.max_seconds):
+                while has_more and discarded < discard.max_bytes:
+                    discarded += len((await counted()).get("body", b""))
         if has_more and message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)

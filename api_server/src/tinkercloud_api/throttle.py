@@ -32,9 +32,13 @@ class Throttle:
             raise Overloaded("too many unknown keys came from this address; try again in a moment")
 
     def note_failure(self, address: str) -> None:
-        """Count an attempt that failed."""
+        """Count an attempt that failed.
+
+        One that is being looked up does not count yet: a client that comes back with a good key
+        may ask many things at once.
+        """
         network = _network(address)
-        self._tried[network] = (self._count(network) + 1, self._clock())
+        self._tried[network] = (min(self._count(network) + 1, _ATTEMPTS), self._clock())
         self._tried.move_to_end(network)
         if len(self._tried) > _MAX_ADDRESSES:
             self._tried.popitem(last=False)

@@ -207,7 +207,7 @@ def test_a_load_in_both_forms_or_in_none_is_refused(run: Run) -> None:
 
 
 NOT_SERVED_IN_ORDER = {
-    "forward": "forward in JSON, as SDKs before 0.22 send it, is not served",
+    "forward": "forward in JSON, as SDKs before 0.25 send it, is not served",
     "forward_backward": "forward_backward in JSON, as SDKs before 0.25 send it, is not served",
     "create_custom_loss": "POST /api/v1/create_custom_loss is not served here",
     "copy_weights": "POST /api/v1/copy_weights is not served here",

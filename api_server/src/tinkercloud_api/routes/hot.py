@@ -19,8 +19,8 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import SamplingSession
 from tinkercloud_api.context import Context
 from tinkercloud_api.http import (
-    MAX_DISCARDED_BYTES,
-    MAX_DISCARDED_BYTES_WITHOUT_KEY,
+    DISCARD,
+    DISCARD_WITHOUT_KEY,
     HotRequest,
     Receive,
     Scope,
@@ -140,12 +140,12 @@ class HotPaths:
         try:
             principal = await self._authenticate(scope)
         except WireError as error:
-            _, send = reading_to_the_end(scope, receive, send, MAX_DISCARDED_BYTES_WITHOUT_KEY)
+            _, send = reading_to_the_end(scope, receive, send, DISCARD_WITHOUT_KEY)
             # Whoever has no key keeps no connection.
             await answer_error(send, error, {"connection": "close"})
             return
-        bound = MAX_DISCARDED_BYTES_WITHOUT_KEY if principal is None else MAX_DISCARDED_BYTES
-        receive, send = reading_to_the_end(scope, receive, send, bound)
+        discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
+        receive, send = reading_to_the_end(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
             await self._app(scope, receive, send)

@@ -26,7 +26,7 @@ OLD_SDK = (
 )
 _NOT_SERVED_IN_ORDER = {
     routes.FORWARD: (
-        "forward in JSON, as SDKs before 0.22 send it, is not served: upgrade with"
+        "forward in JSON, as SDKs before 0.25 send it, is not served: upgrade with"
         " pip install -U tinker, whose forward passes are forward_backward requests"
     ),
 }
