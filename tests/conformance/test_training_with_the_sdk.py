@@ -171,6 +171,22 @@ def test_a_pipelined_step_sees_the_weights_of_the_one_before(
     assert all(norm_of(future.result()) > 0 for future in applied)
 
 
+def test_requests_after_a_large_answer_are_not_held_up(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    training = a_training_client(client)
+    data = [a_datum([1, 2], [3] * 500)] * 310
+    before = server.metric("tinkercloud_proxy_errors_total")
+
+    for _ in range(2):
+        result = training.forward_backward(data, "cross_entropy").result()
+        training.optim_step(types.AdamParams()).result()
+
+    num_bytes = sum(4 * len(output["logprobs"].data) for output in result.loss_fn_outputs)
+    assert num_bytes > 600 << 10
+    assert server.metric("tinkercloud_proxy_errors_total") == before
+
+
 def test_forward_leaves_the_gradient_alone(client: tinker.ServiceClient) -> None:
     one, other = a_training_client(client), a_training_client(client)
     adam = types.AdamParams(learning_rate=1e-2)

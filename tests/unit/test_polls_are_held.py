@@ -55,7 +55,7 @@ async def client(server: Context) -> AsyncIterator[httpx.AsyncClient]:
     api.include_router(runs.router)
     errors.install(api)
     api.state.context = server
-    asgi = httpx.ASGITransport(app=HotPaths(api, lambda: server))
+    asgi = httpx.ASGITransport(app=HotPaths(api, lambda: server, api.routes))
     headers = {routes.API_KEY_HEADER: KEY}
     async with httpx.AsyncClient(transport=asgi, base_url="http://t", headers=headers) as client:
         yield client

@@ -4,6 +4,7 @@
 /api/v1/...              routes.sessions, models, runs, keys: answered here
 /hf/...                  routes.hub: the tokenizer mirror
 /healthz /livez          routes.health
+/openapi.json            openapi: what is served, as data
 /metrics                 measuring, on a port of its own
 """
 
@@ -13,7 +14,6 @@ from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
-import aiohttp
 import structlog
 from fastapi import FastAPI
 
@@ -25,10 +25,11 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints, open_store
 from tinkercloud_api.context import Context
-from tinkercloud_api.head_client import HeadClient
+from tinkercloud_api.head_client import open_session
 from tinkercloud_api.http import Receive, Scope, Send
 from tinkercloud_api.limits import BodyLimit
 from tinkercloud_api.measuring import Measured, metrics_server
+from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
@@ -56,12 +57,14 @@ class Application:
         self._provider = provider
         self.context: Context | None = None
         """The server's parts, while it runs."""
-        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, redoc_url=None)
+        # The pages that show the description would load scripts from elsewhere.
+        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
+        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # as FastAPI says to
         for module in (sessions, models, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = Measured(hot.HotPaths(api, self._running), hot.HANDLERS.keys())
+        self._asgi = Measured(hot.HotPaths(api, self._running, api.routes), hot.HANDLERS.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -90,10 +93,9 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     await migrate(engine)
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
-    client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
-    head_client = HeadClient()
+    session = open_session()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
-    router = Router(catalog, checkpoints, provider, client)
+    router = Router(catalog, checkpoints, provider, session)
     activity = Activity(catalog)
     context = Context(
         settings=settings,
@@ -103,9 +105,8 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         checkpoints=checkpoints,
         router=router,
         training_runs=TrainingRuns(catalog, provider, checkpoints, router),
-        proxy=Proxy(head_client),
+        proxy=Proxy(session),
         activity=activity,
-        client=client,
         waiters=Waiters(),
     )
     await provider.start()
@@ -119,8 +120,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         await provider.stop()
         await _report_lost(router)
         await context.activity.write()
-        head_client.close()
-        await client.close()
+        await session.close()
         await catalog.close()
 
 

@@ -90,6 +90,10 @@ class Authenticator:
         self._revoked: set[int] = set()
         """Keys revoked here: a look-up that was under way meanwhile must not bring one back."""
 
+    def has_known(self, key: str) -> bool:
+        """Whether a key was good when it was last looked up."""
+        return hash_key(key) in self._remembered
+
     async def principal(self, key: str | None) -> Principal:
         """Return the holder of a key.
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import aiohttp
 from fastapi import Depends, Header, Request
 
 from tinkercloud_api.activity import Activity
@@ -31,7 +30,6 @@ class Context:
     training_runs: TrainingRuns
     proxy: Proxy
     activity: Activity
-    client: aiohttp.ClientSession
     waiters: Waiters
 
 

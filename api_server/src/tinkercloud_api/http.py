@@ -1,15 +1,20 @@
 """What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
 
+import asyncio
 import io
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Collection,
+    Iterable,
     Mapping,
     MutableMapping,
 )
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -116,17 +121,45 @@ async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
         yield chunk
 
 
-_MAX_DISCARDED_BYTES = 256 << 20
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """How much of a body that nobody wants is received all the same, and for how long."""
+
+    max_bytes: int
+    max_seconds: float
 
 
-def reading_to_the_end(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+DISCARD = Discard(256 << 20, 600.0)
+DISCARD_WITHOUT_KEY = Discard(8 << 20, 10.0)
+"""More than the SDK sends in one request."""
+_ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
+"""Headers that must not come twice: readers differ in which one they take."""
+
+
+def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Check that no header came twice of which there can be one.
+
+    Raises:
+        InvalidRequest: one did.
+    """
+    names = Counter(name for name, _ in headers if name in _ONCE)
+    for name, count in names.items():
+        if count > 1:
+            raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
+
+
+def reading_to_the_end(
+    scope: Scope, receive: Receive, send: Send, discard: Discard
+) -> tuple[Receive, Send]:
     """Return a connection's two ends such that no answer is sent before the body was read.
 
     A client that uploads when its connection is closed sees a reset, not the answer that says
-    why; so what nobody wants to read is received and thrown away first, within a bound.
+    why; so what nobody wants to read is received and thrown away first, within a bound. Beyond it
+    the connection is closed with the answer.
     """
     names = {name for name, _ in scope["headers"]}
     has_more = bool(names & {b"content-length", b"transfer-encoding"})
+    discarded = 0
 
     async def counted() -> MutableMapping[str, Any]:
         nonlocal has_more
@@ -135,9 +168,13 @@ def reading_to_the_end(scope: Scope, receive: Receive, send: Send) -> tuple[Rece
         return message
 
     async def late(message: MutableMapping[str, Any]) -> None:
-        discarded = 0
-        while has_more and discarded < _MAX_DISCARDED_BYTES:
-            discarded += len((await counted()).get("body", b""))
+        nonlocal discarded
+        with suppress(TimeoutError):
+            async with asyncio.timeout(discard.max_seconds):
+                while has_more and discarded < discard.max_bytes:
+                    discarded += len((await counted()).get("body", b""))
+        if has_more and message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)
 
     return counted, late
@@ -153,8 +190,10 @@ async def answer(
     await send({"type": "http.response.body", "body": body})
 
 
-async def answer_error(send: Send, error: WireError) -> None:
+async def answer_error(
+    send: Send, error: WireError, headers: Mapping[str, str] | None = None
+) -> None:
     """Send what an error becomes."""
     retry = {"retry-after": "1"} if error.status in {429, 503} else {}
     body = orjson.dumps({"detail": error.message})
-    await answer(send, body, status=error.status, headers=retry)
+    await answer(send, body, status=error.status, headers={**retry, **(headers or {})})

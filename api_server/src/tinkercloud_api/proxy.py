@@ -1,12 +1,14 @@
 """Forwards a request to a head, and its answer back, as bytes: streamed both ways, parsed never."""
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from urllib.parse import quote
 
+import aiohttp
 import structlog
 
-from tinkercloud_api import metrics
-from tinkercloud_api.head_client import HeadClient, Headers, HeadResponse, HeadUnreachable
+from tinkercloud_api import head_client, metrics
+from tinkercloud_api.head_client import HeadResponse, HeadUnreachable
 from tinkercloud_api.http import Send, answer
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_protocol import routes
@@ -27,8 +29,8 @@ class StaleRoute(Unavailable):
 class Proxy:
     """Forwards to heads over kept-alive connections."""
 
-    def __init__(self, client: HeadClient) -> None:
-        self._client = client
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
 
     async def forward(
         self,
@@ -61,18 +63,18 @@ class Proxy:
             Unavailable: the head hung up, can't be reached or is silent for longer, before any part
                 of its answer came. It may have taken the request; to repeat it is safe.
         """
-        fields = [
-            (routes.HEAD_TOKEN_HEADER.encode(), route.token.encode()),
-            (routes.GENERATION_HEADER.encode(), route.generation.encode()),
-            (routes.TARGET_HEADER.encode(), target.encode()),
-        ]
+        fields = {
+            routes.HEAD_TOKEN_HEADER: route.token,
+            routes.GENERATION_HEADER: route.generation,
+            routes.TARGET_HEADER: target,
+        }
         if refusal is not None:
-            fields.append((routes.REFUSAL_HEADER.encode(), quote(refusal).encode()))
-        fields += [(n.encode(), headers[n].encode("latin-1")) for n in _FORWARDED if n in headers]
+            fields[routes.REFUSAL_HEADER] = quote(refusal)
+        fields.update({name: headers[name] for name in _FORWARDED if name in headers})
         if not isinstance(body, bytes) and "content-length" in headers:
-            fields.append((b"content-length", headers["content-length"].encode("latin-1")))
+            fields["content-length"] = headers["content-length"]
         with metrics.PROXY_REQUESTS.track_inprogress():
-            async with await self._ask(route.url + path, fields, body, silence_seconds) as response:
+            async with self._ask(route.url + path, fields, body, silence_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
                     raise StaleRoute("the session head was replaced; send the request again")
@@ -82,20 +84,28 @@ class Proxy:
                 else:
                     await _relay(send, response)
 
+    @asynccontextmanager
     async def _ask(
         self,
         url: str,
-        fields: Headers,
+        fields: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
         silence_seconds: float,
-    ) -> HeadResponse:
+    ) -> AsyncIterator[HeadResponse]:
         if isinstance(body, bytes):
             _TO_HEAD.inc(len(body))
         else:
             body = _counted(body)
+        has_answered = False
         try:
-            return await self._client.post(url, fields, body, silence_seconds=silence_seconds)
+            async with head_client.post(
+                self._session, url, fields, body, silence_seconds=silence_seconds
+            ) as response:
+                has_answered = True
+                yield response
         except HeadUnreachable as error:
+            if has_answered:
+                raise
             metrics.PROXY_ERRORS.labels("unreachable").inc()
             log.warning("a session head does not answer", url=url, error=str(error))
             raise Unavailable(
@@ -113,7 +123,7 @@ async def _relay(send: Send, response: HeadResponse) -> None:
     kept = [(name, value) for name, value in response.headers if name in _RETURNED]
     await send({"type": "http.response.start", "status": response.status, "headers": kept})
     try:
-        async for chunk in response.chunks():
+        async for chunk in response.chunks:
             _FROM_HEAD.inc(len(chunk))
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except HeadUnreachable:

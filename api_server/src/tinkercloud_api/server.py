@@ -15,7 +15,7 @@ import structlog
 import uvicorn
 from obstore.exceptions import BaseError
 
-from tinkercloud_api import state_folder
+from tinkercloud_api import connections, state_folder
 from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
@@ -29,6 +29,7 @@ from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.local import LocalProvider
 from tinkercloud_api.settings import Settings
+from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.errors import WireError
 
 log = structlog.get_logger(__name__)
@@ -73,6 +74,7 @@ def run(settings: Settings) -> None:
         ModelNotFoundError: a model that is to be served is not on this machine.
     """
     os.umask(0o077)
+    bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     app = Application(settings, _provider(settings))
     listener = _listen(settings)
     with _alone(settings):
@@ -80,7 +82,8 @@ def run(settings: Settings) -> None:
         config = uvicorn.Config(
             app,
             loop="auto",
-            http="httptools",
+            http=connections.bounded(bound),
+            ws="none",
             log_config=None,
             access_log=False,
             timeout_keep_alive=75,

@@ -109,6 +109,9 @@ class Settings(BaseSettings):
     metrics_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
     """Port for Prometheus to read /metrics at, without a key, on the same address; by default
     nowhere."""
+    max_connections: Annotated[int, Field(gt=0)] | None = None
+    """How many connections of clients are served at once; more are answered 503. A result that is
+    waited for takes one. By default what there are file descriptors for (`ulimit -Hn`)."""
     state_dir: Path = Field(default_factory=_default_state_dir)
     """Folder for everything that must survive: catalog, checkpoints, heads."""
     database_url: SecretStr | None = None

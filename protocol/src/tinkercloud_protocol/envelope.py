@@ -108,3 +108,8 @@ def peek_json_place(beginning: bytes) -> bytes:
     names = [rb'"model_id"\s*:\s*"[^"\\]{1,256}"', rb'"seq_id"\s*:\s*\d{1,10}(?=\s*[,}])']
     found = [match[0] for name in names if (match := re.search(name, beginning))]
     return b"{" + b",".join(found) + b"}"
+
+
+def names_place(place: bytes) -> bool:
+    """Whether what `peek_json_place` returned has both a model_id and a seq_id."""
+    return b'"model_id"' in place and b'"seq_id"' in place

@@ -2,7 +2,12 @@
 
 API_KEY_HEADER = "x-api-key"
 
+PREFIX = "/api/v1/"
+"""Of everything that clients call, besides probes and the tokenizer mirror."""
 FORWARD_BACKWARD = "/api/v1/forward_backward"
+FORWARD = "/api/v1/forward"
+"""Forward passes of SDKs before 0.25; it is not served."""
+UNLOAD_MODEL = "/api/v1/unload_model"
 OPTIM_STEP = "/api/v1/optim_step"
 SAVE_WEIGHTS = "/api/v1/save_weights"
 LOAD_WEIGHTS = "/api/v1/load_weights"
@@ -22,7 +27,7 @@ TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server refuses a request, percent-encoded. It goes to the head all the same, which
-lets it take its place in its model's order and fail there."""
+lets it take its place in its model's order and fail there, whatever the path is."""
 
 HEAD_HEALTH = "/healthz"
 """A liveness probe, without a token: 503 if the head will never get on by itself."""

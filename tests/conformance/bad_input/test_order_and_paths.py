@@ -1,5 +1,7 @@
 """Steps, saves, loads and creations that make no sense are told so."""
 
+from urllib.parse import quote
+
 import pytest
 
 from tinkercloud_testing.raw_run import MODEL, Run
@@ -206,3 +208,46 @@ def test_a_load_in_both_forms_or_in_none_is_refused(run: Run) -> None:
 
     assert answer.status == 400
     assert "give either model_id and seq_id" in answer.detail
+
+
+NOT_SERVED_IN_ORDER = {
+    "forward": "forward in JSON, as SDKs before 0.25 send it, is not served",
+    "forward_backward": "forward_backward in JSON, as SDKs before 0.25 send it, is not served",
+    "create_custom_loss": "POST /api/v1/create_custom_loss is not served here",
+    "copy_weights": "POST /api/v1/copy_weights is not served here",
+    "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not served here",
+    "merge%20weights/é?a=b": "is not served here",
+}
+
+
+@pytest.mark.parametrize("path", NOT_SERVED_IN_ORDER)
+def test_a_call_that_is_not_served_leaves_no_hole_in_the_order(run: Run, path: str) -> None:
+    # As the SDK writes them: the data first, however much it is.
+    body = {
+        "forward_backward_input": {"data": [list(range(50_000))], "loss_fn": "cross_entropy"},
+        "model_id": run.model_id,
+        "seq_id": run.take_seq_id(),
+    }
+
+    outcome = run.outcome(run.server.post(quote(path, safe="/?=%"), body))
+
+    assert NOT_SERVED_IN_ORDER[path] in str(outcome["error"])
+    assert outcome["category"] == "user"
+    applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 0.01}))
+    may_belong_to_the_step = path != "forward"
+    assert ("not applied" in str(applied.get("error"))) == may_belong_to_the_step
+
+
+def test_a_call_that_is_not_served_and_names_no_place_is_refused_at_once(run: Run) -> None:
+    for body in ({}, {"model_id": run.model_id}, {"seq_id": 1}, {"model_id": 1, "seq_id": 1}):
+        assert run.server.post("copy_weights", body).status == 404
+    assert run.server.post("forward_backward", {"model_id": run.model_id}).status == 400
+
+
+def test_nobody_takes_a_place_in_the_order_of_another_owners_model(run: Run) -> None:
+    body = {"model_id": run.model_id, "seq_id": run.next_seq_id}
+
+    answer = run.server.post("forward", body, key=run.server.new_key("another"))
+
+    assert answer.status == 404
+    assert "does not exist" in answer.detail

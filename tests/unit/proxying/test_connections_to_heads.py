@@ -4,11 +4,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 
+import aiohttp
 import pytest
 
 from tinkercloud_api import head_client
-from tinkercloud_api.head_client import HeadClient, HeadUnreachable
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_api.head_client import HeadUnreachable, open_session
+from tinkercloud_protocol.errors import InvalidRequest
 
 ANSWER = b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nok"
 
@@ -19,10 +20,12 @@ class Head:
     def __init__(self) -> None:
         self.connections = 0
         self.read = b""
+        self.headers: list[bytes] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         while head := await reader.readuntil(b"\r\n\r\n"):
+            self.headers = head.split(b"\r\n")[1:-2]
             refused = b"/refused" in head
             if not refused:
                 self.read += await reader.readexactly(4)
@@ -30,27 +33,45 @@ class Head:
 
 
 async def post(
-    client: HeadClient, url: str, body: bytes | AsyncIterator[bytes], silence_seconds: float = 30
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes | AsyncIterator[bytes],
+    silence_seconds: float = 30,
 ) -> int:
-    headers = [] if isinstance(body, bytes) else [(b"content-length", b"8")]
-    async with await client.post(url, headers, body, silence_seconds=silence_seconds) as response:
-        assert b"".join([chunk async for chunk in response.chunks()]) == b"ok"
+    async with head_client.post(
+        session, url, {}, body, silence_seconds=silence_seconds
+    ) as response:
+        assert b"".join([chunk async for chunk in response.chunks]) == b"ok"
         return response.status
 
 
 async def test_a_connection_is_used_again() -> None:
-    head, client = Head(), HeadClient()
-    async with await asyncio.start_server(head.serve, "127.0.0.1", 0) as server:
+    head = Head()
+    async with (
+        await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
 
-        statuses = [await post(client, url, b"abcd"), await post(client, url, b"efgh")]
+        statuses = [await post(session, url, b"abcd"), await post(session, url, b"efgh")]
 
-        client.close()
     assert (statuses, head.connections, head.read) == ([200, 200], 1, b"abcdefgh")
 
 
+async def test_a_head_is_sent_no_header_that_nobody_asked_for() -> None:
+    head = Head()
+    async with (
+        await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
+        await post(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x", b"abcd")
+
+    names = {line.split(b":")[0].lower() for line in head.headers}
+    assert names == {b"host", b"content-length"}
+
+
 async def test_a_connection_with_half_a_body_on_it_is_not_used_again() -> None:
-    head, client = Head(), HeadClient()
+    head = Head()
     answered = asyncio.Event()
 
     async def half() -> AsyncIterator[bytes]:
@@ -58,15 +79,56 @@ async def test_a_connection_with_half_a_body_on_it_is_not_used_again() -> None:
         await answered.wait()
         yield b"rest"
 
-    async with await asyncio.start_server(head.serve, "127.0.0.1", 0) as server:
+    async with (
+        await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        asyncio.get_running_loop().call_later(0.2, answered.set)
 
-        refused = await post(client, f"{url}/refused", half())
-        accepted = await post(client, f"{url}/fine", b"abcd")
+        refused = await post(session, f"{url}/refused", half())
+        accepted = await post(session, f"{url}/fine", b"abcd")
 
-        client.close()
     assert (refused, accepted, head.connections, head.read) == (413, 200, 2, b"abcd")
+
+
+async def test_a_body_is_not_being_read_when_its_request_is_over() -> None:
+    asked = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"half"
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asked.wait()
+        writer.write(ANSWER % 413)
+
+    body = endless()
+    async with (
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await post(session, url, body) == 413
+        with pytest.raises(StopAsyncIteration):
+            await anext(body)
+
+
+async def test_what_is_wrong_with_a_body_is_not_blamed_on_the_head() -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"half"
+        raise InvalidRequest("the client hung up")
+
+    head = Head()
+    async with (
+        await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
+        with pytest.raises(InvalidRequest, match="the client hung up"):
+            async with head_client.post(session, url, {}, broken(), silence_seconds=30):
+                pytest.fail("the head answered half a request")
 
 
 def a_silent_head() -> socket.socket:
@@ -81,29 +143,43 @@ async def endless() -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_head_that_is_silent_is_given_up(streams: bool) -> None:
-    client = HeadClient()
     with a_silent_head() as head:
         url = f"http://127.0.0.1:{head.getsockname()[1]}/poll"
 
-        with pytest.raises(HeadUnreachable, match=r"was silent for 0.1 s"):
-            await post(client, url, endless() if streams else b"abcd", silence_seconds=0.1)
+        async with open_session() as session:
+            with pytest.raises(HeadUnreachable, match=r"was silent for 0.1 s"):
+                await post(session, url, endless() if streams else b"abcd", silence_seconds=0.1)
 
-    assert client.num_idle == 0
+
+async def test_a_head_that_falls_silent_in_the_middle_of_its_answer_is_given_up() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"abcd")
+        writer.write(b"HTTP/1.1 200 X\r\ncontent-length: 9\r\n\r\nhalf")
+
+    async with (
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(HeadUnreachable, match="in the middle of its answer"):
+            await post(session, url, b"abcd", silence_seconds=0.1)
 
 
 async def test_the_time_a_client_takes_to_send_is_not_a_heads_silence() -> None:
-    head, client = Head(), HeadClient()
+    head = Head()
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"half"
         await asyncio.sleep(1.0)
 
-    async with await asyncio.start_server(head.serve, "127.0.0.1", 0) as server:
+    async with (
+        await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
-        headers = [(b"content-length", b"4")]
-        async with await client.post(url, headers, slow(), silence_seconds=0.5) as response:
+        length = {"content-length": "4"}
+        async with head_client.post(session, url, length, slow(), silence_seconds=0.5) as response:
             assert response.status == 200
-        client.close()
 
 
 async def test_a_machine_that_is_gone_is_given_up_before_it_is_connected_to(
@@ -117,44 +193,47 @@ async def test_a_machine_that_is_gone_is_given_up_before_it_is_connected_to(
             one.setblocking(False)
             one.connect_ex(full.getsockname())
 
-        with pytest.raises(HeadUnreachable, match=r"no answer in 0.1 s"):
-            await post(HeadClient(), f"http://127.0.0.1:{full.getsockname()[1]}/x", b"abcd")
+        async with open_session() as session:
+            with pytest.raises(HeadUnreachable, match=r"no answer in 0.1 s"):
+                await post(session, f"http://127.0.0.1:{full.getsockname()[1]}/x", b"abcd")
 
         for one in queued:
             one.close()
 
 
 async def test_connections_notice_when_the_machine_of_a_head_vanishes() -> None:
-    head, client = Head(), HeadClient()
-
-    async with await asyncio.start_server(head.serve, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
-        await post(client, url, b"abcd")
-        (connection,) = next(iter(client._idle.values()))
-        assert connection._transport is not None
-        made = connection._transport.get_extra_info("socket")
+    made = head_client._kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0))
+    with made:
         options = [
             made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
             made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
         ]
-        client.close()
     assert options == [1, 10]
+    async with open_session() as session:
+        connector = session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        assert connector._socket_factory is head_client._kept_alive_socket
 
 
-async def test_connections_and_addresses_of_heads_that_are_gone_are_not_kept() -> None:
-    client, open_ends = HeadClient(), set[asyncio.StreamWriter]()
+async def test_connections_that_a_head_has_closed_are_not_used_again() -> None:
+    open_ends = list[asyncio.StreamWriter]()
+    closed = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        open_ends.add(writer)
-        await reader.readexactly(1)
-        writer.write(ANSWER % 200)
+        open_ends.append(writer)
+        while await reader.readuntil(b"abcd"):
+            writer.write(ANSWER % 200)
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+    async with (
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        open_session() as session,
+    ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
-        await asyncio.gather(*[post(client, url, b"abcd") for _ in range(20)])
-        assert client.num_idle == 20
+        await asyncio.gather(*[post(session, url, b"abcd") for _ in range(20)])
         for writer in open_ends:
             writer.close()
-        await asyncio.to_thread(wait_until, lambda: client.num_idle == 0, "no connection is kept")
+            await writer.wait_closed()
+        asyncio.get_running_loop().call_soon(closed.set)
+        await closed.wait()
 
-    assert client._idle == {}
+        assert await post(session, url, b"abcd") == 200

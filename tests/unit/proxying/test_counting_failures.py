@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tinkercloud_api.head_client import HeadClient, HeadUnreachable
+from tinkercloud_api.head_client import HeadUnreachable, open_session
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_api.proxy import Proxy, StaleRoute
 from tinkercloud_protocol import routes
@@ -19,14 +19,11 @@ async def nowhere(_message: MutableMapping[str, Any]) -> None: ...
 
 
 async def forward(port: int) -> None:
-    client = HeadClient()
     route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
-    try:
-        await Proxy(client).forward(
+    async with open_session() as session:
+        await Proxy(session).forward(
             nowhere, route, "/x", target="run", headers={}, body=b"{}", silence_seconds=30
         )
-    finally:
-        client.close()
 
 
 async def forward_to_one_that_answers(answer: bytes) -> None:

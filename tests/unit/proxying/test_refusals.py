@@ -6,16 +6,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote
 
+import aiohttp
 import orjson
 import pytest
 
 from tinkercloud_api.auth import Principal, Role
 from tinkercloud_api.context import Context
-from tinkercloud_api.head_client import HeadClient
+from tinkercloud_api.head_client import open_session
 from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.routes.hot import HANDLERS, Call
+from tinkercloud_api.routes.call import Call
+from tinkercloud_api.routes.hot import HANDLERS
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
 from tinkercloud_worker.head import requests
@@ -28,11 +30,11 @@ WHY = f"checkpoint {OF_ANOTHER} does not exist, or belongs to another owner"
 class Server:
     """What a load needs of the API server: no checkpoint is the caller's, and one head has all."""
 
-    def __init__(self, client: HeadClient, port: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
         self.settings = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20))
         self.activity = SimpleNamespace(touch=lambda _model: None)
         self.checkpoints = self.router = self
-        self.proxy = Proxy(client)
+        self.proxy = Proxy(session)
         self._route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
 
     async def manifest(self, *_: object) -> None:
@@ -50,7 +52,7 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[1:-2]
-        headers = dict(line.split(": ", 1) for line in lines)
+        headers = {n.lower(): v for n, v in (line.split(": ", 1) for line in lines)}
         reads.append((headers, await reader.readexactly(int(headers["content-length"]))))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
         writer.close()
@@ -60,14 +62,15 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
 
     async def send(_message: MutableMapping[str, Any]) -> None: ...
 
-    client = HeadClient()
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
-        server = Server(client, listening.sockets[0].getsockname()[1])
+    async with (
+        await asyncio.start_server(serve, "127.0.0.1", 0) as listening,
+        open_session() as session,
+    ):
+        server = Server(session, listening.sockets[0].getsockname()[1])
         request = HotRequest({"path": path, "headers": []}, receive)
-        call = Call(cast("Context", server), request, send)
-        call.principal = Principal(1, "key", "me", Role.USER)
+        principal = Principal(1, "key", "me", Role.USER)
+        call = Call(cast("Context", server), request, send, principal)
         await HANDLERS[path](call)
-    client.close()
     return reads[0]
 
 

@@ -18,6 +18,7 @@ import uvicorn
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_worker import accelerator, logs
 from tinkercloud_worker.architecture import UnsupportedModelError
@@ -175,6 +176,7 @@ async def serve(config: HeadConfig) -> None:
 def main() -> None:
     """Run the head whose configuration file is the only argument."""
     logs.configure()
+    descriptors.raise_limit()
     config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
     if not config.generation:
         config = config.model_copy(update={"generation": secrets.token_hex(8)})

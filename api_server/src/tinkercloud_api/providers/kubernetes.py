@@ -14,10 +14,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-import aiohttp
 import structlog
 from pydantic import ValidationError
 
+from tinkercloud_api.head_client import open_session
 from tinkercloud_api.providers import session_spec
 from tinkercloud_api.providers.base import HeadFailed, HeadRoute, Placement, ServedModel, Waiting
 from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
@@ -63,7 +63,7 @@ class KubernetesProvider:
     async def start(self) -> None:
         """See `SessionProvider.start`. Returns once everything has been listed."""
         self._api = await ClusterApi.connect(self._namespace)
-        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._client = open_session()
         self._sessions = Cache(self._api, TRAINING_SESSIONS, read_session, self._forget)
         self._base_models = Cache(self._api, BASE_MODELS, read_base_model, _ignore)
         self._routes = HeadRoutes(self._api, self._client)

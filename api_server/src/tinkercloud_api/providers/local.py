@@ -30,6 +30,7 @@ from typing import IO
 import aiohttp
 import structlog
 
+from tinkercloud_api.head_client import open_session
 from tinkercloud_api.providers.base import (
     HeadFailed,
     HeadRoute,
@@ -377,7 +378,7 @@ class LocalProvider:
 
     async def start(self) -> None:
         """See `SessionProvider.start`."""
-        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._client = open_session()
         for model in self._models.values():
             head = _LocalHead(model, self._settings, self._client)
             self._heads[model.name] = head

@@ -5,19 +5,20 @@ goes to a head, the key is checked, and that what the request is about belongs t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import orjson
 import structlog
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import SamplingSession
 from tinkercloud_api.context import Context
 from tinkercloud_api.http import (
+    DISCARD,
+    DISCARD_WITHOUT_KEY,
     HotRequest,
     Receive,
     Scope,
@@ -28,16 +29,27 @@ from tinkercloud_api.http import (
     chained,
     decompressed_beginning,
     reading_to_the_end,
+    refuse_doubled,
     refuse_encoding,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
-from tinkercloud_api.proxy import StaleRoute
+from tinkercloud_api.routes.call import Call, Handler, held, route_run
+from tinkercloud_api.routes.refusing import (
+    OLD_SDK,
+    RequestT,
+    forward_refused,
+    not_served,
+    place_of,
+    refuse_in_place,
+)
+from tinkercloud_api.throttle import Throttle
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
     NotFound,
+    Unauthenticated,
     Unavailable,
     WireError,
 )
@@ -53,72 +65,15 @@ from tinkercloud_protocol.wire import parse_json
 
 log = structlog.get_logger(__name__)
 
-RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest)
-
 _SMALL_BODY_BYTES = 1 << 20
-_REFUSAL_CHARACTERS = 2000
-"""Of a reason, which travels in a header: it may quote what was sent."""
 _RETRY_SECONDS = 1.0
-_HOLD_SECONDS = 45.0
-"""How long a request waits for a head that is on its way: less than the SDK's own 60."""
-_SILENCE_SECONDS = 60.0
-"""Of a head that was sent all of a request: what takes long is a future, and the SDK waits no
-longer."""
 _POLL_MARGIN_SECONDS = 20.0
 """Of a head after a long poll's end: the SDK itself waits 25 s more than polls last by default."""
+_KEY_HEADER = routes.API_KEY_HEADER.encode()
+_WITHOUT_KEY = {"/api/v1/healthz"}
+"""Besides everything that is no API call: probes, the tokenizer mirror, the description."""
 _INTERNAL_ERROR = b'{"detail": "internal error; the log of the server has the details"}'
 _GONE = (410, orjson.dumps({"detail": "this result is gone; send the request again"}))
-
-
-@dataclass(slots=True)
-class Call:
-    """One request and what is known of it."""
-
-    server: Context
-    request: HotRequest
-    raw_send: Send
-    principal: Principal = field(init=False)
-    """Who is asking, once that is known."""
-    has_answered: bool = False
-    """Whether any part of an answer has been sent."""
-    status: int | None = None
-    """Of the answer, once it has begun."""
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of the answer (ASGI)."""
-        self.has_answered = True
-        self.status = message.get("status", self.status)
-        await self.raw_send(message)
-
-    async def forward(
-        self,
-        route: HeadRoute,
-        target: str,
-        body: bytes | AsyncIterator[bytes],
-        *,
-        replace: Mapping[int, tuple[int, bytes]] | None = None,
-        refusal: str | None = None,
-        silence_seconds: float = _SILENCE_SECONDS,
-    ) -> None:
-        """Forward to a head, as `Proxy.forward` does."""
-        try:
-            await self.server.proxy.forward(
-                self.send,
-                route,
-                self.request.path,
-                target=target,
-                headers=self.request.headers,
-                body=body,
-                replace=replace,
-                refusal=refusal,
-                silence_seconds=silence_seconds,
-            )
-        except StaleRoute:
-            self.server.provider.mistrust(route)
-            raise
-
-
-Handler = Callable[[Call], Awaitable[None]]
 
 
 class HotPaths:
@@ -128,28 +83,76 @@ class HotPaths:
     own routing costs more than all that they do.
     """
 
-    def __init__(self, app: ASGIApp, server: Callable[[], Context]) -> None:
+    def __init__(
+        self, app: ASGIApp, server: Callable[[], Context], routed: Sequence[BaseRoute]
+    ) -> None:
         """Wrap an application.
 
         Args:
             app: serves every other path.
             server: returns the server's parts, which exist once it runs.
+            routed: routes of the application.
         """
         self._app = app
         self._server = server
+        self._routed = routed
+        self._throttle = Throttle()
+
+    async def _authenticate(self, scope: Scope) -> Principal | None:
+        """Return who is asking; None for what needs no key. Nothing of a body is read for it.
+
+        Raises:
+            InvalidRequest: a header came twice.
+            Unauthenticated: the key is missing, unknown or revoked.
+            Overloaded: too many unknown ones came from the same address.
+        """
+        refuse_doubled(scope["headers"])
+        path: str = scope["path"]
+        if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
+            return None
+        authenticator = self._server().authenticator
+        key = dict(scope["headers"]).get(_KEY_HEADER, b"").decode("latin-1") or None
+        address = (scope.get("client") or ("",))[0]
+        if key is None or authenticator.has_known(key):
+            return await authenticator.principal(key)
+        self._throttle.check(address)
+        try:
+            return await authenticator.principal(key)
+        except Unauthenticated:
+            self._throttle.note_failure(address)
+            raise
+
+    def _handler(self, scope: Scope) -> Handler | None:
+        """Return what handles a request here; None for what the application answers."""
+        path: str = scope["path"]
+        if scope["method"] != "POST":
+            return None
+        handler = HANDLERS.get(path)
+        if handler is None and path.startswith(routes.PREFIX):
+            is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
+            handler = None if is_served else not_served
+        return handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
-        if scope["type"] == "http":
-            receive, send = reading_to_the_end(scope, receive, send)
-        handler = HANDLERS.get(scope["path"]) if scope["type"] == "http" else None
-        if handler is None or scope["method"] != "POST":
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = Call(self._server(), HotRequest(scope, receive), send)
         try:
-            key = call.request.headers.get(routes.API_KEY_HEADER)
-            call.principal = await call.server.authenticator.principal(key)
+            principal = await self._authenticate(scope)
+        except WireError as error:
+            _, send = reading_to_the_end(scope, receive, send, DISCARD_WITHOUT_KEY)
+            # Whoever has no key keeps no connection.
+            await answer_error(send, error, {"connection": "close"})
+            return
+        discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
+        receive, send = reading_to_the_end(scope, receive, send, discard)
+        handler = self._handler(scope)
+        if handler is None or principal is None:
+            await self._app(scope, receive, send)
+            return
+        call = Call(self._server(), HotRequest(scope, receive), send, principal)
+        try:
             await handler(call)
         except WireError as error:
             await answer_error(send, error)
@@ -161,28 +164,31 @@ class HotPaths:
 
 
 async def forward_backward(call: Call) -> None:
-    """Stream a protobuf body to the head of its model."""
+    """Stream a protobuf body to the head of its model; JSON of old SDKs fails in its place."""
     refuse_encoding(call.request.headers, accepted=("zstd",))
+    if call.request.headers.get("content-type", "").startswith(futures.JSON):
+        await refuse_in_place(call, InvalidRequest(OLD_SDK))
+        return
     async with aclosing(call.request.chunks()) as chunks:
         prefix = await beginning_of(chunks, envelope.PREFIX_BYTES)
         encoding = call.request.headers.get("content-encoding", "identity")
         is_plain = encoding != "zstd"
         plain = prefix if is_plain else decompressed_beginning(prefix, envelope.PREFIX_BYTES)
         model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
-        route = await _route_run(call, model_id)
+        route = await route_run(call, model_id)
         await call.forward(route, model_id, chained(prefix, chunks))
 
 
 async def ordered(call: Call, body: bytes) -> None:
     """Forward a JSON request to the head of its model."""
     model_id = envelope.peek_json(body, "model_id")
-    await call.forward(await _route_run(call, model_id), model_id, body)
+    await call.forward(await route_run(call, model_id), model_id, body)
 
 
 async def save_weights(call: Call, body: bytes) -> None:
     """Forward a save; note the checkpoint that it may make."""
     model_id = envelope.peek_json(body, "model_id")
-    route = await _route_run(call, model_id)
+    route = await route_run(call, model_id)
     request = await _read_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
@@ -194,7 +200,7 @@ async def save_weights(call: Call, body: bytes) -> None:
 async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     """Forward a publication; note the checkpoint or the sampling session that it may make."""
     model_id = envelope.peek_json(body, "model_id")
-    route = await _route_run(call, model_id)
+    route = await route_run(call, model_id)
     request = await _read_or_none(SaveWeightsForSamplerRequest, body)
     if request is not None and request.model_id == model_id:
         if request.path is not None:
@@ -207,7 +213,7 @@ async def save_weights_for_sampler(call: Call, body: bytes) -> None:
                     call, ModelId.parse(model_id), request.sampling_session_seq_id
                 )
             except InvalidRequest as error:
-                await _forward_refused(call, _place(request), error)
+                await forward_refused(call, place_of(request), error)
                 return
     await call.forward(route, model_id, body)
 
@@ -220,7 +226,7 @@ async def load_weights(call: Call, body: bytes) -> None:
     try:
         request = await _read(LoadWeightsRequest, body)
     except InvalidRequest as error:
-        await _forward_refused(call, body, error)
+        await forward_refused(call, body, error)
         return
     if request.model_id is None:
         runs = call.server.training_runs
@@ -230,9 +236,9 @@ async def load_weights(call: Call, body: bytes) -> None:
     try:
         await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
     except (InvalidRequest, NotFound) as error:
-        await _forward_refused(call, _place(request), error)
+        await forward_refused(call, place_of(request), error)
         return
-    await call.forward(await _route_run(call, request.model_id), request.model_id, body)
+    await call.forward(await route_run(call, request.model_id), request.model_id, body)
 
 
 def _in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
@@ -246,38 +252,11 @@ def _in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
             body = await call.request.body(call.server.settings.limits.max_body_bytes)
         except BodyTooLarge as error:
             place = envelope.peek_json_place(call.request.beginning)
-            await _forward_refused(call, place, error)
+            await forward_refused(call, place, error)
         else:
             await handle(call, body)
 
     return handler
-
-
-async def _forward_refused(call: Call, body: bytes, error: WireError) -> None:
-    """Let a request that is refused take its place in its model's order, and fail there.
-
-    An answer with a status would leave a hole in the order, for which all that follows would wait.
-
-    Raises:
-        WireError: the one given; the request names no model.
-    """
-    try:
-        model_id = envelope.peek_json(body, "model_id")
-    except InvalidRequest:
-        raise error from None
-    route = await _route_run(call, model_id)
-    await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
-
-
-def _place(
-    request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
-) -> bytes:
-    """Return a body that names a request's place in its model's order, and nothing else.
-
-    A head that is older than refusals would do what it is told, whoever may ask for it: it is not
-    told.
-    """
-    return request.model_dump_json(include={"model_id", "seq_id"}).encode()
 
 
 async def asample(call: Call) -> None:
@@ -286,7 +265,7 @@ async def asample(call: Call) -> None:
     sampler_id = envelope.peek_json(body, "sampling_session_id")
     router = call.server.router
     await router.authorize_sampler(sampler_id, call.principal)
-    route = await _held(
+    route = await held(
         router.head_of_sampler(sampler_id), lambda: router.why_sampler_waits(sampler_id)
     )
     await call.forward(route, sampler_id, body)
@@ -388,26 +367,6 @@ async def _answer_pending(call: Call, request_id: RequestId, waiting: Waiting) -
     await answer(call.send, body, status=futures.PENDING_STATUS)
 
 
-async def _route_run(call: Call, model_id: str) -> HeadRoute:
-    await call.server.router.authorize_run(model_id, call.principal)
-    call.server.activity.touch(model_id)
-    router = call.server.router
-    return await _held(router.head_of_run(model_id), lambda: router.why_waiting(model_id))
-
-
-async def _held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadRoute:
-    """Wait for a head as long as a client waits for an answer.
-
-    Raises:
-        Unavailable: it is not there yet; the message says why.
-    """
-    try:
-        async with asyncio.timeout(_HOLD_SECONDS):
-            return await head
-    except TimeoutError:
-        raise Unavailable(why().reason) from None
-
-
 async def _forward_save(
     call: Call,
     route: HeadRoute,
@@ -428,7 +387,7 @@ async def _forward_save(
     try:
         await checkpoints.check_room(path, settings.max_checkpoint_bytes_per_owner)
     except InvalidRequest as error:
-        await _forward_refused(call, _place(request), error)
+        await forward_refused(call, place_of(request), error)
         return
     await checkpoints.expect_unless_refused(path, call.principal.owner, forward)
 

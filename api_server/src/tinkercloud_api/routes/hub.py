@@ -7,6 +7,7 @@ consists of are served; weights never.
 
 import hashlib
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -55,8 +56,15 @@ def _commit(files: list[Path]) -> str:
     """Return a revision that changes with the content, in the form of a git commit id."""
     digest = hashlib.sha1(usedforsecurity=False)
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        known = file.stat()
+        digest.update(file.name.encode() + b"\0" + _digest(file, known.st_mtime_ns, known.st_size))
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, _mtime_ns: int, _size: int) -> bytes:
+    """Return a digest of a file's content, which is read again when the file was changed."""
+    return hashlib.sha1(file.read_bytes(), usedforsecurity=False).digest()
 
 
 def _missing(code: str) -> Response:
@@ -113,7 +121,8 @@ def describe(repo: str, server: Server) -> Response:
     )
 
 
-@router.api_route("/{repo:path}/resolve/{revision}/{name}", methods=["GET", "HEAD"])
+@router.head("/{repo:path}/resolve/{revision}/{name}")
+@router.get("/{repo:path}/resolve/{revision}/{name}")
 def resolve(repo: str, revision: str, name: str, request: Request, server: Server) -> Response:
     """Return one file."""
     del revision

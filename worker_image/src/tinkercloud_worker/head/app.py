@@ -114,6 +114,8 @@ class HeadApp:
         if handler is None:
             collection = "/" + request.path.split("/", 2)[1]
             handler = self._routes.get((request.method, collection))
+        if request.method == "POST" and routes.REFUSAL_HEADER in request.headers:
+            handler = self._refused
         if handler is None:
             raise NotFound(f"{request.method} {request.path} is not served by a session head")
         if request.path not in _OPEN:
@@ -181,13 +183,17 @@ class HeadApp:
 
     async def _ordered(self, request: Request) -> Response:
         body = await request.body(self._limits.max_body_bytes)
-        refusal = _refusal(request)
-        if refusal is None:
-            received = await _off_loop(lambda body: requests.receive_json(request.path, body), body)
-        else:
-            received = await _off_loop(
-                lambda body: requests.receive_refused(request.path, body, refusal), body
-            )
+        received = await _off_loop(lambda body: requests.receive_json(request.path, body), body)
+        self._check_target(request, received.place.model_id)
+        return self._submit(received)
+
+    async def _refused(self, request: Request) -> Response:
+        """Give what the API server refuses, on any path, its place in its model's order."""
+        body = await request.body(self._limits.max_body_bytes)
+        reason = InvalidRequest(unquote(request.headers[routes.REFUSAL_HEADER]))
+        received = await _off_loop(
+            lambda body: requests.receive_refused(request.path, body, reason), body
+        )
         self._check_target(request, received.place.model_id)
         return self._submit(received)
 
@@ -284,12 +290,6 @@ async def _disconnected(receive: Receive) -> None:
 
 def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
-
-
-def _refusal(request: Request) -> InvalidRequest | None:
-    """Return what the API server has found wrong with a request, if it has."""
-    refusal = request.headers.get(routes.REFUSAL_HEADER)
-    return InvalidRequest(unquote(refusal)) if refusal is not None else None
 
 
 async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:

@@ -134,11 +134,22 @@ def _json_place(body: bytes) -> TrainingEnvelope | None:
     return TrainingEnvelope(model_id, seq_id)
 
 
+_KNOWN_TO_LEAVE_THE_GRADIENT = {
+    *JSON_REQUESTS,
+    *NOT_SERVED,
+    routes.FORWARD,
+    routes.UNLOAD_MODEL,
+}
+
+
 def role_of_unread(path: str) -> Role:
-    """Return what a request that can't be read counts as: the most it could have been."""
-    if path == routes.FORWARD_BACKWARD:
-        return "gradient"
-    return "step" if path == routes.OPTIM_STEP else "other"
+    """Return what a request that can't be read counts as: the most it could have been.
+
+    On a path that nobody here knows, as of a later SDK, that is a part of the gradient.
+    """
+    if path == routes.OPTIM_STEP:
+        return "step"
+    return "other" if path in _KNOWN_TO_LEAVE_THE_GRADIENT else "gradient"
 
 
 def refusal_again(body: bytes) -> WireError:
