@@ -20,7 +20,7 @@ from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_testing.providers import OneHead
 
-KEY = "tml-of-this-test"
+KEY = "tml-of-whoever-may-ask-in-this-test"
 CALLS = [
     ("POST", routes.FORWARD_BACKWARD),
     ("POST", routes.RETRIEVE_FUTURE),
