@@ -9,7 +9,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -32,8 +32,19 @@ from tinkercloud_api.measuring import Measured, metrics_server
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
-from tinkercloud_api.routes import health, hot, hub, keys, models, runs, sessions
+from tinkercloud_api.routes import (
+    health,
+    hot,
+    hub,
+    keys,
+    models,
+    runs,
+    sessions,
+    unloading,
+    usage,
+)
 from tinkercloud_api.settings import Settings
+from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.waiters import Waiters
 from tinkercloud_protocol.futures import QueueState
@@ -42,8 +53,6 @@ log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
 _JANITOR_SECONDS = 30.0
-_LIVE = timedelta(minutes=2)
-"""A session is live whose last heartbeat, of one every ten seconds, was written since then."""
 
 
 class Application:
@@ -55,7 +64,7 @@ class Application:
         self.context: Context | None = None
         """The server's parts, while it runs."""
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, redoc_url=None)
-        for module in (sessions, models, runs, keys, health, hub):
+        for module in (sessions, usage, models, unloading, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -92,6 +101,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     head_client = HeadClient()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
     router = Router(catalog, checkpoints, provider, client)
+    activity = Activity(catalog)
     context = Context(
         settings=settings,
         catalog=catalog,
@@ -101,18 +111,27 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         router=router,
         training_runs=TrainingRuns(catalog, provider, checkpoints, router),
         proxy=Proxy(head_client),
-        activity=Activity(catalog),
+        activity=activity,
+        shared_heads=SharedHeads(
+            catalog,
+            provider,
+            activity,
+            client,
+            silence=timedelta(seconds=settings.session_silence_seconds),
+            period=_silence_period(settings),
+        ),
         client=client,
         waiters=Waiters(),
     )
     await provider.start()
-    janitor = asyncio.create_task(_keep_house(context))
+    duties = [_keep_house(context), _suspend_silent(context)]
+    tasks = [asyncio.create_task(duty) for duty in duties]
     try:
         yield context
     finally:
-        janitor.cancel()
-        with suppress(asyncio.CancelledError):
-            await janitor
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await provider.stop()
         await context.activity.write()
         head_client.close()
@@ -145,7 +164,7 @@ async def _keep_house(context: Context) -> None:
     """Write down activity and take away what is over, every now and then."""
 
     async def count_sessions() -> None:
-        since = now() - _LIVE
+        since = now() - usage.LIVE
         metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
 
     while True:
@@ -161,3 +180,20 @@ async def _keep_house(context: Context) -> None:
                 metrics.HOUSEKEEPING_ERRORS.inc()
                 log.exception("housekeeping failed; it is tried again")
         await asyncio.sleep(_JANITOR_SECONDS)
+
+
+def _silence_period(settings: Settings) -> timedelta:
+    """Return how often is looked for silent clients."""
+    return timedelta(seconds=min(_JANITOR_SECONDS, settings.session_silence_seconds))
+
+
+async def _suspend_silent(context: Context) -> None:
+    """Suspend the models of silent clients, a task of its own: writing a model takes long."""
+    period = _silence_period(context.settings).total_seconds()
+    while True:
+        try:
+            await context.shared_heads.suspend_silent(now())
+        except Exception:
+            metrics.HOUSEKEEPING_ERRORS.inc()
+            log.exception("models without clients were not suspended; it is tried again")
+        await asyncio.sleep(period)

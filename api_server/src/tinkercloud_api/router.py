@@ -263,6 +263,11 @@ class Router:
         found = self._provider.find(sampler.placement)
         return found if found is not None else await self._provider.acquire(sampler.placement)
 
+    async def run_of_sampler(self, sampler_id: str) -> str | None:
+        """Return the run whose unsaved weights a sampling session holds; None if it holds none."""
+        sampler = await self._sampler(sampler_id)
+        return sampler.run_id if sampler is not None else None
+
     async def can_sample_again(self, sampler_id: str) -> bool:
         """Whether a sample whose result is gone can simply be drawn again."""
         sampler = await self._sampler(sampler_id)

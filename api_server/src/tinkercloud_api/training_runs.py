@@ -143,6 +143,14 @@ class TrainingRuns:
             raise InvalidRequest(f"base_model {name!r} is not served here; served are: {offered}")
         return models[name]
 
+    async def unload(self, run_id: str) -> None:
+        """Delete a run and free what it holds; its checkpoints stay. Repeating it is fine."""
+        await self.catalog.delete_run(run_id)
+        if (row := await self.catalog.run(run_id)) is not None:
+            samplers = await self.catalog.samplers_of_session(row.session_id)
+            own = [sampler for sampler in samplers if sampler.run_id == run_id]
+            await self.router.release([row], own)
+
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """Mark a session as over and free what it holds. Repeating it is fine."""
         await self.catalog.finish_session(session_id, reason, detail)

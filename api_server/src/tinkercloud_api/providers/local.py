@@ -357,6 +357,10 @@ class LocalProvider:
         reason = f"the session head of {placement.base_model!r} is loading the model"
         return Waiting("paused_capacity", reason)
 
+    def shared_heads(self) -> list[HeadRoute]:
+        """See `SessionProvider.shared_heads`: all of them are."""
+        return [head.route for head in self._heads.values() if head.route is not None]
+
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
         return []

@@ -8,10 +8,12 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+import structlog
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 from pydantic import ValidationError
 
@@ -24,6 +26,8 @@ from tinkercloud_protocol.checkpoints import (
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size, parts
+
+log = structlog.get_logger(__name__)
 
 
 def open_store(url: str) -> ObjectStore:
@@ -221,6 +225,18 @@ class CheckpointStore:
         await obstore.put_async(self._store, key, content)
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
+
+    async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
+        """Delete a suspended state, first its manifest. Repeating it is fine.
+
+        Files that can't be deleted go with the run's next suspended state, or with the run.
+        """
+        with suppress(FileNotFoundError):
+            await obstore.delete_async(self._store, suspended_key(manifest.run_id))
+        try:
+            await self._delete_others(suspended_prefix(manifest.run_id), set())
+        except (BaseError, OSError) as error:
+            log.warning("files of a suspended state stay", of=str(manifest), error=str(error))
 
     async def _sweep(self, manifest: Manifest) -> None:
         """Delete what a checkpoint's folder holds beyond its manifest and files."""
