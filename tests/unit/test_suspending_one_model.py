@@ -82,6 +82,20 @@ async def test_a_suspended_model_takes_no_memory_and_trains_on_bit_for_bit(
     assert not held(head).is_suspended
 
 
+async def test_a_whole_model_comes_back_bit_for_bit(root: str, tmp_path: Path) -> None:
+    whole = SPEC.model_copy(update={"lora": None})
+    losses = []
+    for generation in ("g0", "g1"):
+        with a_head(root, tmp_path, generation) as head:
+            await head.service.create_model(MODEL, whole)
+            for each in range(1, 4):
+                losses.append(await train(head, each))
+                if generation == "g1":
+                    assert await head.service.suspend_model(MODEL)
+
+    assert losses[3:] == losses[:3]
+
+
 async def test_other_models_train_while_one_is_being_suspended(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +175,8 @@ async def test_a_gradient_that_was_not_applied_comes_back(head: Head) -> None:
 
 async def test_a_result_that_nobody_has_read_brings_its_model_back(head: Head) -> None:
     head.add(3)
-    while head.service._results.unfinished():
-        await asyncio.sleep(0.01)
+    head.apply(4)
+    await head.answer(4)
     assert await head.service.suspend_model(MODEL)
     assert head.service._results.bytes_of(NAME) == 0
 
@@ -208,9 +222,11 @@ async def test_a_model_that_came_back_is_never_taken_for_what_it_was(
         await head.service.suspend_model(MODEL)
         await train(head, 2)
 
-    with a_head(root, tmp_path, "g2") as after:
-        with pytest.raises(StateLost, match="not suspended by the head it was in"):
-            await after.resume("g1")
+    with (
+        a_head(root, tmp_path, "g2") as after,
+        pytest.raises(StateLost, match="not suspended by the head it was in"),
+    ):
+        await after.resume("g1")
 
 
 async def test_a_head_that_stops_leaves_its_suspended_models_where_they_are(

@@ -119,17 +119,19 @@ def _model(name: str, where: str) -> Finding:
 
 
 async def _server(settings: Settings) -> Finding:
-    pid = state_folder.running_server(settings.state_dir)
-    if pid is None:
+    server = state_folder.running_server(settings.state_dir)
+    if server is None:
         detail = f"none uses {settings.state_dir}; --state-dir names another folder"
         return Finding("server", is_good=True, detail=detail)
-    url = f"http://{settings.host}:{settings.port}/healthz"
+    where = server.url or f"http://{settings.host}:{settings.port}"
+    url = f"{where}/healthz"
     try:
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout) as client, client.get(url) as response:
             content = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        detail = f"process {pid} runs, but {url} does not answer: {error}"
+        detail = f"process {server.pid} runs, but {url} does not answer: {error}"
         return Finding("server", is_good=False, detail=detail)
     is_good = response.status == 200
-    return Finding("server", is_good=is_good, detail=f"process {pid}: {content['status']}")
+    detail = f"process {server.pid} at {where}: {content['status']}"
+    return Finding("server", is_good=is_good, detail=detail)
