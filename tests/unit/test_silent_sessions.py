@@ -12,8 +12,12 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun, now
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.router import Router
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, Timings
@@ -100,7 +104,13 @@ async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str) -> None:
     await catalog.add_session(
         Session(id=name, owner="me", sdk_version="1", tags=[], user_metadata={})
     )
-    run = TrainingRun(id=f"{name}:train:0", session_id=name, owner="me", base_model="tiny", spec={})
+    run = TrainingRun(
+        id=f"{name}:train:0",
+        session_id=name,
+        owner="me",
+        base_model="tiny",
+        spec=SPEC.model_dump(mode="json"),
+    )
     await catalog.add_run(run)
     await lifecycle.service.create_model(ModelId(name, 0), SPEC)
     await lifecycle.service.retrieve(f"{name}:train:0:0")
@@ -188,3 +198,23 @@ async def test_a_run_that_is_over_is_not_brought_up_again(world: World, state: s
     await listen(server, start, start + SILENCE + PERIOD)
 
     assert await world.suspended() == {"b"}
+
+
+async def test_sessions_without_a_sign_of_their_clients_expire_after_days(world: World) -> None:
+    for name, days in (("a", 91), ("b", 89)):
+        await age(world.catalog, name, timedelta(days=days))
+
+    assert await world.catalog.expired_sessions(now() - timedelta(days=90)) == ["a"]
+
+
+async def test_a_run_whose_session_expired_says_so(world: World, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(world.catalog, open_store((tmp_path / "store").as_uri()))
+    router = Router(world.catalog, checkpoints, world.provider, world.client)
+    runs = TrainingRuns(world.catalog, world.provider, checkpoints, router)
+    await age(world.catalog, "a", timedelta(days=91))
+
+    await runs.expire_sessions(now(), days=90)
+
+    with pytest.raises(StateLost, match=r"no sign of its client for 90 days \(session_expiry_days"):
+        await router.head_of_run("a:train:0")
+    assert set(await world.server().models()) == {"b:train:0"}

@@ -53,6 +53,8 @@ log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
 _JANITOR_SECONDS = 30.0
+_UP_FOR_EXPIRY = timedelta(days=1)
+"""A server that was away gives clients this time to come back, before it ends their sessions."""
 
 
 class Application:
@@ -167,10 +169,19 @@ async def _keep_house(context: Context) -> None:
         since = now() - usage.LIVE
         metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
 
+    started = now()
+
+    async def expire_sessions() -> None:
+        days, moment = context.settings.session_expiry_days, now()
+        is_local = context.settings.provider == "local"
+        if is_local and days is not None and moment - started >= _UP_FOR_EXPIRY:
+            await context.training_runs.expire_sessions(moment, days)
+
     while True:
         for duty in (
             context.activity.write,
             count_sessions,
+            expire_sessions,
             context.checkpoints.delete_expired,
             lambda: context.router.release_leftovers(now()),
         ):

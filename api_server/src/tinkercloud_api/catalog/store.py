@@ -23,7 +23,7 @@ from tinkercloud_protocol.checkpoints import Manifest
 from tinkercloud_protocol.paths import CheckpointPath
 
 _MAX_SWEPT = 100
-"""Runs that one round of housekeeping sweeps up."""
+"""Runs, or sessions, that one round of housekeeping sweeps up."""
 
 
 class Catalog(Statements):
@@ -84,6 +84,17 @@ class Catalog(Statements):
         """Return some sessions, newest first."""
         query = select(Session).where(Session.id.in_(session_ids))
         return await self._all(query.order_by(Session.created_at.desc(), Session.id))
+
+    async def expired_sessions(self, since: datetime) -> Sequence[str]:
+        """Return some sessions that are not over, and were not heard of or used since then."""
+        is_used = select(TrainingRun.id).where(
+            TrainingRun.session_id == Session.id, TrainingRun.last_request_at >= since
+        )
+        query = select(Session.id).where(
+            Session.finished_at.is_(None), Session.last_heartbeat_at < since, ~is_used.exists()
+        )
+        async with self._reading() as connection:
+            return (await connection.scalars(query.order_by(Session.id).limit(_MAX_SWEPT))).all()
 
     async def beat(self, session_ids: Collection[str]) -> None:
         """Record that these sessions' clients are alive."""

@@ -89,6 +89,10 @@ class ApiKey(Table):
     revoked_at: Mapped[datetime | None]
 
 
+EXPIRED = "expired"
+"""Reason of a session's end that no client gave: there was no sign of one for long."""
+
+
 class Session(Table):
     """What one `ServiceClient` created."""
 

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -120,6 +121,8 @@ class _LocalHead:
         with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._reason.unlink(missing_ok=True)
+            # Of heads that were killed: the lock says that none of them lives.
+            await asyncio.to_thread(shutil.rmtree, self._folder / "scratch", ignore_errors=True)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "tinkercloud_worker", str(self._folder / "config.json")),
