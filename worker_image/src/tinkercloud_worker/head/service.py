@@ -18,6 +18,7 @@ from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import Operation, Origin, refusal, to_result
 from tinkercloud_worker.head.requests import (
@@ -91,6 +92,7 @@ class HeadService:
         self._suspended: set[str] = set()
         self._is_suspended = False
         self._saving = asyncio.Lock()
+        self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
         self._tasks = {asyncio.create_task(self._sweep())}
 
@@ -476,6 +478,7 @@ class HeadService:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._results.sweep()
+            await self._idle_memory.look(self.status())
 
     def _result_dropped(self, request_id: str) -> None:
         parsed = RequestId.parse(request_id)

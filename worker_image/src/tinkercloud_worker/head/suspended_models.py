@@ -10,7 +10,6 @@ is therefore withdrawn before any of the model's requests can run.
 """
 
 import asyncio
-import ctypes
 from collections.abc import Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import HeldModel, ModelSpec
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.idle_memory import return_free_memory
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
@@ -192,10 +192,3 @@ class SuspendedModels:
     def _forget_sessions(self, name: str) -> None:
         for session in [each for each, model in self._models_of.items() if model == name]:
             del self._models_of[session]
-
-
-def return_free_memory() -> None:
-    """Give memory that the allocator keeps for later back to the system, where it can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
