@@ -82,12 +82,14 @@ def test_requests_that_were_sent_at_once_after_a_silence_run_in_their_order(
     losses = [step(training)]
     be_silent(own_server, training)
 
-    sent = []
+    sent, applied = [], []
     for _ in range(9):
         sent.append(training.forward_backward([a_datum(5)], "cross_entropy"))
-        training.optim_step(ADAM)
+        applied.append(training.optim_step(ADAM))
 
     assert losses + [future.result().metrics["loss:sum"] for future in sent] == expected
+    metrics = [future.result().metrics or {} for future in applied]
+    assert [each["step"] for each in metrics] == list(range(2, 11))
 
 
 def test_a_gradient_results_and_samplers_come_back(own_server: Server) -> None:

@@ -159,13 +159,11 @@ async def age(catalog: Catalog, session: str, by: timedelta) -> None:
     """Have a session be silent for some time."""
     moment = now() - by - timedelta(seconds=1)
     async with catalog._writing() as connection:
-        for table, key in ((Session, session), (TrainingRun, f"{session}:train:0")):
-            row = await connection.get(table, key)
-            assert row is not None
-            if isinstance(row, Session):
-                row.last_heartbeat_at = moment
-            else:
-                row.last_request_at = moment
+        row = await connection.get(Session, session)
+        run = await connection.get(TrainingRun, f"{session}:train:0")
+        assert row is not None
+        assert run is not None
+        row.last_heartbeat_at = run.last_request_at = moment
 
 
 async def test_a_machine_that_slept_does_not_take_its_clients_for_silent(world: World) -> None:

@@ -256,6 +256,7 @@ async def test_a_head_that_stops_meanwhile_loses_nothing(
     with a_head(root, tmp_path, "g1") as head:
         await head.begin()
         await train(head, 1)
+        other: asyncio.Task[object]
         if moment == "suspending":
             is_there, may_go_on = hold_writes(monkeypatch)
             other = asyncio.create_task(head.service.suspend_model(MODEL))
