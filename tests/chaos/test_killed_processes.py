@@ -108,6 +108,35 @@ def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(server: Serve
     assert training.save_state("after").result().path
 
 
+def test_a_head_killed_while_it_suspends_silent_models_leaves_each_as_it_was_or_lost(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": "1"}
+    with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
+        uninterrupted = a_training_client(server)
+        expected = [step(uninterrupted) for _ in range(3)]
+        silent = [a_training_client(server) for _ in range(6)]
+        assert [step(training) for training in silent] == expected[:1] * 6
+        runs = server.state_dir / "checkpoints" / "runs"
+
+        def some_are_suspended() -> bool:
+            return any((runs / t.model_id / "suspended/manifest.json").exists() for t in silent)
+
+        wait_until(some_are_suspended, "the first suspension")
+        server.kill_heads()
+
+        for training in silent:
+            outcome = losses_or_failure(training, 2)
+            assert outcome == expected[1:] or "has stopped" in str(outcome)
+
+
+def losses_or_failure(training: tinker.TrainingClient, steps: int) -> list[float] | Exception:
+    try:
+        return [step(training) for _ in range(steps)]
+    except (tinker.TinkerError, ValueError) as error:
+        return error
+
+
 def has_ended(pid: int) -> bool:
     # What is left of a process that nobody has buried has no command line.
     command = Path(f"/proc/{pid}/cmdline")

@@ -109,10 +109,24 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
 
     listed = json.loads(tinkercloud(server, "sessions", "list", "--json", **user).stdout)
     shown = json.loads(tinkercloud(server, "sessions", "show", session, "--json", **user).stdout)
+    pages = [
+        tinkercloud(server, "sessions", *page, **user).stdout
+        for page in (["list"], ["show", session])
+    ]
     tinkercloud(server, "sessions", "delete", session, **user)
+    afterwards = tinkercloud(server, "sessions", "list", **user).stdout
 
-    assert listed == [{"session": session}]
+    (row,) = listed
+    assert (row["session"], row["owner"], row["state"]) == (session, "cli-sessions", "live")
+    assert row["last_heartbeat_at"]
+    assert row["memory_bytes"] > 0
     assert shown["training_run_ids"] == [training.model_id]
+    assert [model["state"] for model in shown["models"]] == ["in memory"]
+    for page in pages:
+        for text in (session, "cli-sessions", "live", "in memory", " MB"):
+            assert text in page
+    assert training.model_id in pages[1]
+    assert "ended" in afterwards
     answer = server.post("session_heartbeat", {"session_id": session}, key=key)
     assert answer.status == 410
 
@@ -141,6 +155,24 @@ def test_the_doctor_finds_nothing_wrong_with_a_running_server(
     assert result.returncode == 0, result.stdout
     assert findings[f"model {MODEL}"] == "ok"
     assert findings["server"] == "ok"
+
+
+def test_the_doctor_and_other_commands_find_a_server_at_another_port(
+    server: Server, tmp_path: Path
+) -> None:
+    environment = {**server.environment(), "TINKER_API_KEY": API_KEY}
+    del environment["TINKERCLOUD_PORT"]
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "tinkercloud_api", *arguments]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        ).stdout
+
+    checks = {finding["check"]: finding for finding in json.loads(run("doctor", "--json"))}
+    assert checks["server"]["result"] == "ok"
+    assert server.url in checks["server"]["detail"]
+    assert MODEL in run("models", "list")
 
 
 def test_the_doctor_says_which_model_is_missing(server: Server) -> None:

@@ -10,7 +10,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -33,8 +33,19 @@ from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
-from tinkercloud_api.routes import health, hot, hub, keys, models, runs, sessions
+from tinkercloud_api.routes import (
+    health,
+    hot,
+    hub,
+    keys,
+    models,
+    runs,
+    sessions,
+    unloading,
+    usage,
+)
 from tinkercloud_api.settings import Settings
+from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.waiters import Waiters
 from tinkercloud_protocol.futures import QueueState
@@ -45,8 +56,8 @@ JSON_BODY_BYTES = 1 << 20
 _JANITOR_SECONDS = 30.0
 _REPORT_SECONDS = 10.0
 """Of a stopping server, for finding out which runs its heads have not saved."""
-_LIVE = timedelta(minutes=2)
-"""A session is live whose last heartbeat, of one every ten seconds, was written since then."""
+_UP_FOR_EXPIRY = timedelta(days=1)
+"""A server that was away gives clients this time to come back, before it ends their sessions."""
 
 
 class Application:
@@ -60,7 +71,7 @@ class Application:
         # The pages that show the description would load scripts from elsewhere.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # as FastAPI says to
-        for module in (sessions, models, runs, keys, health, hub):
+        for module in (sessions, usage, models, unloading, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -107,16 +118,25 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         training_runs=TrainingRuns(catalog, provider, checkpoints, router),
         proxy=Proxy(session),
         activity=activity,
+        shared_heads=SharedHeads(
+            catalog,
+            provider,
+            activity,
+            session,
+            silence=timedelta(seconds=settings.session_silence_seconds),
+            period=_silence_period(settings),
+        ),
         waiters=Waiters(),
     )
     await provider.start()
-    janitor = asyncio.create_task(_keep_house(context))
+    duties = [_keep_house(context), _suspend_silent(context)]
+    tasks = [asyncio.create_task(duty) for duty in duties]
     try:
         yield context
     finally:
-        janitor.cancel()
-        with suppress(asyncio.CancelledError):
-            await janitor
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await provider.stop()
         await _report_lost(router)
         await context.activity.write()
@@ -173,13 +193,22 @@ async def _keep_house(context: Context) -> None:
     """Write down activity and take away what is over, every now and then."""
 
     async def count_sessions() -> None:
-        since = now() - _LIVE
+        since = now() - usage.LIVE
         metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
+
+    started = now()
+
+    async def expire_sessions() -> None:
+        days, moment = context.settings.session_expiry_days, now()
+        is_local = context.settings.provider == "local"
+        if is_local and days is not None and moment - started >= _UP_FOR_EXPIRY:
+            await context.training_runs.expire_sessions(moment, days)
 
     while True:
         for duty in (
             context.activity.write,
             count_sessions,
+            expire_sessions,
             context.checkpoints.delete_expired,
             context.router.report_lost,
             lambda: context.router.release_leftovers(now()),
@@ -190,3 +219,20 @@ async def _keep_house(context: Context) -> None:
                 metrics.HOUSEKEEPING_ERRORS.inc()
                 log.exception("housekeeping failed; it is tried again")
         await asyncio.sleep(_JANITOR_SECONDS)
+
+
+def _silence_period(settings: Settings) -> timedelta:
+    """Return how often is looked for silent clients."""
+    return timedelta(seconds=min(_JANITOR_SECONDS, settings.session_silence_seconds))
+
+
+async def _suspend_silent(context: Context) -> None:
+    """Suspend the models of silent clients, a task of its own: writing a model takes long."""
+    period = _silence_period(context.settings).total_seconds()
+    while True:
+        try:
+            await context.shared_heads.suspend_silent(now())
+        except Exception:
+            metrics.HOUSEKEEPING_ERRORS.inc()
+            log.exception("models without clients were not suspended; it is tried again")
+        await asyncio.sleep(period)

@@ -20,6 +20,7 @@ from obstore.exceptions import BaseError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from tinkercloud_api import diagnosis, logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
@@ -51,7 +52,13 @@ app.add_typer(sessions_app, name="sessions")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 BaseUrl = Annotated[
-    str, typer.Option(envvar="TINKER_BASE_URL", help="The server to ask.", show_default=True)
+    str | None,
+    typer.Option(
+        envvar="TINKER_BASE_URL",
+        help="The server to ask; by default the one that runs with this machine's state folder, or"
+        " at port 8000.",
+        show_default=False,
+    ),
 ]
 ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Your key.")]
 StateDir = Annotated[
@@ -63,6 +70,8 @@ StateDir = Annotated[
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 DEFAULT_URL = "http://127.0.0.1:8000"
+_FOLDED_WIDTH = 40
+"""Characters of a table's last column, which may be folded, at least."""
 
 
 def main() -> None:
@@ -90,7 +99,8 @@ def tinkercloud(
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)
+    console = Console(stderr=True, emoji=False, highlight=False)
+    console.print(f"[red]error:[/red] {escape(message)}")
     raise typer.Exit(1)
 
 
@@ -105,10 +115,18 @@ def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bo
     if as_json:
         typer.echo(json.dumps(list(rows), default=str))
         return
-    table = Table(*columns, box=None)
-    for row in rows:
-        table.add_row(*[str(row[column]) for column in columns])
-    Console().print(table)
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
+    table = Table(box=None)
+    for column in columns[:-1]:
+        table.add_column(column, no_wrap=True)
+    table.add_column(columns[-1], overflow="fold")
+    for texts in cells:
+        # As they are: `:train:`, a part of ids, is also the name of an emoji.
+        table.add_row(*map(Text, texts))
+    # Ids are there to be copied: rather than cut one, a line is longer than the terminal.
+    needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
+    Console(width=max(Console().width, needed)).print(table)
 
 
 @app.command()
@@ -171,8 +189,8 @@ def _whose_catalog(settings: Settings) -> str:
     folder = settings.state_dir.absolute()
     is_new = not (folder / "catalog.db").exists()
     state_folder.make(folder)
-    if (pid := state_folder.running_server(folder)) is not None:
-        return f"catalog: in {folder}, of the server that is process {pid}"
+    if (running := state_folder.running_server(folder)) is not None:
+        return f"catalog: in {folder}, of the server that is process {running.pid}"
     made = ", made just now" if is_new else ""
     return f"catalog: in {folder}{made}; no server uses it, --state-dir names another"
 
@@ -280,12 +298,19 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
         typer.echo(f"damaged: {sentence}")
 
 
-def _ask(method: str, base_url: str, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
+def _url_of_running_server() -> str:
+    server = state_folder.running_server(_settings().state_dir)
+    return (server.url if server is not None else None) or DEFAULT_URL
+
+
+def _ask(method: str, base_url: str | None, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
+    url = (base_url or _url_of_running_server()).rstrip("/")
+
     async def run() -> Any:  # noqa: ANN401 - any JSON
         headers = {"X-API-Key": api_key}
         async with (
             aiohttp.ClientSession(headers=headers) as client,
-            client.request(method, f"{base_url.rstrip('/')}/api/v1/{path}") as response,
+            client.request(method, f"{url}/api/v1/{path}") as response,
         ):
             content = await response.json()
             if response.status >= 400:
@@ -295,11 +320,11 @@ def _ask(method: str, base_url: str, api_key: str, path: str) -> Any:  # noqa: A
     try:
         return asyncio.run(run())
     except aiohttp.ClientError as error:
-        _fail(f"no server answers at {base_url} ({error}); start one or set TINKER_BASE_URL")
+        _fail(f"no server answers at {url} ({error}); start one or set TINKER_BASE_URL")
 
 
 @models_app.command("list")
-def list_models(api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL, *, as_json: Json = False) -> None:
+def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False) -> None:
     """List the base models on offer."""
     answer = _ask("GET", base_url, api_key, "get_server_capabilities")
     columns = ["model_name", "max_context_length", "trainable", "sampleable"]
@@ -309,34 +334,74 @@ def list_models(api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL, *, as_json: Js
 @sessions_app.command("list")
 def list_sessions(
     api_key: ApiKey,
-    base_url: BaseUrl = DEFAULT_URL,
+    base_url: BaseUrl = None,
     limit: Annotated[int, typer.Option(help="Show this many of the newest.")] = 20,
     *,
     everybody: Annotated[bool, typer.Option("--all", help="Everybody's (admins).")] = False,
     as_json: Json = False,
 ) -> None:
-    """List sessions, newest first."""
+    """List sessions, newest first: whose they are, whether their clients live, what they hold."""
     scope = "accessible" if everybody else "owned"
-    answer = _ask("GET", base_url, api_key, f"sessions?limit={limit}&access_scope={scope}")
-    _show([{"session": session} for session in answer["sessions"]], ["session"], as_json=as_json)
+    answer = _ask("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
+    if as_json:
+        typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
+        return
+    columns = ["session", "owner", "state", "last heartbeat", "models", "memory"]
+    _show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
+
+
+def _session_row(session: dict[str, Any]) -> dict[str, str]:
+    kept = [model["state"] for model in session["models"] if model["state"] != "deleted"]
+    counts = [f"{kept.count(state)} {state}" for state in dict.fromkeys(kept)]
+    return {
+        "session": session["session_id"],
+        "owner": session["owner"],
+        "state": session["state"],
+        "last heartbeat": _moment(session["last_heartbeat_at"]),
+        "models": ", ".join(counts) or "none",
+        "memory": _megabytes(session["memory_bytes"]),
+    }
+
+
+def _moment(text: str) -> str:
+    return datetime.fromisoformat(text).isoformat(sep=" ", timespec="seconds")
+
+
+def _megabytes(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
 
 
 @sessions_app.command("show")
 def show_session(
-    session: str, api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL, *, as_json: Json = False
+    session: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
 ) -> None:
-    """Show the training runs and samplers of a session."""
+    """Show a session: whose it is, whether its client lives, its training runs and samplers."""
     answer = _ask("GET", base_url, api_key, f"sessions/{session}")
+    usage = _ask("GET", base_url, api_key, f"session_usage/{session}")
     if as_json:
-        typer.echo(json.dumps(answer))
+        typer.echo(json.dumps({**answer, **usage}))
         return
-    rows = [{"kind": "training run", "id": run} for run in answer["training_run_ids"]]
-    rows += [{"kind": "sampler", "id": sampler} for sampler in answer["sampler_ids"]]
-    _show(rows, ["kind", "id"], as_json=False)
+    summary = _session_row(usage)
+    for name in ("owner", "state", "last heartbeat", "memory"):
+        typer.echo(f"{name}: {summary[name]}")
+    rows = [
+        {
+            "kind": "training run",
+            "id": model["model_id"],
+            "state": model["state"],
+            "memory": _megabytes(model["memory_bytes"]),
+        }
+        for model in usage["models"]
+    ]
+    rows += [
+        {"kind": "sampler", "id": sampler, "state": "", "memory": ""}
+        for sampler in answer["sampler_ids"]
+    ]
+    _show(rows, ["kind", "id", "state", "memory"], as_json=False)
 
 
 @sessions_app.command("delete")
-def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = DEFAULT_URL) -> None:
+def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
     """End a session and free what it holds. Its checkpoints stay."""
     _ask("DELETE", base_url, api_key, f"sessions/{session}")
 
@@ -370,7 +435,7 @@ def plan_model(
         typer.echo(json.dumps(manifest, indent=2))
         return
     for part in planning.report(plan):
-        Console().print(part, highlight=False)
+        Console(emoji=False).print(part, highlight=False)
 
 
 @app.command()

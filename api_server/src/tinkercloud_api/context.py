@@ -13,6 +13,7 @@ from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.router import Router
 from tinkercloud_api.settings import Settings
+from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.waiters import Waiters
 
@@ -30,6 +31,7 @@ class Context:
     training_runs: TrainingRuns
     proxy: Proxy
     activity: Activity
+    shared_heads: SharedHeads
     waiters: Waiters
 
 

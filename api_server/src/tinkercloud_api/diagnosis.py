@@ -1,8 +1,12 @@
 """What `tinkercloud doctor` looks at."""
 
+import contextlib
 import importlib.util
+import json
+import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import obstore
@@ -41,6 +45,8 @@ async def examine(settings: Settings) -> list[Finding]:
     findings.append(await _cluster(settings) if on_cluster else _worker())
     findings.append(await _catalog(settings))
     findings.append(await _checkpoints(settings))
+    if not on_cluster:
+        findings += [_kept(settings), _heads(settings)]
     findings += [_model(name, where) for name, where in settings.models.items()]
     findings.append(await _server(settings))
     return findings
@@ -58,6 +64,68 @@ def _disk(settings: Settings) -> Finding:
     folder = settings.state_dir if settings.state_dir.exists() else "/"
     free = shutil.disk_usage(folder).free
     return Finding("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
+
+
+def _kept(settings: Settings) -> Finding:
+    """Say what the state folder holds, and for how long."""
+    scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
+    heads = f"{_gigabytes(scratch)} of heads' scratch, until they start again"
+    if settings.checkpoint_root is not None:
+        return Finding("disk use", is_good=True, detail=heads)
+    runs = settings.state_dir / "checkpoints" / "runs"
+    all_bytes, suspended = _size(runs), list(runs.glob("*/suspended"))
+    suspended_bytes = sum(map(_size, suspended))
+    days = settings.session_expiry_days
+    until = "until their sessions are deleted"
+    if days is not None:
+        until = f"{days:g} days after the last sign of their clients (session_expiry_days)"
+    detail = (
+        f"{_gigabytes(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
+        f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
+        f" deleted; {heads}"
+    )
+    return Finding("disk use", is_good=True, detail=detail)
+
+
+def _heads(settings: Settings) -> Finding:
+    """Say what running heads take, and what bounds it."""
+    limits = settings.limits
+    detail = (
+        "beside its base model, a head keeps up to"
+        f" {_gigabytes(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
+        f" {_gigabytes(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
+        " model whose client was heard of in the last"
+        f" {settings.session_silence_seconds:g} s (session_silence_seconds)"
+    )
+    running = [
+        f"{record.parent.name} takes {_gigabytes(resident)}"
+        for record in sorted(settings.state_dir.glob("heads/*/head.json"))
+        if (resident := _resident_bytes(record)) is not None
+    ]
+    return Finding("memory", is_good=True, detail="; ".join([detail, *running]))
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of all files in a folder. Some may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _resident_bytes(record: Path) -> int | None:
+    """Return the memory of the head that a record names; None if it does not run."""
+    try:
+        pid = int(json.loads(record.read_text())["pid"])
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
 
 
 def _worker() -> Finding:
@@ -119,17 +187,19 @@ def _model(name: str, where: str) -> Finding:
 
 
 async def _server(settings: Settings) -> Finding:
-    pid = state_folder.running_server(settings.state_dir)
-    if pid is None:
+    server = state_folder.running_server(settings.state_dir)
+    if server is None:
         detail = f"none uses {settings.state_dir}; --state-dir names another folder"
         return Finding("server", is_good=True, detail=detail)
-    url = f"http://{settings.host}:{settings.port}/healthz"
+    where = server.url or f"http://{settings.host}:{settings.port}"
+    url = f"{where}/healthz"
     try:
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout) as client, client.get(url) as response:
             content = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        detail = f"process {pid} runs, but {url} does not answer: {error}"
+        detail = f"process {server.pid} runs, but {url} does not answer: {error}"
         return Finding("server", is_good=False, detail=detail)
     is_good = response.status == 200
-    return Finding("server", is_good=is_good, detail=f"process {pid}: {content['status']}")
+    detail = f"process {server.pid} at {where}: {content['status']}"
+    return Finding("server", is_good=is_good, detail=detail)

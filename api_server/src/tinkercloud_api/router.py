@@ -23,7 +23,7 @@ import structlog
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
+from tinkercloud_api.catalog.tables import EXPIRED, SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, latest
 from tinkercloud_api.providers.base import HeadRoute, Placement, SessionProvider, Waiting
 from tinkercloud_api.providers.choices import Choices
@@ -168,7 +168,7 @@ class Router:
         """
         run = await self._run(run_id)
         if run is None or run.is_deleted:
-            raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
+            raise StateLost(await self._why_deleted(run_id))
         route = self._provider.find(run.placement)
         if route is None or route.generation != run.generation:
             return await asyncio.shield(self._creation(run_id))
@@ -192,7 +192,7 @@ class Router:
         # Read again: another server may have placed the run since it was learned here.
         row = await self._catalog.run(run_id)
         if row is None or row.deleted_at is not None:
-            raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
+            raise StateLost(await self._why_deleted(run_id))
         run, lost = self.learn_run(row), row.generation
         if lost is not None and await self._provider.is_gone(run.placement):
             raise StateLost(await self._obituary(run_id))
@@ -211,7 +211,7 @@ class Router:
                 # Whoever deleted it may have come before the head knew it.
                 run.is_deleted = True
                 await self._let_go(run_id, run, set())
-                raise StateLost(f"training run {run_id} was deleted; its checkpoints remain")
+                raise StateLost(await self._why_deleted(run_id))
             raise Unavailable(f"training run {run_id} was placed elsewhere; send the request again")
         run.generation = route.generation
         if lost is not None:
@@ -293,6 +293,11 @@ class Router:
             return await self.head_of_sampler(sampler_id)
         found = self._provider.find(sampler.placement)
         return found if found is not None else await self._provider.acquire(sampler.placement)
+
+    async def run_of_sampler(self, sampler_id: str) -> str | None:
+        """Return the run whose unsaved weights a sampling session holds; None if it holds none."""
+        sampler = await self._sampler(sampler_id)
+        return sampler.run_id if sampler is not None else None
 
     async def can_sample_again(self, sampler_id: str) -> bool:
         """Whether a sample whose result is gone can simply be drawn again."""
@@ -417,6 +422,13 @@ class Router:
                 response.raise_for_status()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(f"the session head did not answer: {error}") from None
+
+    async def _why_deleted(self, run_id: str) -> str:
+        row = await self._catalog.run(run_id)
+        session = await self._catalog.session(row.session_id) if row is not None else None
+        expired = session is not None and session.finish_reason == EXPIRED
+        why = f" ({session.finish_detail})" if session is not None and expired else ""
+        return f"training run {run_id} was deleted{why}; its checkpoints remain"
 
     async def _obituary(self, run_id: str) -> str:
         await self._checkpoints.discover(run_id)

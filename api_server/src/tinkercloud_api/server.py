@@ -77,7 +77,7 @@ def run(settings: Settings) -> None:
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     app = Application(settings, _provider(settings))
     listener = _listen(settings)
-    with _alone(settings):
+    with _alone(settings, _url(settings, listener.getsockname()[1])):
         asyncio.run(_introduce(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
             app,
@@ -105,7 +105,13 @@ def _provider(settings: Settings) -> SessionProvider:
     return LocalProvider(models, settings)
 
 
-def _alone(settings: Settings) -> AbstractContextManager[object]:
+def _url(settings: Settings, port: int) -> str:
+    """Return where clients on this machine reach the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _alone(settings: Settings, url: str) -> AbstractContextManager[object]:
     """Return a context in which no other server uses the state folder.
 
     On Kubernetes a server needs none, unless the catalog lies in it; then its volume keeps a
@@ -115,7 +121,7 @@ def _alone(settings: Settings) -> AbstractContextManager[object]:
         state_folder.make(settings.state_dir)
     if settings.provider == "kubernetes":
         return nullcontext()
-    return state_folder.Served(settings.state_dir)
+    return state_folder.Served(settings.state_dir, url)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -189,8 +195,7 @@ def _user_name() -> str:
 
 
 def _welcome(settings: Settings, port: int, key: str | None) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{port}"
+    url = _url(settings, port)
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
     if key is not None:

@@ -60,6 +60,10 @@ _INSTEAD_ON_KUBERNETES = {
     "models": "it serves the BaseModels of its namespace",
     "preload": "heads start when clients ask for them",
     "orphan_grace_seconds": "heads outlive every server",
+    "session_expiry_days": "sessions have a lifetime of their own: set"
+    " `sessions.maxLifetimeSeconds` of the BaseModel",
+    "session_silence_seconds": "sessions have idle rules of their own: set"
+    " `sessions.idle` of the BaseModel",
     "head_start_seconds": "heads have half an hour, and trainers `trainer.startTimeoutSeconds` of"
     " the BaseModel",
     "trainer": "set `trainer` of the BaseModel",
@@ -144,6 +148,14 @@ class Settings(BaseSettings):
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long session heads outlive a server that was killed; one started within this time finds
     their models as they were."""
+    session_silence_seconds: Annotated[float, Field(gt=0)] = 900.0
+    """How long after the last heartbeat of a client, and the last request for a model of it, the
+    session head writes the model to the checkpoint store and frees its memory. The next request
+    brings it back as it was, however much later."""
+    session_expiry_days: Annotated[float, Field(gt=0)] | None = 90.0
+    """How many days after the last heartbeat of a client, and the last request for a model of it,
+    its session ends, if it has not been closed: what its models had become is deleted then, and its
+    checkpoints stay. The server must have been up for the last day of them. None: never."""
     preload: bool = True
     """Whether session heads are started with the server rather than when first needed. Each holds
     its whole model in memory."""

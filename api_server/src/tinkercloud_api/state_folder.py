@@ -3,6 +3,7 @@
 import fcntl
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -40,19 +41,26 @@ class Served:
         StateFolderError: another process serves it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str) -> None:
+        """Make it.
+
+        Args:
+            folder: the state folder, which exists.
+            url: where this process serves, as clients on this machine reach it.
+        """
         self._folder = folder
+        self._url = url
         self._file: IO[str] | None = None
 
     def __enter__(self) -> None:
         self._file = (self._folder / PID_FILE).open("a+")
         if not _lock(self._file):
             raise StateFolderError(
-                f"process {running_server(self._folder)} serves {self._folder} already: stop it,"
+                f"process {_pid(self._folder)} serves {self._folder} already: stop it,"
                 " or choose another folder with --state-dir or TINKERCLOUD_STATE_DIR"
             )
         self._file.truncate(0)
-        self._file.write(str(os.getpid()))
+        self._file.write(f"{os.getpid()}\n{self._url}\n")
         self._file.flush()
 
     def __exit__(self, *_exception: object) -> None:
@@ -60,13 +68,30 @@ class Served:
             self._file.close()
 
 
-def running_server(folder: Path) -> int | None:
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """The process that serves a state folder."""
+
+    pid: int
+    url: str | None
+    """Where; None if it is of a release that did not write it down."""
+
+
+def running_server(folder: Path) -> RunningServer | None:
     """Return the process that serves a state folder; None if none does."""
     try:
         with (folder / PID_FILE).open() as file:
-            return None if _lock(file) else int(file.read())
+            if _lock(file):
+                return None
+            pid, _, url = file.read().partition("\n")
+            return RunningServer(int(pid), url.strip() or None)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+
+
+def _pid(folder: Path) -> str:
+    server = running_server(folder)
+    return str(server.pid) if server is not None else "of another"
 
 
 def _lock(file: IO[str]) -> bool:

@@ -1,10 +1,13 @@
 """Begins training runs, and releases what sessions hold once they are over."""
 
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import structlog
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.catalog.tables import EXPIRED, Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.model_names import is_of, model_of
 from tinkercloud_api.providers.base import Placement, ServedModel, SessionProvider
@@ -15,6 +18,8 @@ from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.training import CreateModelRequest, LoadWeightsRequest, OptimizerConfig
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +130,10 @@ class TrainingRuns:
         principal.require(session.owner if session else None, f"session {session_id!r}")
         assert session is not None  # noqa: S101 - `require` has just checked it
         if session.finished_at is not None:
+            is_expired = session.finish_reason == EXPIRED
+            why = session.finish_detail if is_expired else session.finish_reason
             raise InvalidRequest(
-                f"session {session_id!r} was finished ({session.finish_reason}); create a new"
-                " ServiceClient"
+                f"session {session_id!r} was finished ({why}); create a new ServiceClient"
             )
         return session
 
@@ -143,6 +149,21 @@ class TrainingRuns:
             offered = ", ".join(repr(each.name) for each in models) or "none"
             raise InvalidRequest(f"base_model {name!r} is not served here; served are: {offered}")
         return model
+
+    async def unload(self, run_id: str) -> None:
+        """Delete a run and free what it holds; its checkpoints stay. Repeating it is fine."""
+        await self.catalog.delete_run(run_id)
+        if (row := await self.catalog.run(run_id)) is not None:
+            samplers = await self.catalog.samplers_of_session(row.session_id)
+            own = [sampler for sampler in samplers if sampler.run_id == run_id]
+            await self.router.release([row], own)
+
+    async def expire_sessions(self, moment: datetime, days: float) -> None:
+        """End the sessions that have had no sign of a client for some days."""
+        detail = f"there was no sign of its client for {days:g} days (session_expiry_days)"
+        for session_id in await self.catalog.expired_sessions(moment - timedelta(days=days)):
+            log.warning("a session expired", session_id=session_id, days=days)
+            await self.finish_session(session_id, EXPIRED, detail)
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """Mark a session as over and free what it holds. Repeating it is fine."""

@@ -73,6 +73,38 @@ class SessionList(Answer):
     sessions: list[str]
 
 
+class ModelUsage(Answer):
+    """A training run of a session, and the memory that its model takes."""
+
+    model_id: str
+    base_model: str
+    state: Literal["in memory", "suspended", "deleted", "unknown"]
+    """`suspended`: in the store until the next request for it. `unknown`: no head that this server
+    shares among runs holds it: it is in a session of Kubernetes, or was lost with its head."""
+    memory_bytes: int | None
+    """None where that is not known."""
+
+
+class SessionUsage(Answer):
+    """GET session_usage/{id} (no SDK call)."""
+
+    session_id: str
+    owner: str
+    state: Literal["live", "silent", "ended"]
+    """`silent`: not ended, and without a heartbeat for two minutes."""
+    last_heartbeat_at: datetime
+    """As it is in the catalog, where heartbeats are written every half minute."""
+    models: list[ModelUsage]
+    memory_bytes: int | None
+    """Of all its models; None where that is not known."""
+
+
+class SessionUsageList(Answer):
+    """GET session_usage (no SDK call)."""
+
+    sessions: list[SessionUsage]
+
+
 class ModelData(Answer):
     """What a model is made of."""
 

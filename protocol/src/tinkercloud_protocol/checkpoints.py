@@ -23,8 +23,9 @@ or the new one, never a mixture, wherever the writer dies.
     head.json, bodies.bin          requests that wait, results that may be asked for, samplers
     sampler-<digest>.safetensors   weights of samplers that were never saved under a name
 
-It goes on to exist after the run was resumed, until the run is suspended again or deleted; its
-generation keeps it from being used twice.
+It goes on to exist after the run was resumed in another head, until the run is suspended again or
+deleted; its generation keeps it from being used twice. A head that resumes what it has suspended
+itself deletes it first.
 
 Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself
 (`checksum`, over all its other keys): damage is noticed. Manifests from before that have none.

@@ -380,3 +380,36 @@ class Saved(_Config):
 
     checkpoints: list[str]
     """`tinker://` paths, one for each model."""
+
+
+class HeldModel(_Config):
+    """A model of a head, and the memory it takes there."""
+
+    model_id: str
+    is_suspended: bool = False
+    """Whether it is in the object store, and not in memory, until the next request for it."""
+    model_bytes: int = 0
+    """Of weights, gradient and moments in the head's process: none of what ranks hold."""
+    sampler_bytes: int = 0
+    """Of its weights that were published for sampling and saved under no name, also where they are
+    in files of the scratch folder."""
+    result_bytes: int = 0
+    """Of its results and those of its samplers."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all of it."""
+        return self.model_bytes + self.sampler_bytes + self.result_bytes
+
+
+class HeldModels(_Config):
+    """Answer to GET /models."""
+
+    models: list[HeldModel]
+
+
+class ModelSuspended(_Config):
+    """Answer to POST /suspend_model/<model id>."""
+
+    is_suspended: bool
+    """False if the model is in use, unknown, or can't be written now."""

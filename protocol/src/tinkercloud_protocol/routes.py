@@ -41,7 +41,11 @@ HEAD_METRICS = "/metrics"
 HEAD_LEASE = "/lease"
 """Held open by the API server that runs the head; see `launch.Timings.orphan_grace_seconds`."""
 HEAD_MODELS = "/models"
-"""PUT /models/<model id> creates one, DELETE lets it go."""
+"""PUT /models/<model id> creates one, DELETE removes it; GET /models lists them,
+`launch.HeldModels`."""
+HEAD_SUSPEND_MODEL = "/suspend_model"
+"""POST /suspend_model/<model id> writes a model that nobody uses to the object store and frees its
+memory; answers `launch.ModelSuspended`. The next request for the model brings it back."""
 HEAD_SUSPEND = "/suspend"
 """POST writes all that the head holds to the object store, and answers when nothing can be lost any
 more. From its beginning on the head refuses new requests."""

@@ -33,6 +33,9 @@ class OneHead:
     def waiting(self, _placement: Placement) -> Waiting:
         return Waiting("active", "no reason")
 
+    def shared_heads(self) -> list[HeadRoute]:
+        return [self.route] if self.route is not None else []
+
     def runs(self) -> list[str]:
         return []
 

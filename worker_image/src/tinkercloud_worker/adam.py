@@ -97,6 +97,15 @@ class AdamTrainer(ABC):
         """See `Trainer.remove_model`."""
         self._models.pop(model_id, None)
 
+    def memory_bytes(self, model_id: str) -> int:
+        """See `Trainer.memory_bytes`."""
+        model = self._models.get(model_id)
+        if model is None:
+            return 0
+        flat = model.trainable.flat
+        moments = [value for value in model.optimizer.state.get(flat, {}).values() if value.dim()]
+        return sum(tensor.nbytes for tensor in (flat, model.trainable.gradient, *moments))
+
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         """See `Trainer.optim_step`."""
         model = self._models[model_id]

@@ -24,7 +24,7 @@ from tinkercloud_protocol.paths import CheckpointPath
 
 _MAX_DAMAGE_CHARACTERS = 1000
 _MAX_SWEPT = 100
-"""Runs that one round of housekeeping sweeps up."""
+"""Runs, or sessions, that one round of housekeeping sweeps up."""
 
 
 class Catalog(Statements):
@@ -129,6 +129,22 @@ class Catalog(Statements):
             rows = await connection.scalars(query.offset(page.offset).limit(page.limit))
             return rows.all()
 
+    async def sessions_named(self, session_ids: Sequence[str]) -> Sequence[Session]:
+        """Return some sessions, newest first."""
+        query = select(Session).where(Session.id.in_(session_ids))
+        return await self._all(query.order_by(Session.created_at.desc(), Session.id))
+
+    async def expired_sessions(self, since: datetime) -> Sequence[str]:
+        """Return some sessions that are not over, and were not heard of or used since then."""
+        is_used = select(TrainingRun.id).where(
+            TrainingRun.session_id == Session.id, TrainingRun.last_request_at >= since
+        )
+        query = select(Session.id).where(
+            Session.finished_at.is_(None), Session.last_heartbeat_at < since, ~is_used.exists()
+        )
+        async with self._reading() as connection:
+            return (await connection.scalars(query.order_by(Session.id).limit(_MAX_SWEPT))).all()
+
     async def beat(self, session_ids: Collection[str]) -> None:
         """Record that these sessions' clients are alive."""
         named = Session.id.in_(session_ids)
@@ -164,7 +180,11 @@ class Catalog(Statements):
 
     async def runs_of_session(self, session_id: str) -> Sequence[TrainingRun]:
         """Return a session's runs, in order of their creation."""
-        query = select(TrainingRun).where(TrainingRun.session_id == session_id)
+        return await self.runs_of_sessions([session_id])
+
+    async def runs_of_sessions(self, session_ids: Sequence[str]) -> Sequence[TrainingRun]:
+        """Return the runs of some sessions, in order of their creation."""
+        query = select(TrainingRun).where(TrainingRun.session_id.in_(session_ids))
         return await self._all(query.order_by(TrainingRun.created_at, TrainingRun.id))
 
     async def samplers_of_session(self, session_id: str) -> Sequence[SamplingSession]:
@@ -237,6 +257,23 @@ class Catalog(Statements):
                     .where(TrainingRun.id == run_id, TrainingRun.last_request_at < moment)
                     .values(last_request_at=moment)
                 )
+
+    async def silent_runs(self, run_ids: Collection[str], since: datetime) -> Sequence[str]:
+        """Return which of some runs had no request, and their sessions no heartbeat, since then."""
+        query = select(TrainingRun.id).join(Session, Session.id == TrainingRun.session_id)
+        query = query.where(
+            TrainingRun.id.in_(run_ids),
+            TrainingRun.deleted_at.is_(None),
+            TrainingRun.last_request_at < since,
+            Session.last_heartbeat_at < since,
+        )
+        async with self._reading() as session:
+            return (await session.scalars(query.order_by(TrainingRun.id))).all()
+
+    async def delete_run(self, run_id: str) -> None:
+        """Delete a run; its checkpoints stay. Repeating it is fine."""
+        async with self._writing() as connection:
+            await _delete_runs(connection, TrainingRun.id == run_id)
 
     async def delete_runs_of_finished_sessions(self) -> None:
         """Delete runs that were begun as their sessions were finished; their checkpoints stay."""

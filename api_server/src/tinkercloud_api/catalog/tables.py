@@ -100,6 +100,10 @@ class ApiKey(Table):
         return self.revoked_at is None and not is_expired
 
 
+EXPIRED = "expired"
+"""Reason of a session's end that no client gave: there was no sign of one for long."""
+
+
 class Session(Table):
     """What one `ServiceClient` created."""
 

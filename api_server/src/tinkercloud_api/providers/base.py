@@ -103,6 +103,12 @@ class SessionProvider(Protocol):
     def waiting(self, placement: Placement) -> Waiting:
         """Return why `acquire` has not returned yet."""
 
+    def shared_heads(self) -> list[HeadRoute]:
+        """Return the running heads that hold many runs, whose idle models this server suspends.
+
+        Heads of one run each are none of them: their providers suspend them whole.
+        """
+
     def runs(self) -> list[str]:
         """Return the runs that something was acquired for alone."""
 

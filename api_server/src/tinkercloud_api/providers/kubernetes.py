@@ -239,6 +239,10 @@ class KubernetesProvider:
         what = "is over" if isinstance(state, Over) else "is being connected to"
         return Waiting("active", f"TrainingSession {session.name} {what}")
 
+    def shared_heads(self) -> list[HeadRoute]:
+        """See `SessionProvider.shared_heads`: the operator suspends idle sessions."""
+        return []
+
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`."""
         sessions = self._sessions.objects()

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -180,6 +181,8 @@ class _LocalHead:
         with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._reason.unlink(missing_ok=True)
+            # Of heads that were killed: the lock says that none of them lives.
+            await asyncio.to_thread(shutil.rmtree, self._folder / "scratch", ignore_errors=True)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "tinkercloud_worker", str(self._folder / "config.json")),
@@ -425,6 +428,10 @@ class LocalProvider:
         """See `SessionProvider.waiting`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
         return Waiting("paused_capacity", reason)
+
+    def shared_heads(self) -> list[HeadRoute]:
+        """See `SessionProvider.shared_heads`: all of them are."""
+        return [head.route for head in self._heads.values() if head.route is not None]
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""

@@ -33,6 +33,7 @@ from tinkercloud_api.http import (
     refuse_encoding,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
+from tinkercloud_api.routes import unloading
 from tinkercloud_api.routes.call import Call, Handler, held, route_run
 from tinkercloud_api.routes.refusing import (
     OLD_SDK,
@@ -265,6 +266,8 @@ async def asample(call: Call) -> None:
     sampler_id = envelope.peek_json(body, "sampling_session_id")
     router = call.server.router
     await router.authorize_sampler(sampler_id, call.principal)
+    if (run_id := await router.run_of_sampler(sampler_id)) is not None:
+        call.server.activity.touch(run_id)
     route = await held(
         router.head_of_sampler(sampler_id), lambda: router.why_sampler_waits(sampler_id)
     )
@@ -291,7 +294,12 @@ async def cancel_future(call: Call) -> None:
 async def retrieve_future(call: Call) -> None:
     """Wait for a result where it lives; what is lost for good is answered, not retried."""
     body = await call.request.body(_SMALL_BODY_BYTES)
-    request_id = RequestId.parse(parse_json(RetrieveFutureRequest, body).request_id)
+    name = parse_json(RetrieveFutureRequest, body).request_id
+    if (model_id := unloading.unloaded_model(name)) is not None:
+        await call.server.router.authorize_run(model_id, call.principal)
+        await answer(call.send, (await unloading.result_of(model_id, call.server)).body)
+        return
+    request_id = RequestId.parse(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)
     retrieve = _retrieve_sample if is_sample else _retrieve_training
     try:
@@ -313,6 +321,7 @@ async def retrieve_future(call: Call) -> None:
 async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> None:
     target, router = str(request_id.target), call.server.router
     await router.authorize_run(target, call.principal)
+    call.server.activity.touch(target)
     try:
         route = await _in_a_poll(call, router.head_of_run(target))
     except TimeoutError:

@@ -120,6 +120,10 @@ class RankedTrainer:
             self._forget_gradient(model_id)
             self._call_if_alive("remove_model", model_id)
 
+    def memory_bytes(self, model_id: str) -> int:  # noqa: ARG002 - part of the interface
+        """See `Trainer.memory_bytes`: the ranks hold all models."""
+        return 0
+
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
         return self._pass("forward", model_id, batch, between)

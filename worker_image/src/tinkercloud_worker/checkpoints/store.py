@@ -10,11 +10,12 @@ import hashlib
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import numpy as np
 import obstore
+import structlog
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
@@ -37,6 +38,8 @@ from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
+
+log = structlog.get_logger(__name__)
 
 
 def open_store(url: str) -> ObjectStore:
@@ -264,6 +267,18 @@ class CheckpointStore:
             await durable.put_at_once(self._store, key, encode_manifest(manifest), "overwrite")
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
+
+    async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
+        """Delete a suspended state, first its manifest. Repeating it is fine.
+
+        Files that can't be deleted go with the run's next suspended state, or with the run.
+        """
+        with suppress(FileNotFoundError), _in_words():
+            await obstore.delete_async(self._store, suspended_key(manifest.run_id))
+        try:
+            await self._delete_others(suspended_prefix(manifest.run_id), set())
+        except StoreFailed as error:
+            log.warning("files of a suspended state stay", of=str(manifest), error=str(error))
 
     async def _sweep(self, manifest: Manifest) -> None:
         """Delete what a checkpoint's folder holds beyond its manifest and files."""

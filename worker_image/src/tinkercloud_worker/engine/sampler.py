@@ -111,5 +111,8 @@ class Sampler(Protocol):
             NotFound: the version is unknown.
         """
 
+    def release_caches(self) -> None:
+        """Free memory that only makes the next requests faster. Called on the engine's thread."""
+
     async def close(self) -> None:
         """Release what would outlive this process, within seconds. Running requests fail."""

@@ -120,6 +120,12 @@ class Trainer(Protocol):
     def remove_model(self, model_id: str) -> None:
         """Forget a model and free its memory. Unknown ids are fine."""
 
+    def memory_bytes(self, model_id: str) -> int:
+        """Return the bytes that a model takes in this process: weights, gradient and moments.
+
+        0 for an unknown one, and for one that other processes hold. May be called on any thread.
+        """
+
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """Compute logprobs and loss; change nothing."""
 

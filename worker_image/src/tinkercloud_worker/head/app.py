@@ -23,7 +23,14 @@ from tinkercloud_protocol.errors import (
     WireError,
 )
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import Limits, ModelSpec, SamplerSpec, Saved
+from tinkercloud_protocol.launch import (
+    HeldModels,
+    Limits,
+    ModelSpec,
+    ModelSuspended,
+    SamplerSpec,
+    Saved,
+)
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     RetrieveFutureRequest,
@@ -85,6 +92,8 @@ class HeadApp:
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
             ("POST", routes.HEAD_SUSPEND): self._suspend,
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
+            ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
+            ("GET", routes.HEAD_MODELS): self._models,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
             ("PUT", routes.HEAD_SAMPLERS): self._put_sampler,
@@ -155,7 +164,7 @@ class HeadApp:
         try:
             body = await request.body(self._limits.max_body_bytes)
         except BodyTooLarge as error:
-            self._refuse_place(request, error)
+            await self._refuse_place(request, error)
             raise
         place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
         self._check_target(request, place.model_id)
@@ -163,13 +172,14 @@ class HeadApp:
             raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
         # However small it is: a sparse tensor becomes as large as it likes.
         received = await asyncio.to_thread(requests.receive_batch, body, place)
-        return self._submit(received)
+        return await self._submit(received)
 
-    def _submit(self, received: requests.Received) -> Response:
+    async def _submit(self, received: requests.Received) -> Response:
+        await self._service.recall(received.place.model_id)
         request_id = self._service.submit(received)
         return Response(futures.promise(request_id, model_id=received.place.model_id))
 
-    def _refuse_place(self, request: Request, error: BodyTooLarge) -> None:
+    async def _refuse_place(self, request: Request, error: BodyTooLarge) -> None:
         """Let an oversized body take its place in the order, if its beginning names one."""
         prefix = request.plain_prefix(envelope.PREFIX_BYTES)
         try:
@@ -177,6 +187,7 @@ class HeadApp:
             self._check_target(request, place.model_id)
             if place.seq_id >= 1:
                 refused = requests.receive_unread(request.path, prefix, place, error)
+                await self._service.recall(place.model_id)
                 self._service.mark_known(self._service.submit(refused))
         except WireError:
             log.info("an oversized body named no place in any model's order")
@@ -195,7 +206,7 @@ class HeadApp:
             lambda body: requests.receive_refused(request.path, body, reason), body
         )
         self._check_target(request, received.place.model_id)
-        return self._submit(received)
+        return await self._submit(received)
 
     async def _asample(self, request: Request) -> Response:
         body = await request.body(self._limits.max_body_bytes)
@@ -203,6 +214,7 @@ class HeadApp:
         self._check_target(request, parsed.sampling_session_id)
         # However small it is: a sparse tensor of targets is larger when dense.
         sound = await asyncio.to_thread(self._service.prepare, parsed)
+        await self._service.recall(parsed.sampling_session_id)
         request_id = self._service.sample(sound)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)
         return Response(futures.sample_promise(str(request_id), sequence_ids))
@@ -226,6 +238,13 @@ class HeadApp:
     async def _suspend(self, request: Request) -> Response:
         await self._service.suspend()
         return await self._status(request)
+
+    async def _suspend_model(self, request: Request) -> Response:
+        is_suspended = await self._service.suspend_model(ModelId.parse(_resource(request)))
+        return Response(ModelSuspended(is_suspended=is_suspended).model_dump_json().encode())
+
+    async def _models(self, _request: Request) -> Response:
+        return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
     async def _checkpoint(self, _request: Request) -> Response:
         saved = Saved(checkpoints=await self._service.checkpoint())

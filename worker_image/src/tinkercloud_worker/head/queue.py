@@ -174,6 +174,18 @@ class ModelQueue:
         self._watch_gap()
         await self._idle.wait()
 
+    def unpause(self) -> None:
+        """Continue after `pause`."""
+        self._is_paused = False
+        self._arrived.set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs, or could: what waits for a missing number can't."""
+        sequencer = self.sequencer
+        waits = bool(sequencer.num_pending) and not sequencer.is_stuck
+        return waits or bool(self._later)
+
     @property
     def later(self) -> Set[asyncio.Task[None]]:
         """Work in the background."""

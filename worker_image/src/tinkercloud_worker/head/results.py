@@ -187,6 +187,23 @@ class Results:
         for request_id in self._of.get(target, ()):
             self._mark_read(request_id, self._entries[request_id])
 
+    def discard(self, target: str) -> None:
+        """Forget a model's or a sampling session's results, which another place keeps."""
+        for request_id in list(self._of.get(target, ())):
+            self._unread_bytes -= self._size_if_unread(request_id)
+            self._read.pop(request_id, None)
+            self._drop(request_id)
+
+    def _size_if_unread(self, request_id: str) -> int:
+        result = self._entries[request_id].result
+        was_unread = self._unread.pop(request_id, None) is not None
+        return len(result.body) if was_unread and result is not None else 0
+
+    def bytes_of(self, target: str) -> int:
+        """Return the bytes of a model's or a sampling session's results."""
+        results = [self._entries[name].result for name in self._of.get(target, ())]
+        return sum(len(result.body) for result in results if result is not None)
+
     def was_read(self, request_id: str) -> bool:
         """Whether a client has been given this result."""
         entry = self._entries.get(request_id)

@@ -12,13 +12,14 @@ from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded, Unavailable, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
-from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
+from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import (
     Operation,
@@ -35,6 +36,7 @@ from tinkercloud_worker.head.requests import (
 )
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
 log = structlog.get_logger(__name__)
@@ -86,6 +88,9 @@ class HeadService:
         self._samplers = Samplers(backend)
         self._suspension = Suspension(backend, self._results, self._samplers)
         self._models: dict[str, LiveModel] = {}
+        self._away = SuspendedModels(
+            backend, self._models, self._results, self._samplers, self._suspension
+        )
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._samples: dict[str, _Sample] = {}
         self._sample_bytes = 0
@@ -94,6 +99,7 @@ class HeadService:
         self._suspended: set[str] = set()
         self._is_suspended = False
         self._saving = asyncio.Lock()
+        self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
         self._tasks = {asyncio.create_task(self._sweep())}
 
@@ -108,8 +114,9 @@ class HeadService:
         """
         self._accept()
         name = str(model_id)
+        await self.recall(name)
         if name not in self._models and spec.resume_generation is not None:
-            await asyncio.shield(self._resumption(model_id, spec))
+            await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
         model = self._models.get(name)
         if model is not None and model.spec != spec:
             raise InvalidRequest(
@@ -121,18 +128,85 @@ class HeadService:
             model.queue.submit(0, b"create", 0, Operation(model.operations.create))
         return str(RequestId(model_id, 0))
 
-    def _resumption(self, model_id: ModelId, spec: ModelSpec) -> asyncio.Task[None]:
+    def _resumption(
+        self, model_id: ModelId, resume: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
         """Return the attempt to bring a model back, which all who ask for it share."""
         name = str(model_id)
         task = self._resuming.get(name)
         if task is None:
-            task = self._resuming[name] = self._spawn(self._resume(model_id, spec))
+            task = self._resuming[name] = self._spawn(resume)
             task.add_done_callback(lambda _: self._resuming.pop(name, None))
+        else:
+            resume.close()
         return task
+
+    async def recall(self, target: str) -> None:
+        """Bring back the model that a request is for, if this head has suspended it.
+
+        It stays at least until the caller awaits something else.
+
+        Args:
+            target: the model, or the sampling session of its weights.
+
+        Raises:
+            Unavailable: it is not back yet, or can't be brought back now.
+            InvalidRequest: its suspended state is damaged.
+        """
+        while (name := self._away.waiting_for(target)) is not None:
+            self._accept()
+            await self._away.recall(name, self._resume_own)
+
+    async def _resume_own(self, suspended: SuspendedModel) -> None:
+        model_id = ModelId.parse(suspended.manifest.run_id)
+
+        async def resume() -> None:
+            model, unfinished = await self._suspension.resume(
+                model_id, suspended.spec, suspended.manifest, self._accept
+            )
+            self._away.came_back(str(model_id))
+            self._begin_again(model, unfinished)
+
+        task = self._resumption(model_id, resume())
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NotFound(f"model {model_id} was deleted")
+        task.result()
+
+    async def suspend_model(self, model_id: ModelId) -> bool:
+        """Write a model that nobody uses to the object store and free its memory.
+
+        The next request for it brings it back. Repeating this is fine.
+
+        Returns:
+            False if it is in use, unknown or can't be written: nothing has changed then.
+        """
+        name = str(model_id)
+        if self._away.get(name) is not None:
+            return True
+        model = self._models.get(name)
+        if model is None or self._is_draining or self._is_used(model):
+            return False
+        return await self._away.suspend(model)
+
+    def _is_used(self, model: LiveModel) -> bool:
+        if model.queue.is_busy:
+            return True
+        sessions = self._samplers.sessions_of_model(model.model_id)
+        return any(s.request.sampling_session_id in sessions for s in self._samples.values())
+
+    def held(self) -> list[HeldModel]:
+        """Return the models of this head and what they take."""
+        return self._away.held()
 
     async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
         # A head that began to stop meanwhile would not suspend it: it stays where it was.
         model, unfinished = await self._suspension.read(model_id, spec, self._accept)
+        self._begin_again(model, unfinished)
+
+    def _begin_again(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
+        """Take in a model that was brought back, and the samples that are to be drawn again."""
+        model_id = model.model_id
         self._models[str(model_id)] = model
         # However many they are: they were taken in before.
         for request in unfinished:
@@ -148,6 +222,7 @@ class HeadService:
         """Remove a model. Unknown ones are fine."""
         if (task := self._resuming.get(str(model_id))) is not None:
             task.cancel()
+        await self._away.forget(str(model_id))
         model = self._models.pop(str(model_id), None)
         if model is not None:
             model.queue.close(f"model {model_id} was deleted")
@@ -176,6 +251,8 @@ class HeadService:
     def _model(self, model_id: str) -> LiveModel:
         self._accept()
         model = self._models.get(model_id)
+        if self._away.is_suspending(model_id):
+            raise Unavailable(f"model {model_id} is being suspended; send the request again")
         if model is None:
             raise NotFound(f"model {model_id!r} is unknown to this head")
         return model
@@ -287,7 +364,15 @@ class HeadService:
             NotFound: the request is unknown, or its result is no longer kept.
         """
         self._last_activity = time.monotonic()
-        return await self._results.wait(request_id, self._backend.config.timings.long_poll_seconds)
+        seconds = self._backend.config.timings.long_poll_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self.recall(request_id.rpartition(":")[0])
+        except (TimeoutError, Unavailable) as error:
+            # The SDK asks again.
+            log.info("a result waits for its model", request_id=request_id, reason=str(error))
+            return None
+        return await self._results.wait(request_id, seconds)
 
     def status(self) -> HeadStatus:
         """Return what the head reports of itself."""
@@ -335,15 +420,24 @@ class HeadService:
         self._backend.trainer.stop_waiting()
         async with self._suspending:
             await self._drain()
-            left = [model for name, model in self._models.items() if name not in self._suspended]
-            room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
+            await self._away.settle()
             target = store or self._backend.store
-            reasons = await asyncio.gather(*[self._suspend(model, room, target) for model in left])
+            reasons = await self._suspend_all(target)
+            if self._resuming:
+                # What was accepted before comes back all the same, and has left the store.
+                await asyncio.wait(set(self._resuming.values()))
+                reasons += await self._suspend_all(target)
             lost = sorted(self._models.keys() - self._suspended)
             if lost:
                 why = next((f": {reason}" for reason in reasons if reason), "")
                 raise Unavailable(f"could not suspend {', '.join(lost)}{why}")
             self._is_suspended = True
+
+    async def _suspend_all(self, store: CheckpointStore) -> list[str | None]:
+        """Write all models that are not written yet; return why some could not be."""
+        left = [model for name, model in self._models.items() if name not in self._suspended]
+        room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
+        return await asyncio.gather(*[self._suspend(model, room, store) for model in left])
 
     async def _drain(self) -> None:
         """Give running work some time to finish, then stop answering."""
@@ -402,6 +496,7 @@ class HeadService:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._results.sweep()
+            await self._idle_memory.look(self.status())
 
     def _result_dropped(self, request_id: str) -> None:
         parsed = RequestId.parse(request_id)

@@ -89,10 +89,15 @@ class _Writer:
         """Return the bytes of all files whose names begin so."""
         return sum(f.size_bytes for name, f in self._files.items() if name.startswith(prefix))
 
-    async def commit(self) -> None:
+    async def commit(self) -> SuspendedManifest:
         """Make it exist."""
         manifest = self._manifest.model_copy(update={"files": self._files})
         await self._store.commit_suspended(manifest)
+        return manifest
+
+
+class SamplersLeftBehind(WireError):
+    """Some of a model's own samplers can't be written with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,27 @@ class Suspension:
             unfinished: sampling requests to the model's own samplers that are to be run again.
             store: where to write.
         """
+        limit = self.backend.config.limits.max_sampler_bytes
+        writer = self._writer(model, store)
+        samplers = await self._write_samplers(model.model_id, writer, limit)
+        await self._write_rest(model, unfinished, samplers, writer)
+
+    async def write_all(self, model: LiveModel) -> SuspendedManifest:
+        """Write a model whose queue is paused, and who samples nothing, with all its samplers.
+
+        Raises:
+            SamplersLeftBehind: some can't be written; then nothing was.
+        """
+        limit = self.backend.config.limits.max_snapshot_bytes
+        writer = self._writer(model, self.backend.store)
+        samplers = await self._write_samplers(model.model_id, writer, limit)
+        written = {session for sampler in samplers for session in sampler.sessions}
+        published = self.samplers.of_model(model.model_id)
+        if missing := {s for sampler in published for s in sampler.sessions} - written:
+            raise SamplersLeftBehind(f"the weights of {sorted(missing)} could not be written")
+        return await self._write_rest(model, [], samplers, writer)
+
+    def _writer(self, model: LiveModel, store: CheckpointStore) -> _Writer:
         config = self.backend.config
         manifest = SuspendedManifest(
             run_id=str(model.model_id),
@@ -126,14 +152,23 @@ class Suspension:
             data_prefix=uuid.uuid4().hex,
             files={},
         )
-        writer, bodies = _Writer(store, manifest), Bodies()
+        return _Writer(store, manifest)
+
+    async def _write_rest(
+        self,
+        model: LiveModel,
+        unfinished: Sequence[SampleRequest],
+        samplers: list[StoredSampler],
+        writer: _Writer,
+    ) -> SuspendedManifest:
+        """Write everything but the samplers, and in the end the manifest."""
+        bodies = Bodies()
         head = self._head_state(model, unfinished, bodies)
-        gradient_lost = await _write_training(model, manifest.base_model, writer)
-        samplers = await self._write_samplers(model.model_id, writer)
+        gradient_lost = await _write_training(model, self.backend.config.model.name, writer)
         head = head.model_copy(update={"samplers": samplers, "gradient_lost": gradient_lost})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, bodies.encode())
-        await writer.commit()
+        return await writer.commit()
 
     def _head_state(
         self, model: LiveModel, unfinished: Sequence[SampleRequest], bodies: Bodies
@@ -166,10 +201,11 @@ class Suspension:
             Kept(name, self.results.digest(name) or b"", failure, is_read=False) for name in cut_off
         ]
 
-    async def _write_samplers(self, model_id: ModelId, writer: _Writer) -> list[StoredSampler]:
-        """Write the model's own samplers, the latest first, as far as there is room."""
+    async def _write_samplers(
+        self, model_id: ModelId, writer: _Writer, limit: int
+    ) -> list[StoredSampler]:
+        """Write the model's own samplers, the latest first, up to `limit` bytes."""
         stored: list[StoredSampler] = []
-        limit = self.backend.config.limits.max_sampler_bytes
         for published in self.samplers.of_model(model_id):
             room = limit - writer.size_of(formats.SAMPLER_PREFIX)
             if published.size_bytes > room:
@@ -216,6 +252,17 @@ class Suspension:
         manifest = await store.find_suspended(str(model_id))
         if manifest is None or not manifest.goes_on_from(spec.resume_generation or ""):
             raise StateLost(f"training run {model_id} was not suspended by the head it was in")
+        return await self.resume(model_id, spec, manifest, accept)
+
+    async def resume(
+        self,
+        model_id: ModelId,
+        spec: ModelSpec,
+        manifest: SuspendedManifest,
+        accept: Callable[[], None],
+    ) -> tuple[LiveModel, list[SampleRequest]]:
+        """Bring a model back from a state that holds all of it; see `read`."""
+        store = self.backend.store
         self._check_fits(manifest, spec)
         files = {name: await store.read_file(manifest, name) for name in (HEAD_STATE, BODIES)}
         head = SuspendedHead(manifest, files)
@@ -223,9 +270,14 @@ class Suspension:
         try:
             await self._restore_weights(model, manifest, head.state)
             await self._restore_samplers(model_id, manifest, head.state.samplers)
-            model.lineage = manifest.lineage
+            own = self.backend.config.generation
+            model.lineage = [each for each in manifest.lineage if each != own]
             model.operations.continue_after(manifest.created_at)
             accept()
+            if manifest.generation == own:
+                # The catalog names this head: once the model is more than this state, another head
+                # must not take the one for the other.
+                await store.withdraw_suspended(manifest)
             self._restore_order(model, head)
         except BaseException as error:
             model.queue.close("the model could not be resumed")

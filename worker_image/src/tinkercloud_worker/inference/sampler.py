@@ -146,6 +146,9 @@ class InferenceSampler:
             raise
         self._versions[version] = published
 
+    def release_caches(self) -> None:
+        """See `Sampler.release_caches`: the servers have their own."""
+
     async def retire(self, version: str) -> None:
         """See `Sampler.retire`."""
         published = self._versions.pop(version, None)

@@ -53,6 +53,12 @@ class PrefixStore:
             for key in [key for key in self._entries if key[0] is version]:
                 self._drop(key)
 
+    def clear(self) -> None:
+        """Drop all prompts."""
+        with self._lock:
+            self._entries.clear()
+            self._tokens = 0
+
     def _drop(self, key: tuple[Version, bytes]) -> None:
         tokens, _ = self._entries.pop(key)
         self._tokens -= len(tokens)

@@ -105,6 +105,13 @@ class TorchSampler:
             await self.retire(version)
             raise
 
+    def release_caches(self) -> None:
+        """See `Sampler.release_caches`."""
+        self._prefixes.clear()
+        # Recorded steps are of the places that a batch has.
+        if self._recorder is None and not self._jobs and not self._num_running:
+            self._batches.clear()
+
     async def retire(self, version: str) -> None:
         """See `Sampler.retire`."""
         retired = self._versions.pop(version)

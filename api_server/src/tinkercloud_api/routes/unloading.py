@@ -1,0 +1,58 @@
+"""unload_model, a call of SDKs before 0.30: frees one model for good.
+
+Its checkpoints stay. The answer is a future, as of any request about a model, whose result the head
+can't keep, since it forgets the model: the catalog knows that it is over.
+"""
+
+from typing import Literal
+
+import structlog
+from fastapi import APIRouter, Response
+
+from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_protocol import futures
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.wire import Name, WireModel
+
+log = structlog.get_logger(__name__)
+router = APIRouter(prefix="/api/v1", tags=["models"])
+
+_SUFFIX = ":unload"
+
+
+class UnloadModelRequest(WireModel):
+    """POST unload_model."""
+
+    model_id: Name
+    type: Literal["unload_model"] = "unload_model"
+
+
+@router.post("/unload_model")
+async def unload_model(request: UnloadModelRequest, server: Server, caller: Caller) -> Response:
+    """Free a model. Repeating it is fine."""
+    model_id = str(ModelId.parse(request.model_id))
+    await server.router.authorize_run(model_id, caller)
+    await server.training_runs.unload(model_id)
+    log.info("model unloaded", model_id=model_id, owner=caller.owner)
+    promise = futures.promise(f"{model_id}{_SUFFIX}", model_id=model_id)
+    return Response(promise, media_type=futures.JSON)
+
+
+def unloaded_model(request_id: str) -> str | None:
+    """Return the model that an id of an unload_model request names; None for other ids."""
+    model_id = request_id.removesuffix(_SUFFIX)
+    return model_id if model_id != request_id else None
+
+
+async def result_of(model_id: str, server: Context) -> Result:
+    """Return the result of an unload_model request.
+
+    Raises:
+        NotFound: the model was not unloaded.
+    """
+    run = await server.catalog.run(model_id)
+    if run is None or run.deleted_at is None:
+        raise NotFound(f"model {model_id!r} was not unloaded; send unload_model again")
+    return futures.finished({"model_id": model_id, "type": "unload_model"})

@@ -1,0 +1,182 @@
+"""A client that vanishes leaves nothing in memory, and finds everything when it comes back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
+from tinkercloud_testing.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.waiting import wait_until
+
+MODEL = "tiny/llama"
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+SETTINGS = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": "1"}
+"""Shorter than the pause between two heartbeats, so that every client that does nothing is silent,
+while its requests are answered as those of any other."""
+
+
+@pytest.fixture(scope="module")
+def own_server(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, trainer: str
+) -> Iterator[Server]:
+    """Run a server that is quick to take clients for silent."""
+    settings = {**TRAINERS[trainer], **SETTINGS}
+    state_dir = tmp_path_factory.mktemp("state")
+    with a_server(state_dir, {MODEL: model_folder}, settings) as running:
+        yield running
+
+
+def a_training_client(server: Server) -> tinker.TrainingClient:
+    client = server.client()
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+def models(server: Server) -> dict[str, dict[str, Any]]:
+    """Return what the server says of each model, by id."""
+    path = "/api/v1/session_usage?access_scope=accessible&limit=1000"
+    sessions = server.request("GET", path).json()["sessions"]
+    return {model["model_id"]: model for session in sessions for model in session["models"]}
+
+
+def be_silent(server: Server, *clients: tinker.TrainingClient) -> None:
+    """Do nothing until all models of these clients have left the head's memory."""
+
+    def is_over() -> bool:
+        held = [models(server)[training.model_id] for training in clients]
+        return all(each["state"] == "suspended" for each in held)
+
+    wait_until(is_over, "the suspension of silent clients' models")
+    assert {models(server)[training.model_id]["memory_bytes"] for training in clients} == {0}
+
+
+def losses_without_a_pause(server: Server, steps: int) -> list[float]:
+    training = a_training_client(server)
+    return [step(training) for _ in range(steps)]
+
+
+def test_a_client_that_comes_back_trains_on_as_if_it_had_never_been_away(
+    own_server: Server,
+) -> None:
+    expected = losses_without_a_pause(own_server, 5)
+    training = a_training_client(own_server)
+    losses = [step(training) for _ in range(2)]
+
+    be_silent(own_server, training)
+    losses += [step(training)]
+    be_silent(own_server, training)
+    losses += [step(training) for _ in range(2)]
+
+    assert losses == expected
+    assert own_server.rest().list_checkpoints(training.model_id).result().checkpoints == []
+
+
+def test_requests_that_were_sent_at_once_after_a_silence_run_in_their_order(
+    own_server: Server,
+) -> None:
+    expected = losses_without_a_pause(own_server, 10)
+    training = a_training_client(own_server)
+    losses = [step(training)]
+    be_silent(own_server, training)
+
+    sent, applied = [], []
+    for _ in range(9):
+        sent.append(training.forward_backward([a_datum(5)], "cross_entropy"))
+        applied.append(training.optim_step(ADAM))
+
+    assert losses + [future.result().metrics["loss:sum"] for future in sent] == expected
+    metrics = [future.result().metrics or {} for future in applied]
+    assert [each["step"] for each in metrics] == list(range(2, 11))
+
+
+def test_a_gradient_results_and_samplers_come_back(own_server: Server) -> None:
+    training = a_training_client(own_server)
+    step(training)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    logprobs = sampler.compute_logprobs(PROMPT).result()
+    added = training.forward_backward([a_datum(5)], "cross_entropy")
+
+    be_silent(own_server, training)
+
+    assert sampler.compute_logprobs(PROMPT).result() == logprobs
+    assert added.result().metrics["loss:sum"] > 0
+    be_silent(own_server, training)
+    metrics = training.optim_step(ADAM).result().metrics or {}
+    assert metrics["step"] == 2
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_client_that_waits_for_what_takes_long_is_not_silent(own_server: Server) -> None:
+    training = a_training_client(own_server)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=400, stop=[], seed=1)
+
+    drawn = [sampler.sample(PROMPT, 8, params) for _ in range(4)]
+
+    assert [len(each.result().sequences) for each in drawn] == [8] * 4
+
+
+def test_a_silent_model_survives_a_restart_a_killed_server_and_a_killed_head(
+    own_server: Server,
+) -> None:
+    expected = losses_without_a_pause(own_server, 5)
+    training = a_training_client(own_server)
+    losses = [step(training)]
+
+    for end in (
+        own_server.stop,
+        own_server.kill,
+        own_server.kill_heads,
+    ):
+        losses += [step(training)]
+        be_silent(own_server, training)
+        end()
+        if end != own_server.kill_heads:
+            own_server.start()
+
+    losses += [step(training)]
+    assert losses == expected
+
+
+def test_silent_models_of_one_owner_do_not_disturb_another(own_server: Server) -> None:
+    expected = losses_without_a_pause(own_server, 25)
+    vanished = [a_training_client(own_server) for _ in range(5)]
+    for each in vanished:
+        step(each)
+    key = own_server.new_key("another")
+    client = own_server.client(key)
+    training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+    losses = [step(training) for _ in range(25)]
+
+    be_silent(own_server, *vanished)
+    assert losses == expected
+
+
+def test_what_was_deleted_in_silence_is_gone_from_store_and_memory(own_server: Server) -> None:
+    training = a_training_client(own_server)
+    step(training)
+    be_silent(own_server, training)
+    folder = own_server.state_dir / "checkpoints" / "runs" / training.model_id / "suspended"
+    assert list(folder.rglob("manifest.json"))
+
+    session = training.holder.get_session_id()
+    own_server.request("DELETE", f"/api/v1/sessions/{session}")
+
+    assert list(folder.rglob("*.*")) == []
+    assert models(own_server)[training.model_id]["state"] == "deleted"
+
+
+def test_what_comes_back_leaves_nothing_in_the_store(own_server: Server) -> None:
+    training = a_training_client(own_server)
+    step(training)
+    be_silent(own_server, training)
+    folder = own_server.state_dir / "checkpoints" / "runs" / training.model_id / "suspended"
+
+    sent = training.forward_backward([a_datum(5)] * 64, "cross_entropy")
+
+    wait_until(lambda: not list(folder.rglob("*.*")), "the end of the suspended state")
+    sent.result()

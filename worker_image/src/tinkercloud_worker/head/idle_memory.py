@@ -1,0 +1,45 @@
+"""What a head gives back when it has nothing to do: memory that would only make work faster."""
+
+import asyncio
+import ctypes
+
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_worker.head.backend import Backend
+
+_IDLE_SECONDS = 60.0
+
+
+class IdleMemory:
+    """Frees caches once in each time of rest. Belongs to one event loop."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._is_released = False
+
+    async def look(self, status: HeadStatus) -> None:
+        """Free what is not needed, if the head has been idle for long enough."""
+        if status.pending_requests or status.idle_seconds < _IDLE_SECONDS:
+            self._is_released = False
+        elif not self._is_released:
+            self._is_released = True
+            await self.release()
+
+    async def release(self) -> None:
+        """Free what is not needed while nothing is sampled."""
+        try:
+            await self._backend.thread.run_beside(self._backend.sampler.release_caches)
+        except Unavailable:
+            # The thread has ended, and the head is about to.
+            return
+        await asyncio.to_thread(return_free_memory)
+
+
+def return_free_memory() -> None:
+    """Give memory that the allocator keeps for later back to the system, where it can.
+
+    Large tensors of finished steps leave gaps that glibc does not return by itself.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

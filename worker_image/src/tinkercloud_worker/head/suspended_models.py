@@ -1,0 +1,194 @@
+"""Models of a living head that are in the object store instead of its memory.
+
+A client that has not been heard of for long leaves its models behind. Each is written as a head
+that stops writes it (`suspension`), and its memory is freed; the next request for the model, or for
+a sampler of its weights, brings it back. Whoever asks meanwhile waits for both.
+
+The state in the store is this head's own, under its own generation. If the head dies, another one
+resumes the model from there. A model that is brought back here becomes more than its state, which
+is therefore withdrawn before any of the model's requests can run.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.launch import HeldModel, ModelSpec
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.idle_memory import return_free_memory
+from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.suspension import Suspension
+
+log = structlog.get_logger(__name__)
+
+_RECALL_SECONDS = 45.0
+"""How long a request waits for its model: less than the API server waits for an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedModel:
+    """What a head remembers of a model that it has suspended."""
+
+    spec: ModelSpec
+    sessions: frozenset[str]
+    """Sampling sessions of the model's own weights, which come back with it."""
+    manifest: SuspendedManifest
+
+
+class SuspendedModels:
+    """Suspends models one by one, and knows which are. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        models: MutableMapping[str, LiveModel],
+        results: Results,
+        samplers: Samplers,
+        suspension: Suspension,
+    ) -> None:
+        """Start with none.
+
+        Args:
+            backend: of the head.
+            models: those in memory, by id; a model leaves it here, and comes back elsewhere.
+            results: of the head.
+            samplers: of the head.
+            suspension: writes models.
+        """
+        self._backend = backend
+        self._models = models
+        self._results = results
+        self._samplers = samplers
+        self._suspension = suspension
+        self._suspending: dict[str, asyncio.Task[bool]] = {}
+        self._suspended: dict[str, SuspendedModel] = {}
+        self._models_of: dict[str, str] = {}
+        """Sampling session to the model that is or is being suspended with it."""
+
+    def get(self, name: str) -> SuspendedModel | None:
+        """Return a suspended model."""
+        return self._suspended.get(name)
+
+    def held(self) -> list[HeldModel]:
+        """Return all models of the head, those in memory first, and what they take."""
+        suspended = [HeldModel(model_id=name, is_suspended=True) for name in self._suspended]
+        return [self._describe(model) for model in self._models.values()] + suspended
+
+    def _describe(self, model: LiveModel) -> HeldModel:
+        name, sessions = str(model.model_id), self._samplers.sessions_of_model(model.model_id)
+        published = self._samplers.of_model(model.model_id)
+        return HeldModel(
+            model_id=name,
+            model_bytes=self._backend.trainer.memory_bytes(name),
+            sampler_bytes=sum(sampler.size_bytes for sampler in published),
+            result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
+        )
+
+    def is_suspending(self, name: str) -> bool:
+        """Whether a model is being suspended: it is in memory and takes no requests."""
+        return name in self._suspending
+
+    async def suspend(self, model: LiveModel) -> bool:
+        """Suspend a model that does nothing, and free its memory; return whether that was done.
+
+        If it can't be, for now or ever, the model continues as it was; the log says why.
+        """
+        name = str(model.model_id)
+        task = self._suspending.get(name)
+        if task is None:
+            self._models_of.update(
+                dict.fromkeys(self._samplers.sessions_of_model(model.model_id), name)
+            )
+            task = self._suspending[name] = asyncio.create_task(self._suspend(name, model))
+            task.add_done_callback(lambda _: self._suspending.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _suspend(self, name: str, model: LiveModel) -> bool:
+        try:
+            await model.queue.pause()
+            manifest = await self._suspension.write_all(model)
+        except Exception as error:
+            log.warning("a model stays in memory", model_id=name, exc_info=error)
+            self._forget_sessions(name)
+            model.queue.unpause()
+            return False
+        sessions = self._samplers.sessions_of_model(model.model_id)
+        self._suspended[name] = SuspendedModel(model.spec, frozenset(sessions), manifest)
+        del self._models[name]
+        await self._free(model, sessions)
+        log.info("a model without a client was suspended", model_id=name)
+        return True
+
+    async def _free(self, model: LiveModel, sessions: set[str]) -> None:
+        """Free the memory of a model that is in the store."""
+        for target in (str(model.model_id), *sessions):
+            self._results.discard(target)
+        model.queue.close("the model was suspended")
+        try:
+            for session in sessions:
+                await self._samplers.retire(SamplingSessionId.parse(session))
+            await model.operations.delete()
+        except Exception:
+            log.exception("memory of a suspended model was not freed", model_id=str(model.model_id))
+        await asyncio.to_thread(return_free_memory)
+
+    def waiting_for(self, target: str) -> str | None:
+        """Return the model to bring back for a request; None if there is none.
+
+        Args:
+            target: the model or sampling session that the request is for.
+        """
+        name = self._models_of.get(target, target)
+        return name if name in self._suspended or name in self._suspending else None
+
+    async def recall(
+        self, name: str, resume: Callable[[SuspendedModel], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Bring a model back, once it has been suspended, if it has.
+
+        Args:
+            name: its id.
+            resume: brings it back, to `models`; all who ask for it at once share the attempt.
+
+        Raises:
+            Unavailable: it is not back yet, or can't be brought back now.
+        """
+        try:
+            async with asyncio.timeout(_RECALL_SECONDS):
+                if (task := self._suspending.get(name)) is not None:
+                    await asyncio.wait({task})
+                if (suspended := self._suspended.get(name)) is not None:
+                    await resume(suspended)
+        except TimeoutError:
+            raise Unavailable(
+                f"model {name} is on its way back to memory; send the request again"
+            ) from None
+
+    def came_back(self, name: str) -> None:
+        """Note that a model is in memory again."""
+        self._suspended.pop(name, None)
+        self._forget_sessions(name)
+
+    async def forget(self, name: str) -> None:
+        """Forget a model that is deleted. When this returns, nothing more of it is written."""
+        if (task := self._suspending.get(name)) is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        self.came_back(name)
+
+    async def settle(self) -> None:
+        """Return when no model is being suspended."""
+        while self._suspending:
+            await asyncio.wait(set(self._suspending.values()))
+
+    def _forget_sessions(self, name: str) -> None:
+        for session in [each for each, model in self._models_of.items() if model == name]:
+            del self._models_of[session]
