@@ -18,6 +18,9 @@ Array = npt.NDArray[np.float32 | np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+MAX_TARGETS = 1024
+"""Tokens that may be asked about at one position: the result has a value for each of them, however
+few bytes a sparse tensor takes on its way here."""
 EMPTY_TOP_TOKEN = 0
 EMPTY_TOP_LOGPROB = -99999.0
 """What an empty cell of a top-k table holds on the wire."""

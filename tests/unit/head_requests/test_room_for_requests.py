@@ -100,10 +100,10 @@ def test_a_refusal_that_waits_and_counts_nothing_quotes_no_long_name() -> None:
 
 
 async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: Path) -> None:
-    body = a_sparse_batch((1, 10_000)).SerializeToString()
+    body = a_sparse_batch(*[(1, 1000)] * 10).SerializeToString()
     with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=Limits(max_queued_bytes=50_000)) as head:
         await head.begin()
-        assert len(body) < 200
+        assert len(body) < 1000
 
         with pytest.raises(Overloaded, match="bytes of requests wait"):
             head.service.submit(receive_batch(body, peek_training(body)))
@@ -141,7 +141,7 @@ async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_pat
         )
         request_id = service.sample(first)
 
-        with pytest.raises(Overloaded, match="bytes of sampling requests wait already"):
+        with pytest.raises(Overloaded, match="bytes of sampling requests of owner"):
             service.sample(second)
         assert service.sample(first) == request_id
 

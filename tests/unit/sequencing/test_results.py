@@ -31,7 +31,7 @@ def a_result(size: int = 1) -> Result:
 
 async def test_a_waiter_is_woken_by_the_result() -> None:
     results = a_store(Clock())
-    results.open("r", b"")
+    results.open("r", b"", "me")
     waiters = [asyncio.create_task(results.wait("r", seconds=5)) for _ in range(3)]
     await asyncio.sleep(0)
 
@@ -42,7 +42,7 @@ async def test_a_waiter_is_woken_by_the_result() -> None:
 
 async def test_a_wait_ends_without_a_result_when_its_time_is_over() -> None:
     results = a_store(Clock())
-    results.open("r", b"")
+    results.open("r", b"", "me")
 
     assert await results.wait("r", seconds=0.01) is None
 
@@ -50,7 +50,7 @@ async def test_a_wait_ends_without_a_result_when_its_time_is_over() -> None:
 async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
     clock = Clock()
     results = a_store(clock)
-    results.open("r", b"")
+    results.open("r", b"", "me")
     results.finish("r", a_result())
     await results.wait("r", seconds=1)
 
@@ -68,7 +68,7 @@ async def test_a_result_nobody_read_is_kept_longer() -> None:
     clock = Clock()
     dropped: list[str] = []
     results = a_store(clock, dropped=dropped)
-    results.open("r", b"")
+    results.open("r", b"", "me")
     results.finish("r", a_result())
 
     clock.now = 99
@@ -85,14 +85,14 @@ async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> N
     results = a_store(clock, max_bytes=25, dropped=dropped)
     for index, name in enumerate("abc"):
         clock.now = float(index)
-        results.open(name, b"")
+        results.open(name, b"", "me")
         results.finish(name, a_result(size=10))
         if name != "c":
             await results.wait(name, seconds=1)
 
     results.sweep()
     assert dropped == ["a"]
-    results.open("d", b"")
+    results.open("d", b"", "me")
     results.finish("d", a_result(size=100))
     results.sweep()
 
@@ -103,19 +103,19 @@ async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
     clock = Clock()
     results = a_store(clock, max_bytes=25)
     for name in ("a:1", "a:2", "b:1"):
-        assert results.has_room
-        results.open(name, b"")
+        assert results.has_room("me")
+        results.open(name, b"", "me")
         results.finish(name, a_result(size=10))
-    assert not results.has_room
+    assert not results.has_room("me")
 
     await results.wait("b:1", seconds=1)
     await results.wait("b:1", seconds=1)
-    assert results.has_room
-    results.open("a:3", b"")
+    assert results.has_room("me")
+    results.open("a:3", b"", "me")
     results.finish("a:3", a_result(size=10))
-    assert not results.has_room
+    assert not results.has_room("me")
     results.give_up("a")
-    assert results.has_room
+    assert results.has_room("me")
 
 
 class Unwalked(dict[str, Any]):
@@ -133,17 +133,17 @@ async def test_what_is_given_up_is_found_without_looking_at_all_others(
     clock = Clock()
     results = a_store(clock, max_bytes=10)
     for _ in range(2):
-        results.open("a:1", b"")
-        results.open("b:1", b"")
+        results.open("a:1", b"", "me")
+        results.open("b:1", b"", "me")
         results.finish("a:1", a_result(size=10))
-        assert not results.has_room
+        assert not results.has_room("me")
 
         with monkeypatch.context() as patch:
             patch.setattr(results, "_entries", Unwalked(results._entries))
             results.give_up("a")
             results.give_up("nobody")
 
-        assert results.has_room
+        assert results.has_room("me")
         clock.now += 11
         results.sweep()
         assert results.digest("a:1") is None
@@ -157,7 +157,7 @@ async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_ot
     results = a_store(clock, dropped=dropped)
     for index in range(6):
         clock.now = float(index)
-        results.open(f"a:{index}", b"")
+        results.open(f"a:{index}", b"", "me")
         results.finish(f"a:{index}", a_result())
         if index % 2:
             results.mark_read(f"a:{index}")
@@ -175,14 +175,14 @@ async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_ot
 async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> None:
     clock = Clock()
     results = a_store(clock)
-    results.open("a:1", b"")
+    results.open("a:1", b"", "me")
     results.give_up("a")
 
     clock.now = 50
     results.sweep()
     results.finish("a:1", a_result())
     results.sweep()
-    assert results.has_room
+    assert results.has_room("me")
     assert results.digest("a:1") is not None
     clock.now = 61
     results.sweep()
@@ -193,28 +193,28 @@ async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> 
 async def test_a_result_that_is_dropped_unread_makes_room() -> None:
     clock = Clock()
     results = a_store(clock, max_bytes=10)
-    results.open("a:1", b"")
+    results.open("a:1", b"", "me")
     results.finish("a:1", a_result(size=10))
-    assert not results.has_room
+    assert not results.has_room("me")
 
     clock.now = 101
     results.sweep()
 
-    assert results.has_room
+    assert results.has_room("me")
 
 
 async def test_a_failure_that_was_known_before_it_came_takes_no_room() -> None:
     results = a_store(Clock(), max_bytes=5)
-    results.open("a:1", b"")
+    results.open("a:1", b"", "me")
     results.mark_read("a:1")
     results.finish("a:1", a_result(size=10))
 
-    assert results.has_room
+    assert results.has_room("me")
 
 
 async def test_the_first_result_stays() -> None:
     results = a_store(Clock())
-    results.open("r", b"")
+    results.open("r", b"", "me")
     results.finish("r", a_result(1))
     results.finish("r", a_result(2))
 

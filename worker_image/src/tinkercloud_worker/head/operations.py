@@ -36,6 +36,9 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 
+UNBORN = "the model does not exist yet"
+"""Why a model takes no requests before it was created (`Operations.refused`)."""
+
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
 
@@ -53,7 +56,7 @@ class Operations:
         self._samplers = samplers
         self._uploads: dict[str, asyncio.Task[Manifest]] = {}
         self._steps = 0
-        self._refused: str | None = "the model does not exist yet"
+        self._refused: str | None = UNBORN
         self._gradient_lost: str | None = None
         """How the gradient was lost, until a request has been told."""
         self.latest: Manifest | None = None

@@ -9,16 +9,25 @@ from typing import Any
 import structlog
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded, Unavailable, WireError
+from tinkercloud_protocol.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ResultGone,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec, SamplerSpec
 from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.operations import UNBORN
 from tinkercloud_worker.head.queue import Operation, Origin, refusal, to_result
 from tinkercloud_worker.head.requests import (
     Received,
@@ -27,6 +36,7 @@ from tinkercloud_worker.head.requests import (
     role_of_unread,
 )
 from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.sample_room import SampleRoom
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -60,6 +70,7 @@ class _Sample:
     """A sampling request that is not finished."""
 
     request: SampleRequest
+    owner: str
     size: int
     task: asyncio.Task[None]
 
@@ -75,13 +86,16 @@ class HeadService:
             config.limits.max_result_bytes,
             now=time.monotonic,
             on_drop=self._result_dropped,
+            on_room=self._look_again,
         )
         self._samplers = Samplers(backend)
         self._suspension = Suspension(backend, self._results, self._samplers)
         self._models: dict[str, LiveModel] = {}
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._samples: dict[str, _Sample] = {}
-        self._sample_bytes = 0
+        self._sample_room = SampleRoom(
+            config.sampler.max_queued_requests, config.limits.max_queued_bytes
+        )
         self._is_draining = False
         self._suspending = asyncio.Lock()
         self._suspended: set[str] = set()
@@ -109,10 +123,41 @@ class HeadService:
                 f"model {model_id} exists with another configuration; use another model_seq_id"
             )
         if model is None:
+            refused = self._too_many_models(spec.owner)
             model = new_model(model_id, spec, self._backend, self._samplers, self._results)
             self._models[name] = model
-            model.queue.submit(0, b"create", 0, Operation(model.operations.create))
+            create = Operation(model.operations.create)
+            if refused is not None:
+                model.operations.refuse(refused.message)
+                create = refusal(refused)
+            model.queue.submit(0, b"create", 0, create)
         return str(RequestId(model_id, 0))
+
+    def _too_many_models(self, owner: str) -> WireError | None:
+        limit = self._backend.config.limits.max_models_per_owner
+        theirs = [
+            model for model in self._of_owner(owner) if model.operations.refused in {None, UNBORN}
+        ]
+        if limit is None or len(theirs) < limit:
+            return None
+        names = ", ".join(str(model.model_id) for model in theirs[:3])
+        return Overloaded(
+            f"owner {owner!r} has {len(theirs)} models here already ({names}"
+            f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): end a"
+            " session that is over (`tinkercloud sessions delete SESSION`), then create this one"
+            " again"
+        )
+
+    def owner_of(self, target: str) -> str:
+        """Return the owner of a model or sampling session; of unknown ones an empty name."""
+        return self._samplers.owner_of(target) or ""
+
+    def _of_owner(self, owner: str) -> list[LiveModel]:
+        return [model for model in self._models.values() if model.spec.owner == owner]
+
+    def _look_again(self, owner: str) -> None:
+        for model in self._of_owner(owner):
+            model.queue.look_again()
 
     def _resumption(self, model_id: ModelId, spec: ModelSpec) -> asyncio.Task[None]:
         """Return the attempt to bring a model back, which all who ask for it share."""
@@ -133,7 +178,7 @@ class HeadService:
                 self._draw(self.prepare(request))
             except InvalidRequest as error:
                 request_id = str(_request_id(request))
-                self._results.open(request_id, content_digest(request))
+                self._results.open(request_id, content_digest(request), spec.owner)
                 self._results.finish(request_id, futures.failed_with(error))
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
@@ -153,14 +198,27 @@ class HeadService:
         Raises:
             InvalidRequest: its number can't be used.
             NotFound: the model is unknown.
-            Overloaded: too much waits already.
+            Overloaded: too much waits already, or too many results were not retrieved.
         """
         model = self._model(received.place.model_id)
+        self._check_results(received, model)
         if isinstance(received.content, WireError):
             operation = refusal(received.content, role_of_unread(received.path))
         else:
             operation = model.operation(received.content, Origin(received.path, received.body))
-        return model.queue.submit(received.place.seq_id, received.digest, received.size, operation)
+        others = [m for m in self._of_owner(model.spec.owner) if m is not model]
+        elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
+        return model.queue.submit(
+            received.place.seq_id, received.digest, received.size, operation, elsewhere
+        )
+
+    def _check_results(self, received: Received, model: LiveModel) -> None:
+        """Check that an owner has room for the result of one more batch."""
+        if not isinstance(received.content, ForwardBackwardRequest):
+            return
+        known = self._results.digest(model.queue.request_id(received.place.seq_id))
+        if known is None and not self._results.has_room(model.spec.owner):
+            raise Overloaded(self._results.crowding(model.spec.owner))
 
     def mark_known(self, request_id: str) -> None:
         """Note that a client has been told of a failure in another way than by its future."""
@@ -212,32 +270,16 @@ class HeadService:
                 " request with other content"
             )
         if known is None:
-            self._check_room(prepared)
+            owner = self.owner_of(prepared.request.sampling_session_id)
+            self._sample_room.check(owner, prepared.size)
             self._draw(prepared)
         return request_id
-
-    def _check_room(self, prepared: Prepared) -> None:
-        """Check that one more sampling request may wait; one alone always may."""
-        config, waiting = self._backend.config, len(self._samples)
-        if waiting >= config.sampler.max_queued_requests:
-            raise Overloaded(
-                f"{waiting} sampling requests wait already; slow down and send this one again"
-            )
-        if waiting and self._sample_bytes + prepared.size > config.limits.max_queued_bytes:
-            raise Overloaded(
-                f"{self._sample_bytes} bytes of sampling requests wait already; slow down and send"
-                " this one again"
-            )
-        if not self._results.has_room:
-            raise Overloaded(
-                f"results of {config.limits.max_result_bytes} bytes and more were not retrieved"
-                " yet; retrieve some, or end the sessions they belong to, and send this one again"
-            )
 
     def _draw(self, prepared: Prepared) -> None:
         request, request_id, backend = prepared.request, prepared.request_id, self._backend
         session_id = SamplingSessionId.parse(request.sampling_session_id)
-        self._results.open(str(request_id), prepared.digest)
+        owner = self.owner_of(request.sampling_session_id)
+        self._results.open(str(request_id), prepared.digest, owner)
 
         async def draw() -> Result:
             async with self._samplers.sampling(session_id) as version:
@@ -252,8 +294,8 @@ class HeadService:
 
         task = self._spawn(self._answer(str(request_id), draw))
         task.add_done_callback(answer_cancelled)
-        self._samples[str(request_id)] = _Sample(request, prepared.size, task)
-        self._sample_bytes += prepared.size
+        self._samples[str(request_id)] = _Sample(request, owner, prepared.size, task)
+        self._sample_room.enter(owner, prepared.size)
 
     async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
@@ -264,7 +306,7 @@ class HeadService:
 
     def _finish(self, request_id: str, result: Result) -> None:
         if (sample := self._samples.pop(request_id, None)) is not None:
-            self._sample_bytes -= sample.size
+            self._sample_room.leave(sample.owner, sample.size)
         self._results.finish(request_id, result)
 
     def cancel(self, request_id: str) -> None:
@@ -277,10 +319,33 @@ class HeadService:
         """Wait for a result; None if it takes longer than a long poll.
 
         Raises:
+            ResultGone: it is a sample's, and no longer kept.
             NotFound: the request is unknown, or its result is no longer kept.
         """
         self._last_activity = time.monotonic()
-        return await self._results.wait(request_id, self._backend.config.timings.long_poll_seconds)
+        seconds = self._backend.config.timings.long_poll_seconds
+        try:
+            return await self._results.wait(request_id, seconds)
+        except NotFound as error:
+            owner = self._samplers.owner_of(request_id.rpartition(":")[0])
+            if ":sample:" not in request_id or owner is None:
+                raise
+            raise ResultGone(
+                f"{error.message}, or newer results of owner {owner!r} took its room"
+                f" (limits.max_result_bytes is {self._backend.config.limits.max_result_bytes});"
+                " send the sample again"
+            ) from None
+
+    def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
+        """Return why a request has no result yet, in the SDK's terms and in words."""
+        parsed = RequestId.parse(request_id)
+        if (model := self._models.get(str(parsed.target))) is not None:
+            return model.queue.why_waiting(parsed.seq_id)
+        if (sample := self._samples.get(request_id)) is None:
+            return "active", None
+        if (reason := self._sample_room.is_full(sample.owner)) is not None:
+            return "paused_rate_limit", f"{reason}; further ones are refused until some are drawn"
+        return "active", f"{len(self._samples)} sampling requests wait or run"
 
     def status(self) -> HeadStatus:
         """Return what the head reports of itself."""
