@@ -10,6 +10,9 @@ from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, parse_json
 
 MAX_TOP_LOGPROBS = MAX_TARGETS
 MAX_CHUNKS = 1 << 16
+MAX_VALUES = 1 << 22
+"""Tokens of a prompt and numbers of a tensor in one request. Nothing else runs while JSON is read,
+and as many take half a second."""
 _OTHER_OBJECTS = 64
 """JSON objects of a request that are no chunks, and some to spare for braces in stop strings."""
 TokenId = int
@@ -137,9 +140,15 @@ def parse_sample(body: bytes) -> SampleRequest:
     """Read a sampling request.
 
     Raises:
-        InvalidRequest: it is none, or of more chunks than are accepted; those are counted before
-            they are read, when each would take a hundred times its bytes.
+        InvalidRequest: it is none, or of more chunks or values than are accepted; those are counted
+            before they are read, when a chunk takes a hundred times its bytes.
     """
+    values = body.count(b",")
+    if values > MAX_VALUES:
+        raise InvalidRequest(
+            f"prompt, target_prompt_logprobs: the request has {values} values, at most {MAX_VALUES}"
+            " are accepted: ask about fewer tokens in one request"
+        )
     objects = body.count(b"{")
     if objects > MAX_CHUNKS + _OTHER_OBJECTS:
         raise InvalidRequest(

@@ -19,10 +19,17 @@ class Clock:
         return self.now
 
 
-def a_store(clock: Clock, max_bytes: int = 1000, dropped: list[str] | None = None) -> Results:
-    timings = Timings(result_ttl_seconds=10, unread_result_ttl_seconds=100)
+def a_store(
+    clock: Clock,
+    max_bytes: int = 1000,
+    dropped: list[str] | None = None,
+    room: list[str] | None = None,
+    ttl: float = 10,
+) -> Results:
+    timings = Timings(result_ttl_seconds=ttl, unread_result_ttl_seconds=100)
     on_drop = (dropped if dropped is not None else []).append
-    return Results(timings, max_bytes, now=clock, on_drop=on_drop)
+    on_room = (room if room is not None else []).append
+    return Results(timings, max_bytes, now=clock, on_drop=on_drop, on_room=on_room)
 
 
 def a_result(size: int = 1) -> Result:
@@ -101,21 +108,114 @@ async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> N
 
 async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
     clock = Clock()
-    results = a_store(clock, max_bytes=25)
+    told: list[str] = []
+    results = a_store(clock, max_bytes=25, room=told)
     for name in ("a:1", "a:2", "b:1"):
         assert results.has_room("me")
         results.open(name, b"", "me")
         results.finish(name, a_result(size=10))
     assert not results.has_room("me")
+    assert results.has_room("another")
 
     await results.wait("b:1", seconds=1)
     await results.wait("b:1", seconds=1)
     assert results.has_room("me")
+    assert told == ["me"]
     results.open("a:3", b"", "me")
     results.finish("a:3", a_result(size=10))
     assert not results.has_room("me")
     results.give_up("a")
     assert results.has_room("me")
+    assert told == ["me", "me"]
+
+
+async def test_what_fills_a_budget_is_named() -> None:
+    results = a_store(Clock(), max_bytes=25)
+    for name, size in (("a:1", 10), ("b:1", 30), ("s:sample:0:1", 5)):
+        results.open(name, b"", "me")
+        results.finish(name, a_result(size=size))
+
+    told = results.crowding("me")
+
+    assert "2 results of 40 bytes for owner 'me' were not retrieved yet (30 of b, 10 of a)" in told
+    assert "limits.max_result_bytes is 25" in told
+
+
+def fill(results: Results, clock: Clock, *names: str, owner: str = "me", size: int = 10) -> None:
+    """Finish results, a second after each other."""
+    for name in names:
+        clock.now += 1
+        results.open(name, b"", owner)
+        results.finish(name, a_result(size=size))
+
+
+async def test_over_the_budget_unread_samples_go_before_results_of_training() -> None:
+    clock, dropped = Clock(), list[str]()
+    results = a_store(clock, max_bytes=30, dropped=dropped)
+
+    fill(results, clock, "s:train:0:1", "s:sample:0:1", "s:sample:0:2", "s:train:0:2")
+    assert dropped == ["s:sample:0:1"]
+    fill(results, clock, "s:train:0:3", "s:train:0:4")
+
+    assert dropped == ["s:sample:0:1", "s:sample:0:2"]
+    assert not results.has_room("me")
+
+
+async def test_over_the_budget_what_was_delivered_goes_first_and_what_was_read_just_now_last() -> (
+    None
+):
+    clock, dropped = Clock(), list[str]()
+    results = a_store(clock, max_bytes=40, dropped=dropped, ttl=1000)
+    fill(results, clock, "s:train:0:1", "s:sample:0:1", "s:train:0:2", "s:train:0:3")
+    results.mark_read("s:train:0:2")
+    clock.now += 200
+    results.mark_read("s:train:0:3")
+
+    for name in ("s:train:0:4", "s:train:0:5", "s:train:0:6"):
+        fill(results, clock, name)
+
+    assert dropped == ["s:train:0:2", "s:sample:0:1", "s:train:0:3"]
+
+
+async def test_each_owner_has_its_own_budget() -> None:
+    clock, dropped = Clock(), list[str]()
+    results = a_store(clock, max_bytes=20, dropped=dropped)
+    fill(results, clock, "b:sample:0:1", "b:sample:0:2", owner="bob")
+
+    fill(results, clock, *[f"e:sample:0:{index}" for index in range(5)], owner="eve")
+    fill(results, clock, "e:train:0:1", owner="eve", size=1000)
+
+    assert dropped == [f"e:sample:0:{index}" for index in range(5)]
+    for name in ("b:sample:0:1", "b:sample:0:2"):
+        assert await results.wait(name, seconds=1) == a_result(size=10)
+
+
+async def test_who_waits_gets_a_sample_that_is_dropped_meanwhile() -> None:
+    clock = Clock()
+    results = a_store(clock, max_bytes=10)
+    results.open("s:sample:0:1", b"", "me")
+    waiting = asyncio.create_task(results.wait("s:sample:0:1", seconds=5))
+    await asyncio.sleep(0)
+
+    fill(results, clock, "s:sample:0:1", "s:sample:0:2")
+
+    assert await waiting == a_result(size=10)
+    assert results.digest("s:sample:0:1") is None
+    assert await results.wait("s:sample:0:2", seconds=1) == a_result(size=10)
+
+
+async def test_what_another_process_kept_counts_for_its_owner() -> None:
+    clock = Clock()
+    results, next_one = a_store(clock, max_bytes=10), a_store(clock, max_bytes=10)
+    fill(results, clock, "s:train:0:1", "s:train:0:2")
+    results.mark_read("s:train:0:2")
+
+    for kept in results.export(lambda _: True):
+        next_one.restore(kept, "me")
+
+    assert not next_one.has_room("me")
+    next_one.mark_read("s:train:0:1")
+    assert next_one.has_room("me")
 
 
 class Unwalked(dict[str, Any]):
