@@ -27,7 +27,7 @@ SAVED_AT = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 class Head:
     """What a head was told, and which fields it knows."""
 
-    fields: set[str] = field(default_factory=lambda: {"model_path", "saved_at"})
+    fields: set[str] = field(default_factory=lambda: {"owner", "model_path", "saved_at"})
     told: list[SamplerSpec] = field(default_factory=list)
 
     async def put(self, request: web.Request) -> web.Response:
@@ -78,16 +78,28 @@ async def test_a_head_is_told_which_checkpoint_of_a_path_is_meant(
         await router.head_of_sampler(f"s:sample:{index}")
 
     assert head.told == [
+        SamplerSpec(owner="me"),
+        SamplerSpec(owner="me", model_path=PATH, saved_at=SAVED_AT),
+        SamplerSpec(owner="me", model_path=PATH),
+    ]
+
+
+async def test_heads_of_releases_before_are_told_what_they_know(router: Router, head: Head) -> None:
+    head.fields.remove("owner")
+    for index in range(3):
+        await router.head_of_sampler(f"s:sample:{index}")
+    told = [
         SamplerSpec(),
         SamplerSpec(model_path=PATH, saved_at=SAVED_AT),
         SamplerSpec(model_path=PATH),
     ]
+    assert head.told == told
 
 
-async def test_a_head_of_the_release_before_is_told_what_it_knows(
+async def test_a_head_that_knows_the_path_alone_is_told_the_path(
     router: Router, head: Head
 ) -> None:
-    head.fields.remove("saved_at")
+    head.fields -= {"owner", "saved_at"}
 
     for index in range(3):
         await router.head_of_sampler(f"s:sample:{index}")

@@ -18,6 +18,7 @@ from tinkercloud_api.routes import health, hot, runs, sessions
 from tinkercloud_api.routes.hot import HotPaths
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-of-whoever-may-ask-in-this-test"
@@ -134,7 +135,7 @@ def test_an_address_may_try_again_later_and_others_at_once() -> None:
         counts.check("2001:db8::1")
         counts.note_failure("2001:db8::1")
 
-    with pytest.raises(throttle.Overloaded):
+    with pytest.raises(Overloaded):
         counts.check("2001:db8::ffff")
     counts.check("2001:db8:0:1::1")
     counts.check("10.0.0.1")

@@ -357,13 +357,13 @@ def _session_row(session: dict[str, Any]) -> dict[str, str]:
         "session": session["session_id"],
         "owner": session["owner"],
         "state": session["state"],
-        "last heartbeat": _moment(session["last_heartbeat_at"]),
+        "last heartbeat": _readable(session["last_heartbeat_at"]),
         "models": ", ".join(counts) or "none",
         "memory": _megabytes(session["memory_bytes"]),
     }
 
 
-def _moment(text: str) -> str:
+def _readable(text: str) -> str:
     return datetime.fromisoformat(text).isoformat(sep=" ", timespec="seconds")
 
 

@@ -13,6 +13,7 @@ servers that bring a run back, neither can undo what was trained through the oth
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class Router:
         sampler = _KnownSampler(
             row.owner,
             Placement(row.run_id or row.id, row.owner, row.base_model),
-            SamplerSpec(model_path=row.model_path, saved_at=row.saved_at),
+            SamplerSpec(owner=row.owner, model_path=row.model_path, saved_at=row.saved_at),
             row.run_id,
         )
         self._samplers[row.id] = sampler
@@ -272,15 +273,16 @@ class Router:
     async def _register(self, route: HeadRoute, sampler_id: str, spec: SamplerSpec) -> None:
         """Make a sampling session known to a head."""
         path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
-        try:
-            body = spec.model_dump_json(exclude_none=True)
-            await self._put(route, path, body, _HEAD_CALL_SECONDS)
-        except InvalidRequest:
-            if spec.saved_at is None:
-                raise
-            # A head of the release before refuses fields that it does not know.
-            older = spec.model_dump_json(exclude={"saved_at"})
-            await self._put(route, path, older, _HEAD_CALL_SECONDS)
+        *newer, oldest = [
+            spec.model_dump_json(exclude_none=True, exclude=unknown)
+            for unknown in (set(), {"owner"}, {"owner", "saved_at"})
+        ]
+        for body in newer:
+            # Heads of releases before refuse fields that they do not know.
+            with contextlib.suppress(InvalidRequest):
+                await self._put(route, path, body, _HEAD_CALL_SECONDS)
+                return
+        await self._put(route, path, oldest, _HEAD_CALL_SECONDS)
 
     async def head_of_sample(self, sampler_id: str) -> HeadRoute:
         """Return the head that may hold the result of a sample, or that can draw it again.

@@ -14,6 +14,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_operator.observed import Observed
+from tinkercloud_operator.quantities import parse_time
 
 _WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
 """What a session waits for before it can be used."""
@@ -228,17 +229,6 @@ def _is_queued(observed: Observed) -> bool:
     """Whether, by the last status, Kueue has not let it in: it holds nothing and can't be used."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
     return condition is not None and condition.reason == Reason.QUEUED
-
-
-def parse_time(text: str | None) -> datetime | None:
-    """Return a moment that Kubernetes wrote; None for none, or for what is no time."""
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo is not None else None
 
 
 def _owner_suspended_it(observed: Observed) -> bool:

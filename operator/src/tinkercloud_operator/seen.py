@@ -12,9 +12,8 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.lifetime import parse_time
 from tinkercloud_operator.observed import Manifest, Node, Pod, Trouble
-from tinkercloud_operator.quantities import parse_quantity
+from tinkercloud_operator.quantities import parse_quantity, parse_time
 
 _WAITING: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,

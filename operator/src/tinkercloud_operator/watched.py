@@ -16,9 +16,9 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator import arrivals, seen
-from tinkercloud_operator.lifetime import parse_time
 from tinkercloud_operator.observed import ChildKey, Done, Manifest, Node, Observed, Pod
 from tinkercloud_operator.owners import Owners, age, is_live
+from tinkercloud_operator.quantities import parse_time
 from tinkercloud_operator.witness import has_secret
 
 Metadata = Mapping[str, Any]

@@ -72,6 +72,13 @@ class StateLost(WireError):
     category = "server"
 
 
+class ResultGone(WireError):
+    """A sample's result is no longer kept; the sample can be drawn again."""
+
+    status = 410
+    category = "server"
+
+
 class BodyTooLarge(WireError):
     """The body is over the limit, before or after decompression."""
 

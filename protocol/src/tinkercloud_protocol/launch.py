@@ -172,7 +172,8 @@ class SamplerConfig(_Config):
     computes it, whatever the temperature. `tempered`: the distribution at the temperature of the
     request, before top-k and top-p; backend torch only."""
     max_queued_requests: Annotated[int, Field(ge=1)] = 4096
-    """Beyond this, asample is answered 429 and the SDK backs off."""
+    """Sampling requests of one owner that wait or run. Beyond this, asample is answered 429 and the
+    SDK backs off."""
     max_running_sequences: Annotated[int, Field(ge=1)] = 64
     """Sequences decoded together. This and what follows concern backend torch."""
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
@@ -250,13 +251,17 @@ class Limits(_Config):
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Of one request, before and after decompression."""
     max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20
-    """Of all requests a model has waiting, and of all sampling requests that wait or run, each as
-    large as it came or as it is when read, if that is more. Beyond it a request is answered 429 and
-    the SDK backs off."""
-    max_result_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Of all results kept; beyond it the oldest ones that have been read go first. While those that
-    nobody has read are more, new samples are answered 429 and the SDK backs off; none is dropped,
-    and training goes on."""
+    """Of one owner: the training requests that wait, of all models together, and the sampling
+    requests that wait or run; each as large as it came or as it is when read, if that is more.
+    Beyond it a request is answered 429 and the SDK backs off."""
+    max_result_bytes: Annotated[int, Field(ge=1)] = 512 << 20
+    """Of all results that are kept for one owner. Beyond it those that were read are dropped first,
+    then the oldest samples that nobody has read: who asks for one is answered 410, and the SDK
+    draws it again. Unread results of training are never dropped for it: the owner's next
+    forward_backward waits, or is answered 429, until they are retrieved."""
+    max_models_per_owner: Annotated[int, Field(ge=1)] | None = None
+    """Models of one owner that a head holds at the same time; absent means any number, as far as
+    memory allows."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
     """Of sampler weights kept in memory; beyond it the least recently used go to scratch_dir."""
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
@@ -346,6 +351,9 @@ class ModelSpec(_Config):
 class SamplerSpec(_Config):
     """PUT /samplers/<sampling session id>: the weights that session samples from."""
 
+    owner: str = ""
+    """Whose limits the session's samples and results count against. Absent from an API server that
+    is older than these limits."""
     model_path: str | None = None
     """A `tinker://` path; absent means the base model itself."""
     saved_at: AwareDatetime | None = None

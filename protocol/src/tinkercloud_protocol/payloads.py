@@ -15,7 +15,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_protocol.bounds import MAX_TOKENS_AT_A_POSITION
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.parts import count_parts
 from tinkercloud_protocol.tensors import (
     Array,
     Datum,
@@ -37,6 +39,9 @@ MAX_PARTS = 1 << 18
 """Datums of a request, chunks of their inputs, tensors and settings of the loss, together: each is
 an object here, of more bytes than it may have on the wire. The SDK sends 1024 datums at most."""
 
+COUNTED_BYTES = 5 << 20
+"""A longer body than the SDK sends has its parts counted before it is parsed."""
+
 Dtype = np.dtype[np.float32 | np.int64]
 _NUMPY_DTYPE: dict[int, Dtype] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -51,6 +56,8 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         InvalidRequest: not such a message, one that would take much more memory than it has bytes,
             or a tensor whose bytes, dtype and shape disagree.
     """
+    if len(body) > COUNTED_BYTES:
+        _check_parts(count_parts(body, MAX_PARTS))
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -74,12 +81,7 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
     # To look at each of millions takes seconds.
     if parts <= MAX_PARTS:
         parts += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
-    if parts > MAX_PARTS:
-        raise InvalidRequest(
-            f"data, loss_fn_config: datums, chunks, tensors and settings are at least {parts}"
-            f" together, at most {MAX_PARTS} are accepted: send less data in one request (the SDK's"
-            " own limit is 1024 datums a chunk)"
-        )
+    _check_parts(parts)
     # Of more sizes, which `_tensor` refuses, the product would be a number of as many digits.
     spread = sum(
         8 * math.prod(max(size, 1) for size in tensor.shape[:2])
@@ -92,6 +94,15 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
             f"data: its sparse tensors would take {spread} bytes when dense (8 for each cell of"
             f" their shapes), at most {MAX_SPREAD_BYTES} are accepted: send less data in one"
             " request, or fewer targets at each position"
+        )
+
+
+def _check_parts(parts: int) -> None:
+    if parts > MAX_PARTS:
+        raise InvalidRequest(
+            f"data, loss_fn_config: datums, chunks, tensors and settings are at least {parts}"
+            f" together, at most {MAX_PARTS} are accepted: send less data in one request (the SDK's"
+            " own limit is 1024 datums a chunk)"
         )
 
 
@@ -141,6 +152,11 @@ def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
     shape = tuple(message.shape)
     if any(size < 0 for size in shape):
         raise InvalidRequest(f"{where}: shape {list(shape)} must have sizes >= 0")
+    if len(shape) == 2 and shape[1] > MAX_TOKENS_AT_A_POSITION:
+        raise InvalidRequest(
+            f"{where}: shape {list(shape)} has {shape[1]} values at each position, at most"
+            f" {MAX_TOKENS_AT_A_POSITION} are accepted"
+        )
     if message.WhichOneof("encoding") == "sparse_csr":
         if shape and shape[0] != num_tokens:
             raise InvalidRequest(

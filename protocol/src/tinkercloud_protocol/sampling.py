@@ -4,9 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tinkercloud_protocol.wire import Items, Name, Uri, WireModel
+from tinkercloud_protocol.bounds import MAX_TOKENS_AT_A_POSITION
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, parse_json
 
-MAX_TOP_LOGPROBS = 1024
+MAX_TOP_LOGPROBS = MAX_TOKENS_AT_A_POSITION
+MAX_CHUNKS = 1 << 16
+MAX_VALUES = 1 << 22
+"""Tokens of a prompt and numbers of a tensor in one request. Nothing else runs while JSON is read,
+and as many take half a second."""
+_OTHER_OBJECTS = 64
+"""JSON objects of a request that are no chunks, and some to spare for braces in stop strings."""
 TokenId = int
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -29,7 +37,7 @@ class Chunk(WireModel):
 class ModelInput(WireModel):
     """A prompt: the concatenation of its chunks."""
 
-    chunks: Annotated[Items[Chunk], Field(max_length=65536)]
+    chunks: Annotated[Items[Chunk], Field(max_length=MAX_CHUNKS)]
 
     def token_ids(self) -> list[TokenId]:
         """Return the prompt's token ids."""
@@ -135,3 +143,25 @@ class CancelFutureRequest(WireModel):
     """POST cancel_future: nobody waits for this sample any more."""
 
     request_id: Name
+
+
+def parse_sample(body: bytes) -> SampleRequest:
+    """Read a sampling request.
+
+    Raises:
+        InvalidRequest: it is none, or of more chunks or values than are accepted; those are counted
+            before they are read, when a chunk takes a hundred times its bytes.
+    """
+    values = body.count(b",")
+    if values > MAX_VALUES:
+        raise InvalidRequest(
+            f"prompt, target_prompt_logprobs: the request has {values} values, at most {MAX_VALUES}"
+            " are accepted: ask about fewer tokens in one request"
+        )
+    objects = body.count(b"{")
+    if objects > MAX_CHUNKS + _OTHER_OBJECTS:
+        raise InvalidRequest(
+            f"prompt.chunks: the request has {objects} JSON objects, and a prompt may have"
+            f" {MAX_CHUNKS} chunks: send its tokens in fewer chunks"
+        )
+    return parse_json(SampleRequest, body)

@@ -84,9 +84,9 @@ class ServedHead:
         await self.send(path, spec.model_dump_json().encode(), model_id, method="PUT")
         await self.result(f"{model_id}:0")
 
-    async def sampler(self, session: str) -> None:
+    async def sampler(self, session: str, owner: str = "me") -> None:
         """Make a sampling session of the base model known."""
-        spec = SamplerSpec().model_dump_json().encode()
+        spec = SamplerSpec(owner=owner).model_dump_json().encode()
         await self.send(f"{routes.HEAD_SAMPLERS}/{session}", spec, session, method="PUT")
 
     async def result(self, request_id: str) -> Answer:

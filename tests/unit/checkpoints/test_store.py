@@ -481,7 +481,7 @@ async def test_what_the_store_refuses_is_said_in_words(
         raise error
 
     store = CheckpointStore(open_store(tmp_path.as_uri()))
-    monkeypatch.setattr(durable.obstore, "put_async", fail)
+    monkeypatch.setattr(obstore, "put_async", fail)
 
     with pytest.raises(StoreFailed, match=f"^the checkpoint store .*{words}.* send the request"):
         await store.write(a_manifest(), {"a": b"x"}, overwrite=False)

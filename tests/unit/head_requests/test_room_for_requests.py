@@ -7,13 +7,13 @@ import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import routes, sampling
 from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits, SamplerSpec
-from tinkercloud_protocol.payloads import MAX_PARTS, decode_forward_backward
-from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.payloads import COUNTED_BYTES, MAX_PARTS, decode_forward_backward
+from tinkercloud_protocol.sampling import MAX_CHUNKS, SampleRequest, parse_sample
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head
 from tinkercloud_worker.engine.asample import prepare
@@ -47,6 +47,21 @@ def test_sparse_tensors_that_are_too_large_together_are_refused_before_any_is_de
 def test_a_sparse_tensor_has_a_row_for_each_token(shape: tuple[int, int]) -> None:
     with pytest.raises(InvalidRequest, match=r"would take|but model_input has 1 tokens"):
         decode_forward_backward(a_sparse_batch(shape).SerializeToString())
+
+
+@pytest.mark.parametrize("targets", [1025, 2_000_000])
+def test_a_tensor_asks_for_no_more_values_at_a_position_than_a_sample_may(targets: int) -> None:
+    message = a_sparse_batch((8, targets), tokens=8)
+    place = TrainingEnvelope(str(MODEL), 2)
+
+    refused = receive_batch(message.SerializeToString(), place).content
+
+    assert isinstance(refused, InvalidRequest)
+    assert f"shape [8, {targets}] has {targets} values at each position, at most 1024" in (
+        refused.message
+    )
+    sound = receive_batch(a_sparse_batch((8, 1024), tokens=8).SerializeToString(), place)
+    assert not isinstance(sound.content, InvalidRequest)
 
 
 @pytest.mark.parametrize("sizes", [1 << 10, 1 << 16])
@@ -83,6 +98,81 @@ def test_a_batch_of_very_many_settings_is_refused_before_they_are_read() -> None
             decode_forward_backward(message.SerializeToString())
 
 
+def a_field(number: int, content: bytes) -> bytes:
+    """Return a protobuf field of bytes."""
+    length, size = b"", len(content)
+    while size > 0x7F:
+        length += bytes([size & 0x7F | 0x80])
+        size >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        a_field(3, b"") * (COUNTED_BYTES // 2 + 1),
+        a_field(3, a_field(1, b"") * (COUNTED_BYTES // 2)),
+        a_field(3, a_field(2, b"\x0a\x01a") * (COUNTED_BYTES // 5)),
+        a_field(5, b"\x0a\x01a") * (COUNTED_BYTES // 5 + 1),
+        a_field(3, b"") + b"\x30\x01" * (COUNTED_BYTES // 2),
+    ],
+    ids=["datums", "chunks", "tensors", "settings", "flags"],
+)
+def test_parts_of_a_long_body_are_counted_before_it_is_parsed(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pb, "ForwardBackwardRequest", None)
+    assert len(body) > COUNTED_BYTES
+
+    with pytest.raises(InvalidRequest, match=f"are at least {MAX_PARTS + 1} together"):
+        decode_forward_backward(body)
+
+
+def test_a_long_body_of_few_parts_is_read_and_one_that_is_none_is_refused() -> None:
+    message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=1, loss_fn="cross_entropy")
+    for _ in range(40):
+        message.data.add().model_input.add().encoded_text.tokens = bytes(4 * 40_000)
+    body = message.SerializeToString()
+    assert len(body) > COUNTED_BYTES
+
+    assert len(decode_forward_backward(body).data) == 40
+    for broken in (body[:-1], body + b"\x07", b"\xff" * (COUNTED_BYTES + 1)):
+        with pytest.raises(InvalidRequest, match="not valid protobuf"):
+            decode_forward_backward(broken)
+
+
+def test_a_sample_of_very_many_chunks_is_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk = b'{"type":"encoded_text","tokens":[]}'
+    body = b'{"prompt":{"chunks":[%b]}}' % b",".join([chunk] * 100_000)
+    monkeypatch.setattr(sampling, "parse_json", None)
+
+    with pytest.raises(InvalidRequest, match="100002 JSON objects, and a prompt may have 65536"):
+        parse_sample(body)
+
+
+def test_a_sample_of_as_many_chunks_as_are_accepted_is_read() -> None:
+    chunk = b'{"type":"encoded_text","tokens":[]}'
+    place = b'"sampling_session_id":"s:sample:0","seq_id":0'
+    chunks = b",".join([chunk] * MAX_CHUNKS)
+
+    request = parse_sample(b'{%b,"prompt":{"chunks":[%b]}}' % (place, chunks))
+
+    assert len(request.prompt.chunks) == MAX_CHUNKS
+
+
+def test_alternatives_of_sampled_tokens_are_bounded_for_a_request() -> None:
+    params = {"max_tokens": 1 << 12, "stop": []}
+    asked = {"num_samples": 32, "topk_sample_logprobs": 1024, "sampling_params": params}
+
+    with pytest.raises(InvalidRequest, match="32 samples of up to 4096 tokens with 1024"):
+        prepare(a_sample(0, 2, **asked), LARGE, frozenset(), 0)
+
+    fewer = prepare(a_sample(0, 2, **asked | {"num_samples": 16}), LARGE, frozenset(), 0)
+    assert fewer.top_logprobs == 1024
+
+
 def test_a_refusal_that_waits_and_counts_nothing_quotes_no_long_name() -> None:
     message = a_sparse_batch()
     message.data.add().loss_fn_inputs["x" * 100_000].dtype = pb.DTYPE_INT64
@@ -100,10 +190,10 @@ def test_a_refusal_that_waits_and_counts_nothing_quotes_no_long_name() -> None:
 
 
 async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: Path) -> None:
-    body = a_sparse_batch((1, 10_000)).SerializeToString()
+    body = a_sparse_batch(*[(1, 1000)] * 10).SerializeToString()
     with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=Limits(max_queued_bytes=50_000)) as head:
         await head.begin()
-        assert len(body) < 200
+        assert len(body) < 1000
 
         with pytest.raises(Overloaded, match="bytes of requests wait"):
             head.service.submit(receive_batch(body, peek_training(body)))
@@ -141,7 +231,7 @@ async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_pat
         )
         request_id = service.sample(first)
 
-        with pytest.raises(Overloaded, match="bytes of sampling requests wait already"):
+        with pytest.raises(Overloaded, match="bytes of sampling requests of owner"):
             service.sample(second)
         assert service.sample(first) == request_id
 

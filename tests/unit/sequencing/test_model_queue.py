@@ -27,6 +27,7 @@ class Bench:
         self.queue = ModelQueue(
             MODEL,
             self.results,
+            owner="me",
             max_queued_bytes=MAX_QUEUED_BYTES,
             gap_seconds=gap_seconds,
             drop_gradient=self.drop_gradient,

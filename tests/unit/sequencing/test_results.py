@@ -19,10 +19,17 @@ class Clock:
         return self.now
 
 
-def a_store(clock: Clock, max_bytes: int = 1000, dropped: list[str] | None = None) -> Results:
-    timings = Timings(result_ttl_seconds=10, unread_result_ttl_seconds=100)
+def a_store(
+    clock: Clock,
+    max_bytes: int = 1000,
+    dropped: list[str] | None = None,
+    room: list[str] | None = None,
+    ttl: float = 10,
+) -> Results:
+    timings = Timings(result_ttl_seconds=ttl, unread_result_ttl_seconds=100)
     on_drop = (dropped if dropped is not None else []).append
-    return Results(timings, max_bytes, now=clock, on_drop=on_drop)
+    on_room = (room if room is not None else []).append
+    return Results(timings, max_bytes, now=clock, on_drop=on_drop, on_room=on_room)
 
 
 def a_result(size: int = 1) -> Result:
@@ -31,7 +38,7 @@ def a_result(size: int = 1) -> Result:
 
 async def test_a_waiter_is_woken_by_the_result() -> None:
     results = a_store(Clock())
-    results.open("r", b"")
+    results.open("r", b"", "me")
     waiters = [asyncio.create_task(results.wait("r", seconds=5)) for _ in range(3)]
     await asyncio.sleep(0)
 
@@ -42,7 +49,7 @@ async def test_a_waiter_is_woken_by_the_result() -> None:
 
 async def test_a_wait_ends_without_a_result_when_its_time_is_over() -> None:
     results = a_store(Clock())
-    results.open("r", b"")
+    results.open("r", b"", "me")
 
     assert await results.wait("r", seconds=0.01) is None
 
@@ -50,7 +57,7 @@ async def test_a_wait_ends_without_a_result_when_its_time_is_over() -> None:
 async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
     clock = Clock()
     results = a_store(clock)
-    results.open("r", b"")
+    results.open("r", b"", "me")
     results.finish("r", a_result())
     await results.wait("r", seconds=1)
 
@@ -68,7 +75,7 @@ async def test_a_result_nobody_read_is_kept_longer() -> None:
     clock = Clock()
     dropped: list[str] = []
     results = a_store(clock, dropped=dropped)
-    results.open("r", b"")
+    results.open("r", b"", "me")
     results.finish("r", a_result())
 
     clock.now = 99
@@ -85,14 +92,14 @@ async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> N
     results = a_store(clock, max_bytes=25, dropped=dropped)
     for index, name in enumerate("abc"):
         clock.now = float(index)
-        results.open(name, b"")
+        results.open(name, b"", "me")
         results.finish(name, a_result(size=10))
         if name != "c":
             await results.wait(name, seconds=1)
 
     results.sweep()
     assert dropped == ["a"]
-    results.open("d", b"")
+    results.open("d", b"", "me")
     results.finish("d", a_result(size=100))
     results.sweep()
 
@@ -101,21 +108,114 @@ async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> N
 
 async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
     clock = Clock()
-    results = a_store(clock, max_bytes=25)
+    told: list[str] = []
+    results = a_store(clock, max_bytes=25, room=told)
     for name in ("a:1", "a:2", "b:1"):
-        assert results.has_room
-        results.open(name, b"")
+        assert results.has_room("me")
+        results.open(name, b"", "me")
         results.finish(name, a_result(size=10))
-    assert not results.has_room
+    assert not results.has_room("me")
+    assert results.has_room("another")
 
     await results.wait("b:1", seconds=1)
     await results.wait("b:1", seconds=1)
-    assert results.has_room
-    results.open("a:3", b"")
+    assert results.has_room("me")
+    assert told == ["me"]
+    results.open("a:3", b"", "me")
     results.finish("a:3", a_result(size=10))
-    assert not results.has_room
+    assert not results.has_room("me")
     results.give_up("a")
-    assert results.has_room
+    assert results.has_room("me")
+    assert told == ["me", "me"]
+
+
+async def test_what_fills_a_budget_is_named() -> None:
+    results = a_store(Clock(), max_bytes=25)
+    for name, size in (("a:1", 10), ("b:1", 30), ("s:sample:0:1", 5)):
+        results.open(name, b"", "me")
+        results.finish(name, a_result(size=size))
+
+    told = results.crowding("me")
+
+    assert "2 results of 40 bytes for owner 'me' were not retrieved yet (30 of b, 10 of a)" in told
+    assert "limits.max_result_bytes is 25" in told
+
+
+def fill(results: Results, clock: Clock, *names: str, owner: str = "me", size: int = 10) -> None:
+    """Finish results, a second after each other."""
+    for name in names:
+        clock.now += 1
+        results.open(name, b"", owner)
+        results.finish(name, a_result(size=size))
+
+
+async def test_over_the_budget_unread_samples_go_before_results_of_training() -> None:
+    clock, dropped = Clock(), list[str]()
+    results = a_store(clock, max_bytes=30, dropped=dropped)
+
+    fill(results, clock, "s:train:0:1", "s:sample:0:1", "s:sample:0:2", "s:train:0:2")
+    assert dropped == ["s:sample:0:1"]
+    fill(results, clock, "s:train:0:3", "s:train:0:4")
+
+    assert dropped == ["s:sample:0:1", "s:sample:0:2"]
+    assert not results.has_room("me")
+
+
+async def test_over_the_budget_what_was_delivered_goes_first_and_what_was_read_just_now_last() -> (
+    None
+):
+    clock, dropped = Clock(), list[str]()
+    results = a_store(clock, max_bytes=40, dropped=dropped, ttl=1000)
+    fill(results, clock, "s:train:0:1", "s:sample:0:1", "s:train:0:2", "s:train:0:3")
+    results.mark_read("s:train:0:2")
+    clock.now += 200
+    results.mark_read("s:train:0:3")
+
+    for name in ("s:train:0:4", "s:train:0:5", "s:train:0:6"):
+        fill(results, clock, name)
+
+    assert dropped == ["s:train:0:2", "s:sample:0:1", "s:train:0:3"]
+
+
+async def test_each_owner_has_its_own_budget() -> None:
+    clock, dropped = Clock(), list[str]()
+    results = a_store(clock, max_bytes=20, dropped=dropped)
+    fill(results, clock, "b:sample:0:1", "b:sample:0:2", owner="bob")
+
+    fill(results, clock, *[f"e:sample:0:{index}" for index in range(5)], owner="eve")
+    fill(results, clock, "e:train:0:1", owner="eve", size=1000)
+
+    assert dropped == [f"e:sample:0:{index}" for index in range(5)]
+    for name in ("b:sample:0:1", "b:sample:0:2"):
+        assert await results.wait(name, seconds=1) == a_result(size=10)
+
+
+async def test_who_waits_gets_a_sample_that_is_dropped_meanwhile() -> None:
+    clock = Clock()
+    results = a_store(clock, max_bytes=10)
+    results.open("s:sample:0:1", b"", "me")
+    waiting = asyncio.create_task(results.wait("s:sample:0:1", seconds=5))
+    await asyncio.sleep(0)
+
+    fill(results, clock, "s:sample:0:1", "s:sample:0:2")
+
+    assert await waiting == a_result(size=10)
+    assert results.digest("s:sample:0:1") is None
+    assert await results.wait("s:sample:0:2", seconds=1) == a_result(size=10)
+
+
+async def test_what_another_process_kept_counts_for_its_owner() -> None:
+    clock = Clock()
+    results, next_one = a_store(clock, max_bytes=10), a_store(clock, max_bytes=10)
+    fill(results, clock, "s:train:0:1", "s:train:0:2")
+    results.mark_read("s:train:0:2")
+
+    for kept in results.export(lambda _: True):
+        next_one.restore(kept, "me")
+
+    assert not next_one.has_room("me")
+    next_one.mark_read("s:train:0:1")
+    assert next_one.has_room("me")
 
 
 class Unwalked(dict[str, Any]):
@@ -133,17 +233,17 @@ async def test_what_is_given_up_is_found_without_looking_at_all_others(
     clock = Clock()
     results = a_store(clock, max_bytes=10)
     for _ in range(2):
-        results.open("a:1", b"")
-        results.open("b:1", b"")
+        results.open("a:1", b"", "me")
+        results.open("b:1", b"", "me")
         results.finish("a:1", a_result(size=10))
-        assert not results.has_room
+        assert not results.has_room("me")
 
         with monkeypatch.context() as patch:
             patch.setattr(results, "_entries", Unwalked(results._entries))
             results.give_up("a")
             results.give_up("nobody")
 
-        assert results.has_room
+        assert results.has_room("me")
         clock.now += 11
         results.sweep()
         assert results.digest("a:1") is None
@@ -157,7 +257,7 @@ async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_ot
     results = a_store(clock, dropped=dropped)
     for index in range(6):
         clock.now = float(index)
-        results.open(f"a:{index}", b"")
+        results.open(f"a:{index}", b"", "me")
         results.finish(f"a:{index}", a_result())
         if index % 2:
             results.mark_read(f"a:{index}")
@@ -175,14 +275,14 @@ async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_ot
 async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> None:
     clock = Clock()
     results = a_store(clock)
-    results.open("a:1", b"")
+    results.open("a:1", b"", "me")
     results.give_up("a")
 
     clock.now = 50
     results.sweep()
     results.finish("a:1", a_result())
     results.sweep()
-    assert results.has_room
+    assert results.has_room("me")
     assert results.digest("a:1") is not None
     clock.now = 61
     results.sweep()
@@ -193,28 +293,28 @@ async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> 
 async def test_a_result_that_is_dropped_unread_makes_room() -> None:
     clock = Clock()
     results = a_store(clock, max_bytes=10)
-    results.open("a:1", b"")
+    results.open("a:1", b"", "me")
     results.finish("a:1", a_result(size=10))
-    assert not results.has_room
+    assert not results.has_room("me")
 
     clock.now = 101
     results.sweep()
 
-    assert results.has_room
+    assert results.has_room("me")
 
 
 async def test_a_failure_that_was_known_before_it_came_takes_no_room() -> None:
     results = a_store(Clock(), max_bytes=5)
-    results.open("a:1", b"")
+    results.open("a:1", b"", "me")
     results.mark_read("a:1")
     results.finish("a:1", a_result(size=10))
 
-    assert results.has_room
+    assert results.has_room("me")
 
 
 async def test_the_first_result_stays() -> None:
     results = a_store(Clock())
-    results.open("r", b"")
+    results.open("r", b"", "me")
     results.finish("r", a_result(1))
     results.finish("r", a_result(2))
 

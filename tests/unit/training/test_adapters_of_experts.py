@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -45,7 +46,7 @@ PREFIXES = {"qwen3_moe": "mlp.experts", "mixtral": "block_sparse_moe.experts"}
 
 
 def a_trainer(
-    model: PreTrainedModel, lora_config: LoraConfig | None = None, **options: int
+    model: PreTrainedModel, lora_config: LoraConfig | None = None, **options: Any
 ) -> TorchTrainer:
     """Return a trainer of an adapter "m", whose B are not zero."""
     trainer = TorchTrainer(BaseModel(model), max_batch_tokens=24, **options)

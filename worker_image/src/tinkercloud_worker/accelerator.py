@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # public, missing in __all__
 from torch.multiprocessing.reductions import reduce_tensor
 
+from tinkercloud_worker import memory
+
 Backend = Literal["nccl", "gloo"]
 """What ranks of a process group talk by. NCCL is for GPUs, of which each rank has its own."""
 Memory = Literal["cuda", "cpu"]
@@ -88,6 +90,15 @@ def release_memory() -> None:
     """Return cached GPU memory to the device, if this process has used one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process may still take on a device; None if that can't be told."""
+    if device.type != "cuda":
+        return memory.available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch keeps for later allocations is free for new ones.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def side_stream() -> AbstractContextManager[object]:

@@ -22,6 +22,8 @@ from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW, as torch names them."""
+BYTES_PER_PARAMETER = 16
+"""Of a model under training: weight, gradient and two moments in float32."""
 _PART = 1 << 24
 """Elements of a vector that are copied at a time."""
 
@@ -44,6 +46,15 @@ class TrainedModel:
     def reset_optimizer(self) -> None:
         """Start with no moments and no steps."""
         self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Memory that the model is going to take and may not have taken yet.
+
+        The system counts a page of zeros only once it is written.
+        """
+        flat = self.trainable.flat
+        return 0 if self.optimizer.state[flat] else (BYTES_PER_PARAMETER - 4) * flat.numel()
 
     def begin_moments(self) -> None:
         """Allocate the moments. AdamW allocates one by one: a full GPU would leave it with one."""

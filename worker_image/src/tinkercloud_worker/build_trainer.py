@@ -70,11 +70,13 @@ def build_trainer(
         return NoTrainer(_limits(config))
     if config.trainer.ranks == 0:
         kind = TrainerBesideSampler if config.sampler.backend == "torch" else TorchTrainer
+        model = base()
         return kind(
-            base(),
+            model,
             max_batch_tokens=config.trainer.max_batch_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=config.trainer.max_kept_tokens,
+            available=partial(accelerator.available_bytes, model.device),
         )
     # Ray takes seconds and a hundred megabytes, which a head of one process does not owe.
     from tinkercloud_worker.actors.group import (  # noqa: PLC0415

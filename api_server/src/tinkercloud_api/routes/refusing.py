@@ -76,7 +76,9 @@ async def forward_refused(call: Call, body: bytes, error: WireError) -> None:
     await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
 
 
-def place_of(request: RequestT) -> bytes:
+def place_of(
+    request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
+) -> bytes:
     """Return a body that names a request's place in its model's order, and nothing else.
 
     A head that is older than refusals would do what it is told, whoever may ask for it: it is not

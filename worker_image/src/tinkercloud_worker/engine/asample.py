@@ -30,6 +30,10 @@ MAX_PROMPT_CELLS = 1 << 24
 The answer has 4 to 12 bytes for each, whether a request names a token there or nothing."""
 
 
+MAX_SAMPLE_CELLS = 1 << 26
+"""Alternatives that may be returned for the tokens that a request draws, at 8 bytes each."""
+
+
 def prepare(
     request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int
 ) -> SamplingRequest:
@@ -54,11 +58,19 @@ def prepare(
             f" {room + 1} can follow (context length {limits.max_context_length}, and one token"
             f" after it), got {params.max_tokens}"
         )
+    max_tokens = params.max_tokens or max(room, 1)
+    cells = request.num_samples * max_tokens * request.topk_sample_logprobs
+    if cells > MAX_SAMPLE_CELLS:
+        raise InvalidRequest(
+            f"topk_sample_logprobs: {request.num_samples} samples of up to {max_tokens} tokens with"
+            f" {request.topk_sample_logprobs} alternatives each are {cells} values, at most"
+            f" {MAX_SAMPLE_CELLS} are returned: ask for fewer, or give a smaller max_tokens"
+        )
     seed = params.seed if params.seed is not None else random_seed
     return SamplingRequest(
         prompt=prompt,
         num_samples=request.num_samples,
-        max_tokens=params.max_tokens or max(room, 1),
+        max_tokens=max_tokens,
         seed=seed & _SEED_MASK,
         temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
         top_k=max(params.top_k, 0),

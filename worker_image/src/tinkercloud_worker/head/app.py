@@ -7,7 +7,8 @@ a refused chunk keeps it from ever sending the first.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -34,7 +35,7 @@ from tinkercloud_protocol.launch import (
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     RetrieveFutureRequest,
-    SampleRequest,
+    parse_sample,
 )
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
@@ -48,6 +49,7 @@ from tinkercloud_worker.head.http import (
     error_response,
 )
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.reading_room import ReadingRoom
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.head.token import HeadToken
 
@@ -78,6 +80,7 @@ class HeadApp:
         self._limits = limits
         self._token = token
         self._generation = generation
+        self._reading = ReadingRoom(limits.max_body_bytes)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
             ("GET", routes.HEAD_READY): self._ready,
@@ -160,18 +163,37 @@ class HeadApp:
     async def _metrics(self, _request: Request) -> Response:
         return Response(generate_latest(), content_type=CONTENT_TYPE_LATEST)
 
+    @asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        """Receive a body, which is to be read before the context ends.
+
+        A large one waits until its owner has room: what it becomes is many times as large.
+
+        Raises:
+            BodyTooLarge: it is longer than one may be.
+            InvalidRequest: it was not sent to its end, or can't be decompressed.
+        """
+        limit = self._limits.max_body_bytes
+        size = request.body_bytes(limit)
+        if size < LARGE_BODY_BYTES:
+            yield await request.body(limit)
+            return
+        target = request.headers.get(routes.TARGET_HEADER, "")
+        async with self._reading.room(self._service.owner_of(target), size):
+            yield await request.body(limit)
+
     async def _forward_backward(self, request: Request) -> Response:
         try:
-            body = await request.body(self._limits.max_body_bytes)
+            async with self._received(request) as body:
+                place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
+                self._check_target(request, place.model_id)
+                if place.seq_id < 1:
+                    raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
+                # However small it is: a sparse tensor becomes as large as it likes.
+                received = await asyncio.to_thread(requests.receive_batch, body, place)
         except BodyTooLarge as error:
             await self._refuse_place(request, error)
             raise
-        place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
-        self._check_target(request, place.model_id)
-        if place.seq_id < 1:
-            raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
-        # However small it is: a sparse tensor becomes as large as it likes.
-        received = await asyncio.to_thread(requests.receive_batch, body, place)
         return await self._submit(received)
 
     async def _submit(self, received: requests.Received) -> Response:
@@ -193,27 +215,27 @@ class HeadApp:
             log.info("an oversized body named no place in any model's order")
 
     async def _ordered(self, request: Request) -> Response:
-        body = await request.body(self._limits.max_body_bytes)
-        received = await _off_loop(lambda body: requests.receive_json(request.path, body), body)
+        async with self._received(request) as body:
+            received = await _off_loop(lambda body: requests.receive_json(request.path, body), body)
         self._check_target(request, received.place.model_id)
-        return self._submit(received)
+        return await self._submit(received)
 
     async def _refused(self, request: Request) -> Response:
         """Give what the API server refuses, on any path, its place in its model's order."""
-        body = await request.body(self._limits.max_body_bytes)
         reason = InvalidRequest(unquote(request.headers[routes.REFUSAL_HEADER]))
-        received = await _off_loop(
-            lambda body: requests.receive_refused(request.path, body, reason), body
-        )
+        async with self._received(request) as body:
+            received = await _off_loop(
+                lambda body: requests.receive_refused(request.path, body, reason), body
+            )
         self._check_target(request, received.place.model_id)
         return await self._submit(received)
 
     async def _asample(self, request: Request) -> Response:
-        body = await request.body(self._limits.max_body_bytes)
-        parsed = await _off_loop(lambda body: parse_json(SampleRequest, body), body)
-        self._check_target(request, parsed.sampling_session_id)
-        # However small it is: a sparse tensor of targets is larger when dense.
-        sound = await asyncio.to_thread(self._service.prepare, parsed)
+        async with self._received(request) as body:
+            parsed = await _off_loop(parse_sample, body)
+            self._check_target(request, parsed.sampling_session_id)
+            # However small it is: a sparse tensor of targets is larger when dense.
+            sound = await asyncio.to_thread(self._service.prepare, parsed)
         await self._service.recall(parsed.sampling_session_id)
         request_id = self._service.sample(sound)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)
@@ -225,7 +247,8 @@ class HeadApp:
         self._check_target(request, request_id.rpartition(":")[0])
         result = await self._service.retrieve(request_id)
         if result is None:
-            return Response(futures.pending(request_id), futures.PENDING_STATUS)
+            pending = futures.pending(request_id, *self._service.why_waiting(request_id))
+            return Response(pending, futures.PENDING_STATUS)
         return Response(result.body, content_type=result.content_type)
 
     async def _cancel_future(self, request: Request) -> Response:

@@ -68,6 +68,12 @@ class Request:
         }
         self._prefix = b""
 
+    def body_bytes(self, max_bytes: int) -> int:
+        """Return how long the body may be once it is decompressed, before it is received."""
+        declared = self.headers.get("content-length", "")
+        is_plain = self.headers.get("content-encoding", "identity") == "identity"
+        return int(declared) if is_plain and declared.isdecimal() else max_bytes
+
     def plain_prefix(self, max_bytes: int) -> bytes:
         """Return the beginning of the body, decompressed, as far as `body` has come."""
         if self.headers.get("content-encoding") != "zstd":

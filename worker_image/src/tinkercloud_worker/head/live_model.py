@@ -36,7 +36,12 @@ class LiveModel:
         operations, role = self.operations, role_of(request)
         match request:
             case ForwardBackwardRequest():
-                return Operation(lambda: operations.forward_backward(request), role, origin)
+                return Operation(
+                    lambda: operations.forward_backward(request),
+                    role,
+                    origin,
+                    has_large_result=True,
+                )
             case OptimStepRequest():
                 return Operation(lambda: operations.optim_step(request), role, origin)
             case SaveWeightsRequest():
@@ -81,10 +86,12 @@ def new_model(
 ) -> LiveModel:
     """Return a model that has not begun and has no requests."""
     limits, timings = backend.config.limits, backend.config.timings
+    samplers.learn_owner(model_id, spec.owner)
     operations = Operations(model_id, spec, backend, samplers)
     queue = ModelQueue(
         model_id,
         results,
+        owner=spec.owner,
         max_queued_bytes=limits.max_queued_bytes,
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,

@@ -21,6 +21,7 @@ from typing import Literal
 import orjson
 import structlog
 
+from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, WireError
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
@@ -61,6 +62,8 @@ class Operation:
     role: Role = "other"
     origin: Origin | None = None
     """None for a request that begins a model, which never waits."""
+    has_large_result: bool = False
+    """Whether it is not begun while unread results fill the owner's budget (`Results.has_room`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,14 @@ class ModelQueue:
         model_id: ModelId,
         results: Results,
         *,
+        owner: str,
         max_queued_bytes: int,
         gap_seconds: float,
         drop_gradient: Callable[[], Awaitable[None]],
     ) -> None:
         self._model_id = model_id
         self._results = results
+        self._owner = owner
         self._gap_seconds = gap_seconds
         self._drop_gradient = drop_gradient
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
@@ -139,8 +144,17 @@ class ModelQueue:
         """Return the id of this model's request of that number."""
         return str(RequestId(self._model_id, seq_id))
 
-    def submit(self, seq_id: int, digest: bytes, size: int, operation: Operation) -> str:
+    def submit(
+        self, seq_id: int, digest: bytes, size: int, operation: Operation, elsewhere: int = 0
+    ) -> str:
         """Queue a request and return its id. A repeated one is the same request.
+
+        Args:
+            seq_id: its number.
+            digest: equal for equal content.
+            size: bytes that it takes while it waits.
+            operation: what it does.
+            elsewhere: bytes that wait in other queues of the same owner.
 
         Raises:
             InvalidRequest: the number was used with other content, or cannot come now.
@@ -148,10 +162,10 @@ class ModelQueue:
         """
         request_id = self.request_id(seq_id)
         try:
-            if not self.sequencer.offer(seq_id, digest, size):
+            if not self.sequencer.offer(seq_id, digest, size, elsewhere):
                 return request_id
         except Overloaded as error:
-            if not self.sequencer.is_stuck:
+            if not self.sequencer.is_stuck or self.sequencer.has_room_alone(size):
                 raise
             # The SDK sends a call's first part once all others are taken in.
             operation, size = refusal(_too_much(error), operation.role), 0
@@ -163,7 +177,7 @@ class ModelQueue:
         return request_id
 
     def _enter(self, waiting: Waiting) -> None:
-        self._results.open(self.request_id(waiting.seq_id), waiting.digest)
+        self._results.open(self.request_id(waiting.seq_id), waiting.digest, self._owner)
         self._queued[waiting.seq_id] = waiting
         self._idle.clear()
         self._arrived.set()
@@ -185,6 +199,29 @@ class ModelQueue:
         sequencer = self.sequencer
         waits = bool(sequencer.num_pending) and not sequencer.is_stuck
         return waits or bool(self._later)
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the next request waits until results of earlier ones are retrieved."""
+        following = self._queued.get(self.sequencer.next_seq_id)
+        is_large = following is not None and following.operation.has_large_result
+        return is_large and not self._results.has_room(self._owner)
+
+    def look_again(self) -> None:
+        """Begin the next request, if it was held back and need not be any more."""
+        self._arrived.set()
+
+    def why_waiting(self, seq_id: int) -> tuple[futures.QueueState, str | None]:
+        """Return why a request has no result yet, in the SDK's terms and in words."""
+        sequencer, name = self.sequencer, self.request_id(self.sequencer.next_seq_id)
+        if self.is_held_back:
+            return "paused_rate_limit", f"{name} is not run: {self._results.crowding(self._owner)}"
+        if seq_id not in self._queued:
+            return "active", None
+        if sequencer.is_stuck:
+            reason = f"{name} has not arrived, and requests run in the order of their numbers"
+            return "active", f"{reason}; it is waited for up to {self._gap_seconds:.0f} s"
+        return "active", f"{seq_id - sequencer.next_seq_id} requests of this model come before it"
 
     @property
     def later(self) -> Set[asyncio.Task[None]]:
@@ -219,7 +256,7 @@ class ModelQueue:
     async def _work(self) -> None:
         while True:
             is_resting = self._is_paused and self.sequencer.next_seq_id > 0
-            seq_id = None if is_resting else self.sequencer.take()
+            seq_id = None if is_resting or self.is_held_back else self.sequencer.take()
             if seq_id is None:
                 self._watch_gap()
                 self._idle.set()

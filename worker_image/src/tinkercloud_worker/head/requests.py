@@ -14,7 +14,9 @@ from pydantic import BaseModel
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.envelope import TrainingEnvelope
 from tinkercloud_protocol.errors import InvalidRequest, WireError
+from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
@@ -23,6 +25,7 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_protocol.wire import parse_json
+from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.queue import Role
 
 OrderedJson = (
@@ -169,3 +172,26 @@ def content_digest(request: ForwardBackwardRequest | BaseModel) -> bytes:
 def body_digest(body: bytes) -> bytes:
     """Return a digest of raw bytes."""
     return hashlib.blake2b(body, digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A sampling request that was found sound, and all that has to be known of it."""
+
+    request: SampleRequest
+    """As it came."""
+    sound: SamplingRequest
+    digest: bytes
+    """Equal for equal content."""
+    size: int
+    """Bytes it takes while it waits."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request's id."""
+        return sample_request_id(self.request)
+
+
+def sample_request_id(request: SampleRequest) -> RequestId:
+    """Return the id of a sampling request."""
+    return RequestId(SamplingSessionId.parse(request.sampling_session_id), request.seq_id)

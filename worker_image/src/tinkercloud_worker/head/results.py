@@ -2,16 +2,26 @@
 
 A result is not dropped when it is read, because the answer may have been lost on its way and the
 SDK then asks again. Waiters are woken by the result itself.
+
+Each owner has a budget of its own (`Limits.max_result_bytes`), so nobody's results take the room
+of another's. What is over the budget goes in this order: results that were read and delivered,
+samples that nobody has read (a sample can be drawn again), results that were read moments ago.
+Unread results of training are never dropped for room, because their requests can't run again;
+while they fill the budget, `has_room` is false, and no request that would add to them is run.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import structlog
 
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.launch import Timings
+
+log = structlog.get_logger(__name__)
 
 _DELIVERY_SECONDS = 120.0
 """How long after an answer was sent its receiver may ask for it again: the SDK's own time-out (45)
@@ -32,9 +42,29 @@ class Kept:
 @dataclass(slots=True)
 class _Entry:
     digest: bytes
+    owner: str
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
     read_at: float | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.result.body) if self.result is not None else 0
+
+
+@dataclass(slots=True)
+class _Owned:
+    """The results of one owner: ids, the earliest first, with the time of their last change."""
+
+    num_bytes: int = 0
+    read: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """Since when they are read."""
+    samples: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """Unread samples, and when they were finished."""
+    training: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """Unread results of training, and when they were finished."""
+    training_bytes: int = 0
+    """Of `training`."""
 
 
 class Results:
@@ -47,43 +77,56 @@ class Results:
         *,
         now: Callable[[], float],
         on_drop: Callable[[str], None] = lambda _request_id: None,
+        on_room: Callable[[str], None] = lambda _owner: None,
     ) -> None:
         """Make an empty store.
 
         Args:
             timings: how long results are kept.
-            max_bytes: of all results together; beyond it, the first read go first.
+            max_bytes: budget of one owner's results.
             now: a clock in seconds that never goes back.
-            on_drop: told the id of each result that is no longer kept.
+            on_drop: called with the id of each result that is no longer kept.
+            on_room: called with an owner for whom `has_room` is true again.
         """
         self._timings = timings
         self._max_bytes = max_bytes
         self._now = now
         self._on_drop = on_drop
+        self._on_room = on_room
         self._entries: dict[str, _Entry] = {}
         self._of: dict[str, set[str]] = {}
         """Model or sampling session to the ids in `_entries` that are of it."""
-        self._unread: OrderedDict[str, float] = OrderedDict()
-        """Ids with a result that nobody has read, and when it came: the earliest first."""
-        self._read: OrderedDict[str, float] = OrderedDict()
-        """Ids with a result that was read, and when: the earliest first."""
-        self._bytes = 0
-        self._unread_bytes = 0
+        self._owned: dict[str, _Owned] = {}
+        """Of each owner that has results."""
         self._is_frozen = False
         self._released = asyncio.Event()
 
-    def open(self, request_id: str, digest: bytes) -> bool:
-        """Expect a result; return False if this id was opened before."""
+    def open(self, request_id: str, digest: bytes, owner: str) -> bool:
+        """Expect a result of an owner's request; return False if this id was opened before."""
         if request_id in self._entries:
             return False
-        self._entries[request_id] = _Entry(digest)
+        self._entries[request_id] = _Entry(digest, owner)
         self._of.setdefault(_target(request_id), set()).add(request_id)
         return True
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the results that nobody has read are fewer bytes than may be kept."""
-        return self._unread_bytes < self._max_bytes
+    def has_room(self, owner: str) -> bool:
+        """Whether an owner's unread results of training are within the budget."""
+        owned = self._owned.get(owner)
+        return owned is None or owned.training_bytes < self._max_bytes
+
+    def crowding(self, owner: str) -> str:
+        """Return which unread results of training fill an owner's budget, and what to do."""
+        sizes: Counter[str] = Counter()
+        owned = self._owned.get(owner, _Owned())
+        for request_id in owned.training:
+            sizes[_target(request_id)] += self._entries[request_id].size
+        largest = ", ".join(f"{size} of {target}" for target, size in sizes.most_common(3))
+        return (
+            f"{len(owned.training)} results of {owned.training_bytes} bytes for owner {owner!r}"
+            f" were not retrieved yet ({largest}), and limits.max_result_bytes is"
+            f" {self._max_bytes}: retrieve them, or end the session of a client that is gone"
+            " (`tinkercloud sessions delete SESSION`)"
+        )
 
     def digest(self, request_id: str) -> bytes | None:
         """Return the content digest an id was opened with; None if it is unknown."""
@@ -91,18 +134,47 @@ class Results:
         return entry.digest if entry is not None else None
 
     def finish(self, request_id: str, result: Result) -> None:
-        """Store a result and wake its waiters. A second result for one id is ignored."""
+        """Store a result and wake its waiters. A second result for one id is ignored.
+
+        Others of the same owner may be dropped to make room for it.
+        """
         entry = self._entries.get(request_id)
         if entry is None or entry.result is not None:
             return
         entry.result = result
         entry.finished.set()
-        self._bytes += len(result.body)
-        if entry.read_at is None:
-            self._unread_bytes += len(result.body)
-            self._unread[request_id] = self._now()
+        owned = self._owned.setdefault(entry.owner, _Owned())
+        owned.num_bytes += entry.size
+        if entry.read_at is not None:
+            entry.read_at = owned.read[request_id] = self._now()
+        elif _is_sample(request_id):
+            owned.samples[request_id] = self._now()
         else:
-            entry.read_at = self._read[request_id] = self._now()
+            owned.training[request_id] = self._now()
+            owned.training_bytes += entry.size
+        self._make_room(entry.owner, owned, latest=request_id)
+
+    def _make_room(self, owner: str, owned: _Owned, latest: str) -> None:
+        """Drop results of an owner that is over its budget, but never the latest one."""
+        while owned.num_bytes > self._max_bytes:
+            delivered_before = self._now() - _DELIVERY_SECONDS
+            read, read_at = next(iter(owned.read.items()), (latest, 0.0))
+            sample = next(iter(owned.samples), latest)
+            if read != latest and read_at < delivered_before:
+                self._drop(read)
+            elif sample != latest:
+                log.warning(
+                    "an unread sample was dropped for newer results",
+                    owner=owner,
+                    request_id=sample,
+                    num_bytes=self._entries[sample].size,
+                    max_result_bytes=self._max_bytes,
+                )
+                self._drop(sample)
+            elif read != latest:
+                self._drop(read)
+            else:
+                return
 
     async def wait(self, request_id: str, seconds: float) -> Result | None:
         """Return a result once it is there; None if it is not within `seconds`.
@@ -114,7 +186,8 @@ class Results:
         if entry is None:
             raise NotFound(
                 f"request {request_id!r} is unknown here: it was never sent, or its result is no"
-                f" longer kept ({self._timings.result_ttl_seconds:.0f} s after it was first read)"
+                f" longer kept ({self._timings.result_ttl_seconds:.0f} s after it was first read,"
+                f" {self._timings.unread_result_ttl_seconds:.0f} s if it was not)"
             )
         try:
             async with asyncio.timeout(seconds):
@@ -147,9 +220,9 @@ class Results:
             and is_wanted(request_id)
         ]
 
-    def restore(self, kept: Kept) -> None:
-        """Keep a result of another process."""
-        self.open(kept.request_id, kept.digest)
+    def restore(self, kept: Kept, owner: str) -> None:
+        """Keep an owner's result of another process."""
+        self.open(kept.request_id, kept.digest, owner)
         self.finish(kept.request_id, kept.result)
         if kept.is_read:
             self.mark_read(kept.request_id)
@@ -171,13 +244,24 @@ class Results:
             self._mark_read(request_id, entry)
 
     def _mark_read(self, request_id: str, entry: _Entry) -> None:
-        if entry.read_at is not None:
+        # A waiter may hold a result that was dropped meanwhile.
+        if entry.read_at is not None or self._entries.get(request_id) is not entry:
             return
         entry.read_at = self._now()
         if entry.result is not None:
-            del self._unread[request_id]
-            self._unread_bytes -= len(entry.result.body)
-            self._read[request_id] = entry.read_at
+            self._take_out(request_id, entry)
+            self._owned[entry.owner].read[request_id] = entry.read_at
+
+    def _take_out(self, request_id: str, entry: _Entry) -> None:
+        """Remove a result from its owner's list."""
+        owned = self._owned[entry.owner]
+        had_room = self.has_room(entry.owner)
+        owned.read.pop(request_id, None)
+        owned.samples.pop(request_id, None)
+        if owned.training.pop(request_id, None) is not None:
+            owned.training_bytes -= entry.size
+        if not had_room and self.has_room(entry.owner):
+            self._on_room(entry.owner)
 
     def give_up(self, target: str) -> None:
         """Keep a model's or a sampling session's results no longer than those that were read.
@@ -190,14 +274,7 @@ class Results:
     def discard(self, target: str) -> None:
         """Forget a model's or a sampling session's results, which another place keeps."""
         for request_id in list(self._of.get(target, ())):
-            self._unread_bytes -= self._size_if_unread(request_id)
-            self._read.pop(request_id, None)
             self._drop(request_id)
-
-    def _size_if_unread(self, request_id: str) -> int:
-        result = self._entries[request_id].result
-        was_unread = self._unread.pop(request_id, None) is not None
-        return len(result.body) if was_unread and result is not None else 0
 
     def bytes_of(self, target: str) -> int:
         """Return the bytes of a model's or a sampling session's results."""
@@ -210,33 +287,38 @@ class Results:
         return entry is None or entry.read_at is not None
 
     def sweep(self) -> None:
-        """Drop what has been kept long enough, and the first read of what is too much."""
+        """Drop what has been kept long enough."""
         now, timings = self._now(), self._timings
-        while self._unread:
-            request_id, finished_at = next(iter(self._unread.items()))
-            if now - finished_at <= timings.unread_result_ttl_seconds:
+        for owned in list(self._owned.values()):
+            self._drop_before(owned.samples, now - timings.unread_result_ttl_seconds)
+            self._drop_before(owned.training, now - timings.unread_result_ttl_seconds)
+            self._drop_before(owned.read, now - timings.result_ttl_seconds)
+
+    def _drop_before(self, ids: OrderedDict[str, float], moment: float) -> None:
+        while ids:
+            request_id, since = next(iter(ids.items()))
+            if since >= moment:
                 break
-            del self._unread[request_id]
-            self._unread_bytes -= self._drop(request_id)
-        while self._read:
-            request_id, read_at = next(iter(self._read.items()))
-            is_over = now - read_at > timings.result_ttl_seconds
-            if not is_over and self._bytes <= self._max_bytes:
-                break
-            del self._read[request_id]
             self._drop(request_id)
 
-    def _drop(self, request_id: str) -> int:
-        """Forget a result; return its size in bytes."""
+    def _drop(self, request_id: str) -> None:
+        """Forget a result."""
         entry, target = self._entries.pop(request_id), _target(request_id)
         self._of[target].discard(request_id)
         if not self._of[target]:
             del self._of[target]
-        size = len(entry.result.body) if entry.result is not None else 0
-        self._bytes -= size
+        if entry.result is not None:
+            self._take_out(request_id, entry)
+            owned = self._owned[entry.owner]
+            owned.num_bytes -= entry.size
+            if not (owned.read or owned.samples or owned.training):
+                del self._owned[entry.owner]
         self._on_drop(request_id)
-        return size
 
 
 def _target(request_id: str) -> str:
     return request_id.rpartition(":")[0]
+
+
+def _is_sample(request_id: str) -> bool:
+    return ":sample:" in request_id

@@ -62,6 +62,8 @@ class Samplers:
         """Inflight session to its model."""
         self._kept = KeptWeights(backend.config.limits.max_snapshot_bytes)
         """By session; those of inflight sessions by version."""
+        self._owners: dict[str, str] = {}
+        """Model or session to its owner."""
         self._published = 0
 
     def __len__(self) -> int:
@@ -72,7 +74,16 @@ class Samplers:
         name = str(session_id)
         if name not in self._specs:
             self._specs[name] = spec
+            self._owners[name] = spec.owner
             self._begin_load(name)
+
+    def learn_owner(self, model_id: ModelId, owner: str) -> None:
+        """Remember the owner of a model, who also owns the sessions of its weights."""
+        self._owners[str(model_id)] = owner
+
+    def owner_of(self, name: str) -> str | None:
+        """Return the owner of a model or a session; None if it is unknown here."""
+        return self._owners.get(name)
 
     def _begin_load(self, name: str) -> None:
         self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))
@@ -135,6 +146,7 @@ class Samplers:
         """Make a session that keeps these weights of a model."""
         name = str(session_id)
         await self._backend.sampler.publish(name, weights)
+        self._owners[name] = self._owners.get(str(model_id), "")
         self._kept.add(name, weights.size_bytes)
         # Only now may the model's latest before go, and what is used more often stay.
         self._snapshots[name] = str(model_id)
@@ -146,7 +158,11 @@ class Samplers:
         """Move all inflight sessions of a model on to these weights, and add one."""
         model = str(model_id)
         await self._move_on(model, weights)
-        self._inflight_sessions[str(session_id)] = model
+        self._add_inflight(str(session_id), model)
+
+    def _add_inflight(self, session: str, model: str) -> None:
+        self._inflight_sessions[session] = model
+        self._owners[session] = self._owners.get(model, "")
 
     async def _move_on(self, model: str, weights: Publication) -> None:
         version = self._new_version(model)
@@ -164,7 +180,9 @@ class Samplers:
             if load is None:
                 self._let_go[name] = self._snapshots.pop(name)
                 if len(self._let_go) > _REMEMBERED:
-                    del self._let_go[next(iter(self._let_go))]
+                    earliest = next(iter(self._let_go))
+                    del self._let_go[earliest]
+                    self._owners.pop(earliest, None)
             log.info("weights are let go", session=name, can_be_read_again=load is not None)
             await self._retire(name, name if load is None else load.result())
 
@@ -201,7 +219,8 @@ class Samplers:
         model = str(model_id)
         if published.is_inflight:
             await self._move_on(model, weights)
-            self._inflight_sessions.update(dict.fromkeys(published.sessions, model))
+            for name in published.sessions:
+                self._add_inflight(name, model)
             return
         for name in published.sessions:
             await self.publish(SamplingSessionId.parse(name), model_id, weights)
@@ -251,6 +270,7 @@ class Samplers:
     async def retire(self, session_id: SamplingSessionId) -> None:
         """Forget a session and, unless it shares them, its weights."""
         name = str(session_id)
+        self._owners.pop(name, None)
         self._inflight_sessions.pop(name, None)
         self._let_go.pop(name, None)
         self._specs.pop(name, None)
@@ -266,8 +286,10 @@ class Samplers:
     async def retire_model(self, model_id: ModelId) -> None:
         """Forget a model's inflight target and the sessions that share it."""
         model = str(model_id)
+        self._owners.pop(model, None)
         for name in [name for name, owner in self._inflight_sessions.items() if owner == model]:
             del self._inflight_sessions[name]
+            self._owners.pop(name, None)
         for name in [name for name, owner in self._snapshots.items() if owner == model]:
             self._snapshots[name] = None
         if (version := self._inflight.pop(model, None)) is not None:

@@ -24,11 +24,19 @@ class Sequencer:
     """Whether `next_seq_id` is being run."""
     _waiting: dict[int, int] = field(default_factory=dict)
     """Numbers that have arrived and not begun, with their sizes in bytes."""
+    queued_bytes: int = 0
+    """Size of all waiting requests."""
     _digests: dict[int, bytes] = field(default_factory=dict)
     """Content of every number that is waiting, running, or whose result is kept."""
 
-    def offer(self, seq_id: int, digest: bytes, size: int) -> bool:
+    def offer(self, seq_id: int, digest: bytes, size: int, elsewhere: int = 0) -> bool:
         """Take note of a request; return whether it is new.
+
+        Args:
+            seq_id: its number.
+            digest: equal for equal content.
+            size: bytes that it takes while it waits.
+            elsewhere: bytes that wait in other orders and count against the same limit.
 
         Raises:
             InvalidRequest: the number was used with other content, is long past, or is absurdly
@@ -52,10 +60,12 @@ class Sequencer:
                 f"seq_id {seq_id} is too far ahead: the next request to run is {self.next_seq_id}"
             )
         # What runs next is always let in, or a full queue would wait for ever.
-        if seq_id != self.next_seq_id and self.queued_bytes + size > self.max_queued_bytes:
+        waiting = self.queued_bytes + elsewhere
+        if seq_id != self.next_seq_id and waiting + size > self.max_queued_bytes:
             raise Overloaded(
-                f"{self.queued_bytes} bytes of requests wait for this model already; wait for"
-                " some results before sending more"
+                f"{self.queued_bytes} bytes of requests wait for this model already, {elsewhere}"
+                " for other models of its owner, and limits.max_queued_bytes is"
+                f" {self.max_queued_bytes}; wait for some results before sending more"
             )
         self.admit(seq_id, digest, size)
         return True
@@ -63,12 +73,12 @@ class Sequencer:
     def admit(self, seq_id: int, digest: bytes, size: int) -> None:
         """Let a request wait that was taken in before, however much waits already."""
         self._waiting[seq_id] = size
+        self.queued_bytes += size
         self._digests[seq_id] = digest
 
-    @property
-    def queued_bytes(self) -> int:
-        """Size of all waiting requests."""
-        return sum(self._waiting.values())
+    def has_room_alone(self, size: int) -> bool:
+        """Whether one more request of that size may wait when nothing else of its owner does."""
+        return self.queued_bytes + size <= self.max_queued_bytes
 
     @property
     def num_pending(self) -> int:
@@ -79,7 +89,7 @@ class Sequencer:
         """Begin the next request, if it is there and none is running; return its number."""
         if self.is_running or self.next_seq_id not in self._waiting:
             return None
-        del self._waiting[self.next_seq_id]
+        self.queued_bytes -= self._waiting.pop(self.next_seq_id)
         self.is_running = True
         return self.next_seq_id
 
@@ -101,6 +111,7 @@ class Sequencer:
         dropped = sorted(self._waiting)
         if dropped:
             self._waiting.clear()
+            self.queued_bytes = 0
             self.next_seq_id = dropped[-1] + 1
         return dropped
 

@@ -3,74 +3,55 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded, Unavailable, WireError
+from tinkercloud_protocol.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ResultGone,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.asample import prepare
-from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.operations import UNBORN
 from tinkercloud_worker.head.queue import (
     Operation,
     Origin,
-    error_message,
     refusal,
     to_result,
 )
 from tinkercloud_worker.head.requests import (
+    Prepared,
     Received,
     body_digest,
     content_digest,
     role_of_unread,
+    sample_request_id,
 )
 from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.sample_room import SampleRoom
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.stopping import Sample, StoppingHead
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
 log = structlog.get_logger(__name__)
 
 _SWEEP_SECONDS = 30.0
-_SUSPENDED_AT_ONCE = 4
-"""Models that are written together; each is in memory twice meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A sampling request that was found sound, and all that has to be known of it."""
-
-    request: SampleRequest
-    """As it came."""
-    sound: SamplingRequest
-    digest: bytes
-    """Equal for equal content."""
-    size: int
-    """Bytes it takes while it waits."""
-
-    @property
-    def request_id(self) -> RequestId:
-        """The request's id."""
-        return _request_id(self.request)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A sampling request that is not finished."""
-
-    request: SampleRequest
-    size: int
-    task: asyncio.Task[None]
 
 
 class HeadService:
@@ -84,6 +65,7 @@ class HeadService:
             config.limits.max_result_bytes,
             now=time.monotonic,
             on_drop=self._result_dropped,
+            on_room=self._look_again,
         )
         self._samplers = Samplers(backend)
         self._suspension = Suspension(backend, self._results, self._samplers)
@@ -92,12 +74,21 @@ class HeadService:
             backend, self._models, self._results, self._samplers, self._suspension
         )
         self._resuming: dict[str, asyncio.Task[None]] = {}
-        self._samples: dict[str, _Sample] = {}
-        self._sample_bytes = 0
+        self._samples: dict[str, Sample] = {}
+        self._sample_room = SampleRoom(
+            config.sampler.max_queued_requests, config.limits.max_queued_bytes
+        )
         self._is_draining = False
-        self._suspending = asyncio.Lock()
-        self._suspended: set[str] = set()
-        self._is_suspended = False
+        self._stopping = StoppingHead(
+            backend,
+            self._models,
+            self._resuming,
+            self._samples,
+            self._results,
+            self._samplers,
+            self._suspension,
+            self._away,
+        )
         self._saving = asyncio.Lock()
         self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
@@ -123,10 +114,41 @@ class HeadService:
                 f"model {model_id} exists with another configuration; use another model_seq_id"
             )
         if model is None:
+            refused = self._too_many_models(spec.owner)
             model = new_model(model_id, spec, self._backend, self._samplers, self._results)
             self._models[name] = model
-            model.queue.submit(0, b"create", 0, Operation(model.operations.create))
+            create = Operation(model.operations.create)
+            if refused is not None:
+                model.operations.refuse(refused.message)
+                create = refusal(refused)
+            model.queue.submit(0, b"create", 0, create)
         return str(RequestId(model_id, 0))
+
+    def _too_many_models(self, owner: str) -> WireError | None:
+        limit = self._backend.config.limits.max_models_per_owner
+        theirs = [
+            model for model in self._of_owner(owner) if model.operations.refused in {None, UNBORN}
+        ]
+        if limit is None or len(theirs) < limit:
+            return None
+        names = ", ".join(str(model.model_id) for model in theirs[:3])
+        return Overloaded(
+            f"owner {owner!r} has {len(theirs)} models here already ({names}"
+            f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): end a"
+            " session that is over (`tinkercloud sessions delete SESSION`), then create this one"
+            " again"
+        )
+
+    def owner_of(self, target: str) -> str:
+        """Return the owner of a model or sampling session; of unknown ones an empty name."""
+        return self._samplers.owner_of(target) or ""
+
+    def _of_owner(self, owner: str) -> list[LiveModel]:
+        return [model for model in self._models.values() if model.spec.owner == owner]
+
+    def _look_again(self, owner: str) -> None:
+        for model in self._of_owner(owner):
+            model.queue.look_again()
 
     def _resumption(
         self, model_id: ModelId, resume: Coroutine[Any, Any, None]
@@ -213,8 +235,8 @@ class HeadService:
             try:
                 self._draw(self.prepare(request))
             except InvalidRequest as error:
-                request_id = str(_request_id(request))
-                self._results.open(request_id, content_digest(request))
+                request_id = str(sample_request_id(request))
+                self._results.open(request_id, content_digest(request), model.spec.owner)
                 self._results.finish(request_id, futures.failed_with(error))
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
@@ -235,14 +257,27 @@ class HeadService:
         Raises:
             InvalidRequest: its number can't be used.
             NotFound: the model is unknown.
-            Overloaded: too much waits already.
+            Overloaded: too much waits already, or too many results were not retrieved.
         """
         model = self._model(received.place.model_id)
+        self._check_results(received, model)
         if isinstance(received.content, WireError):
             operation = refusal(received.content, role_of_unread(received.path))
         else:
             operation = model.operation(received.content, Origin(received.path, received.body))
-        return model.queue.submit(received.place.seq_id, received.digest, received.size, operation)
+        others = [m for m in self._of_owner(model.spec.owner) if m is not model]
+        elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
+        return model.queue.submit(
+            received.place.seq_id, received.digest, received.size, operation, elsewhere
+        )
+
+    def _check_results(self, received: Received, model: LiveModel) -> None:
+        """Check that an owner has room for the result of one more batch."""
+        if not isinstance(received.content, ForwardBackwardRequest):
+            return
+        known = self._results.digest(model.queue.request_id(received.place.seq_id))
+        if known is None and not self._results.has_room(model.spec.owner):
+            raise Overloaded(self._results.crowding(model.spec.owner))
 
     def mark_known(self, request_id: str) -> None:
         """Note that a client has been told of a failure in another way than by its future."""
@@ -296,32 +331,16 @@ class HeadService:
                 " request with other content"
             )
         if known is None:
-            self._check_room(prepared)
+            owner = self.owner_of(prepared.request.sampling_session_id)
+            self._sample_room.check(owner, prepared.size)
             self._draw(prepared)
         return request_id
-
-    def _check_room(self, prepared: Prepared) -> None:
-        """Check that one more sampling request may wait; one alone always may."""
-        config, waiting = self._backend.config, len(self._samples)
-        if waiting >= config.sampler.max_queued_requests:
-            raise Overloaded(
-                f"{waiting} sampling requests wait already; slow down and send this one again"
-            )
-        if waiting and self._sample_bytes + prepared.size > config.limits.max_queued_bytes:
-            raise Overloaded(
-                f"{self._sample_bytes} bytes of sampling requests wait already; slow down and send"
-                " this one again"
-            )
-        if not self._results.has_room:
-            raise Overloaded(
-                f"results of {config.limits.max_result_bytes} bytes and more were not retrieved"
-                " yet; retrieve some, or end the sessions they belong to, and send this one again"
-            )
 
     def _draw(self, prepared: Prepared) -> None:
         request, request_id, backend = prepared.request, prepared.request_id, self._backend
         session_id = SamplingSessionId.parse(request.sampling_session_id)
-        self._results.open(str(request_id), prepared.digest)
+        owner = self.owner_of(request.sampling_session_id)
+        self._results.open(str(request_id), prepared.digest, owner)
 
         async def draw() -> Result:
             async with self._samplers.sampling(session_id) as version:
@@ -336,8 +355,8 @@ class HeadService:
 
         task = self._spawn(self._answer(str(request_id), draw))
         task.add_done_callback(answer_cancelled)
-        self._samples[str(request_id)] = _Sample(request, prepared.size, task)
-        self._sample_bytes += prepared.size
+        self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
+        self._sample_room.enter(owner, prepared.size)
 
     async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
@@ -348,7 +367,7 @@ class HeadService:
 
     def _finish(self, request_id: str, result: Result) -> None:
         if (sample := self._samples.pop(request_id, None)) is not None:
-            self._sample_bytes -= sample.size
+            self._sample_room.leave(sample.owner, sample.size)
         self._results.finish(request_id, result)
 
     def cancel(self, request_id: str) -> None:
@@ -361,6 +380,7 @@ class HeadService:
         """Wait for a result; None if it takes longer than a long poll.
 
         Raises:
+            ResultGone: it is a sample's, and no longer kept.
             NotFound: the request is unknown, or its result is no longer kept.
         """
         self._last_activity = time.monotonic()
@@ -372,7 +392,28 @@ class HeadService:
             # The SDK asks again.
             log.info("a result waits for its model", request_id=request_id, reason=str(error))
             return None
-        return await self._results.wait(request_id, seconds)
+        try:
+            return await self._results.wait(request_id, seconds)
+        except NotFound as error:
+            owner = self._samplers.owner_of(request_id.rpartition(":")[0])
+            if ":sample:" not in request_id or owner is None:
+                raise
+            raise ResultGone(
+                f"{error.message}, or newer results of owner {owner!r} took its room"
+                f" (limits.max_result_bytes is {self._backend.config.limits.max_result_bytes});"
+                " send the sample again"
+            ) from None
+
+    def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
+        """Return why a request has no result yet, in the SDK's terms and in words."""
+        parsed = RequestId.parse(request_id)
+        if (model := self._models.get(str(parsed.target))) is not None:
+            return model.queue.why_waiting(parsed.seq_id)
+        if (sample := self._samples.get(request_id)) is None:
+            return "active", None
+        if (reason := self._sample_room.is_full(sample.owner)) is not None:
+            return "paused_rate_limit", f"{reason}; further ones are refused until some are drawn"
+        return "active", f"{len(self._samples)} sampling requests wait or run"
 
     def status(self) -> HeadStatus:
         """Return what the head reports of itself."""
@@ -388,7 +429,7 @@ class HeadService:
             samplers=len(self._samplers),
             pending_requests=pending + len(self._samples),
             idle_seconds=time.monotonic() - self._last_activity,
-            suspended=self._is_suspended,
+            suspended=self._stopping.is_suspended,
             latest_checkpoint=self._latest_checkpoint(),
         )
 
@@ -417,58 +458,7 @@ class HeadService:
             Unavailable: some could not be written; the message says which and why.
         """
         self._is_draining = True
-        self._backend.trainer.stop_waiting()
-        async with self._suspending:
-            await self._drain()
-            await self._away.settle()
-            target = store or self._backend.store
-            reasons = await self._suspend_all(target)
-            if self._resuming:
-                # What was accepted before comes back all the same, and has left the store.
-                await asyncio.wait(set(self._resuming.values()))
-                reasons += await self._suspend_all(target)
-            lost = sorted(self._models.keys() - self._suspended)
-            if lost:
-                why = next((f": {reason}" for reason in reasons if reason), "")
-                raise Unavailable(f"could not suspend {', '.join(lost)}{why}")
-            self._is_suspended = True
-
-    async def _suspend_all(self, store: CheckpointStore) -> list[str | None]:
-        """Write all models that are not written yet; return why some could not be."""
-        left = [model for name, model in self._models.items() if name not in self._suspended]
-        room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
-        return await asyncio.gather(*[self._suspend(model, room, store) for model in left])
-
-    async def _drain(self) -> None:
-        """Give running work some time to finish, then stop answering."""
-        work = [asyncio.create_task(model.quiesce()) for model in self._models.values()]
-        work += [sample.task for sample in self._samples.values()]
-        if work:
-            await asyncio.wait(work, timeout=self._backend.config.timings.drain_seconds)
-        self._results.freeze()
-
-    async def _suspend(
-        self, model: LiveModel, room: asyncio.Semaphore, store: CheckpointStore
-    ) -> str | None:
-        """Write a model; return why it could not be written, if it could not."""
-        await model.queue.pause()
-        # Its clients are told to send these uploads again: none may succeed after all.
-        await model.cut_off()
-        if str(model.model_id) not in self._models:
-            # It was deleted meanwhile.
-            return None
-        async with room:
-            sessions = self._samplers.sessions_of_model(model.model_id)
-            samples = [sample.request for sample in self._samples.values()]
-            unfinished = [r for r in samples if r.sampling_session_id in sessions]
-            try:
-                await self._suspension.write(model, unfinished, store)
-            except Exception as error:
-                log.exception("a model could not be suspended", model_id=str(model.model_id))
-                return error_message(to_result(error))
-            self._suspended.add(str(model.model_id))
-            log.info("suspended", model_id=str(model.model_id))
-            return None
+        await self._stopping.suspend(store or self._backend.store)
 
     def release_waiters(self) -> None:
         """Make clients that wait for a result ask again, elsewhere."""
@@ -503,7 +493,3 @@ class HeadService:
         model = self._models.get(str(parsed.target))
         if model is not None:
             model.queue.sequencer.forget(parsed.seq_id)
-
-
-def _request_id(request: SampleRequest) -> RequestId:
-    return RequestId(SamplingSessionId.parse(request.sampling_session_id), request.seq_id)

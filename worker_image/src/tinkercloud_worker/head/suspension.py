@@ -349,7 +349,9 @@ class Suspension:
         for kept in head.state.results:
             result = Result(head.body(kept.body), kept.content_type)
             digest = bytes.fromhex(kept.digest)
-            self.results.restore(Kept(kept.request_id, digest, result, kept.is_read))
+            self.results.restore(
+                Kept(kept.request_id, digest, result, kept.is_read), model.spec.owner
+            )
             request_id = RequestId.parse(kept.request_id)
             if request_id.target == model.model_id:
                 model.queue.sequencer.recall(request_id.seq_id, digest)

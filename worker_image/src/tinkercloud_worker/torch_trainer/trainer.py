@@ -14,16 +14,22 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import accelerator, lora, losses
-from tinkercloud_worker.adam import AdamTrainer, TrainedModel, new_adapter
+from tinkercloud_worker.adam import (
+    BYTES_PER_PARAMETER,
+    AdamTrainer,
+    TrainedModel,
+    new_adapter,
+)
 from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
 from tinkercloud_worker.engine.parameters import Layout, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.low_rank import may_be_beside_others
+from tinkercloud_worker.memory import Available
 from tinkercloud_worker.packing import PackedSequences
 from tinkercloud_worker.routes import ActiveWeights, Route
 from tinkercloud_worker.torch_trainer.logprobs import (
@@ -32,6 +38,9 @@ from tinkercloud_worker.torch_trainer.logprobs import (
     logprobs_and_gradient,
 )
 from tinkercloud_worker.unembedding import Unembedding
+
+KEPT_FREE_BYTES = 256 << 20
+"""Memory that new models leave for passes and samples."""
 
 Routed = Sequence[tuple[slice, TrainedModel]]
 """Consecutive positions of a pass, and the model that each belongs to."""
@@ -47,6 +56,7 @@ class TorchTrainer(AdamTrainer):
         max_batch_tokens: int,
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
+        available: Available = lambda: None,
     ) -> None:
         """Make a trainer without models.
 
@@ -56,6 +66,8 @@ class TorchTrainer(AdamTrainer):
             max_context_length: of examples; None means the base model's.
             max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
                 backward pass; larger ones are recomputed there, layer by layer. None: any.
+            available: returns the memory that is left where models are, by which new ones are
+                admitted. The default admits all, as ranks must, which can't refuse one by one.
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
@@ -63,6 +75,7 @@ class TorchTrainer(AdamTrainer):
         self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
+        self._available = available
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
@@ -74,6 +87,9 @@ class TorchTrainer(AdamTrainer):
                 f"train_mlp: true, but this model keeps its experts as {experts},"
                 " which the torch trainer can't adapt; set train_mlp to false"
             )
+        selected = lora.select(self._base.targets, lora_config)
+        kind = f"an adapter of rank {lora_config.rank}"
+        self._check_memory(lora.layout(selected, lora_config.rank), kind, "a smaller rank")
         return new_adapter(self._base.targets, lora_config, self._base.device)
 
     def _check_whole(self) -> None:
@@ -100,9 +116,31 @@ class TorchTrainer(AdamTrainer):
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
         layout = Layout.of(weights)
+        self._check_memory(layout, "a whole model", "a rank of LoRA (lora_config)")
         trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
+
+    def _check_memory(self, layout: Layout, kind: str, smaller: str) -> None:
+        """Check that a new model has room, with all that those here are yet to allocate.
+
+        Raises:
+            Overloaded: it has not.
+        """
+        available = self._available()
+        if available is None:
+            return
+        needed = layout.size * BYTES_PER_PARAMETER
+        promised = sum(model.unused_bytes for model in self._models.values())
+        room = available - promised - KEPT_FREE_BYTES
+        if needed > room:
+            raise Overloaded(
+                f"lora_config: {kind} has {layout.size} parameters and takes {needed} bytes"
+                f" (weights, gradient and moments in float32), but {max(room, 0)} bytes are left:"
+                f" of {available} available ones {promised} are promised to the"
+                f" {len(self._models)} models here and {KEPT_FREE_BYTES} are kept free; end"
+                f" sessions that are over, or ask for {smaller}"
+            )
 
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""

@@ -1,0 +1,185 @@
+"""What an owner leaves unread in a shared head hinders that owner alone, who is told in words."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkercloud_testing.raw_run import MODEL, Run, a_tensor
+from tinkercloud_testing.servers import Answer, Server, a_server
+from tinkercloud_testing.waiting import wait_until
+
+MAX_RESULT_BYTES = 20_000
+RESULT_BYTES = 8 * 1000 * 4
+"""Of a batch below: logprobs of a thousand targets at each of eight tokens."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
+    """Run a server whose heads keep few results."""
+    settings = {
+        "TINKERCLOUD_LIMITS__MAX_RESULT_BYTES": str(MAX_RESULT_BYTES),
+        "TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS": "1",
+    }
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}, settings) as running:
+        yield running
+
+
+@pytest.fixture
+def eve(small: Server) -> Iterator[Run]:
+    """Return a run of an owner who reads nothing; what it leaves goes with its session."""
+    run = Run(small)
+    yield run
+    assert small.request("DELETE", f"/api/v1/sessions/{run.session}").status == 200
+
+
+@pytest.fixture
+def bob(small: Server) -> tinker.ServiceClient:
+    """Return an SDK client of another owner."""
+    return small.client(small.new_key("bob"))
+
+
+def a_large_batch(run: Run) -> Answer:
+    """Send a batch whose request is small and whose result is not."""
+    message = run.batch([1] * 8)
+    message.forward_only = True
+    targets = message.data[0].loss_fn_inputs["target_tokens"]
+    targets.CopyFrom(pb.Tensor(dtype=pb.DTYPE_INT64, shape=(8, 1000)))
+    targets.sparse_csr.crow_indices = np.zeros(9, "<i8").tobytes()
+    return run.train(message.SerializeToString())
+
+
+def a_sample(session: str, seq_id: int) -> dict[str, Any]:
+    chunk = {"type": "encoded_text", "tokens": [1] * 40}
+    return {
+        "sampling_session_id": session,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [chunk]},
+        "sampling_params": {"max_tokens": 1},
+        "topk_prompt_logprobs": 40,
+    }
+
+
+def leave_samples(run: Run, index: int = 0) -> list[str]:
+    """Draw samples that nobody reads, more than are kept; return their ids."""
+    body = {"session_id": run.session, "sampling_session_seq_id": index, "base_model": MODEL}
+    created = run.server.post("create_sampling_session", body).json()
+    session = str(created["sampling_session_id"])
+    sent = [run.server.post("asample", a_sample(session, seq_id)) for seq_id in range(4)]
+    assert [answer.status for answer in sent] == [200] * 4
+    ids = [str(answer.json()["request_id"]) for answer in sent]
+    run.server.result(ids[-1])
+    return ids
+
+
+def leave_results(run: Run) -> list[str]:
+    """Run batches whose results nobody reads; return their ids."""
+    sent = [a_large_batch(run)]
+    # Of a step behind it: its result says that the batch has run.
+    run.outcome(run.send("save_weights", path=f"after-{run.next_seq_id}"))
+    return [str(answer.json()["request_id"]) for answer in sent]
+
+
+def test_another_owner_samples_and_trains_whatever_is_left(
+    eve: Run, bob: tinker.ServiceClient
+) -> None:
+    leave_samples(eve)
+    leave_results(eve)
+
+    training = bob.create_lora_training_client(MODEL, rank=4).result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    text = types.ModelInput.from_ints([1, 2, 3])
+    drawn = sampler.sample(text, 2, types.SamplingParams(max_tokens=3)).result()
+    datum = types.Datum(
+        model_input=text,
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=[2, 3, 4], dtype="int64"),
+            "weights": types.TensorData(data=[1.0, 1.0, 1.0], dtype="float32"),
+        },
+    )
+    output = training.forward_backward([datum], "cross_entropy").result()
+
+    assert len(drawn.sequences) == 2
+    assert output.metrics["loss:sum"] > 0
+
+
+def test_the_owner_is_refused_more_batches_in_words_until_results_are_read(eve: Run) -> None:
+    (left,) = leave_results(eve)
+    seq_id = eve.next_seq_id
+
+    refused = a_large_batch(eve)
+
+    assert refused.status == 429
+    for words in (left.rpartition(":")[0], "owner 'bootstrap'", f"is {MAX_RESULT_BYTES}"):
+        assert words in refused.detail
+    output = pb.ForwardBackwardOutput.FromString(eve.server.result(left).body)
+    assert len(output.loss_fn_outputs[0].fields["logprobs"].data) == RESULT_BYTES
+    eve.next_seq_id = seq_id
+    assert a_large_batch(eve).status == 200
+
+
+def test_who_waits_for_a_batch_that_is_held_back_is_told_why(eve: Run) -> None:
+    eve.next_seq_id = 2
+    second = str(a_large_batch(eve).json()["request_id"])
+    unread = eve.next_seq_id = 1
+    assert a_large_batch(eve).status == 200
+
+    def pending() -> dict[str, Any]:
+        return eve.server.post("retrieve_future", {"request_id": second}).json()
+
+    wait_until(lambda: pending()["queue_state"] == "paused_rate_limit", "the batch is held back")
+    told = pending()["queue_state_reason"]
+    assert f"{second} is not run: 1 results of" in told
+    assert f"of {eve.model_id}" in told
+
+    eve.server.result(f"{eve.model_id}:{unread}")
+    assert pb.ForwardBackwardOutput.FromString(eve.server.result(second).body).metrics
+
+
+def test_a_sample_that_was_dropped_is_drawn_again_by_the_sdk(
+    eve: Run, small: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = leave_samples(eve)[0]
+    gone = small.post("retrieve_future", {"request_id": dropped})
+    assert gone.status == 410
+    assert "owner 'bootstrap'" in gone.detail
+    sampler = small.client().create_sampling_client(base_model=MODEL).result()
+    send, sent = sampler._send_asample_request, list[int]()
+
+    async def send_the_dropped_one_first(seq_id: int, *arguments: Any) -> types.UntypedAPIFuture:
+        sent.append(seq_id)
+        future: types.UntypedAPIFuture = await send(seq_id, *arguments)
+        if len(sent) == 1:
+            future = future.model_copy(update={"request_id": dropped})
+        return future
+
+    monkeypatch.setattr(sampler, "_send_asample_request", send_the_dropped_one_first)
+    params = types.SamplingParams(max_tokens=3)
+    drawn = sampler.sample(types.ModelInput.from_ints([1, 2]), 1, params).result()
+
+    assert len(sent) == 2
+    assert drawn.sequences[0].tokens
+
+
+def test_what_takes_few_bytes_and_asks_for_many_is_refused_in_its_place(eve: Run) -> None:
+    message = eve.batch([1] * 8)
+    targets = message.data[0].loss_fn_inputs["target_tokens"]
+    targets.CopyFrom(pb.Tensor(dtype=pb.DTYPE_INT64, shape=(8, 2_000_000)))
+    targets.sparse_csr.crow_indices = np.zeros(9, "<i8").tobytes()
+    body = message.SerializeToString()
+    assert len(body) < 400
+
+    failed = eve.outcome(eve.train(body))
+
+    assert "2000000 values at each position, at most 1024 are accepted" in str(failed["error"])
+    dense = eve.batch([1])
+    wide = a_tensor(np.ones((1, 1025), "<i8"))
+    dense.data[0].loss_fn_inputs["target_tokens"].CopyFrom(wide)
+    failed = eve.outcome(eve.train(dense.SerializeToString()))
+    assert "at most 1024" in str(failed["error"])
+    assert eve.step() > 0

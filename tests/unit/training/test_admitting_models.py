@@ -1,0 +1,84 @@
+"""A model is begun only where there is memory for it and for those that are here already."""
+
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.memory import available_bytes
+from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
+
+RANK_2, RANK_4 = LoraConfig(rank=2, seed=1), LoraConfig(rank=4, seed=1)
+
+
+class Machine:
+    """A trainer on a machine with as much memory as is said."""
+
+    def __init__(self) -> None:
+        self.available: int | None = None
+        self.trainer = TorchTrainer(
+            BaseModel(tiny_llama()), max_batch_tokens=256, available=lambda: self.available
+        )
+
+    def size_of(self, lora: LoraConfig | None) -> int:
+        """Return the parameters of such a model."""
+        unbounded = TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=256)
+        unbounded.add_model("m", lora)
+        return sum(tensor.numel() for tensor in unbounded.snapshot("m").tensors.values())
+
+
+@pytest.mark.parametrize("lora", [None, RANK_2])
+def test_a_model_without_room_is_refused_with_the_numbers(lora: LoraConfig | None) -> None:
+    machine = Machine()
+    parameters = machine.size_of(lora)
+    machine.available = KEPT_FREE_BYTES + 16 * parameters - 1
+
+    with pytest.raises(Overloaded) as caught:
+        machine.trainer.add_model("m", lora)
+
+    message = caught.value.message
+    assert f"has {parameters} parameters and takes {16 * parameters} bytes" in message
+    assert f"{16 * parameters - 1} bytes are left" in message
+    assert ("a whole model" if lora is None else "an adapter of rank 2") in message
+    machine.available += 1
+    machine.trainer.add_model("m", lora)
+
+
+def test_what_models_are_yet_to_allocate_is_promised_to_them() -> None:
+    machine = Machine()
+    need = 16 * machine.size_of(RANK_4)
+    machine.available = KEPT_FREE_BYTES + need + need // 2
+    machine.trainer.add_model("first", RANK_4)
+
+    with pytest.raises(Overloaded, match="are promised to the 1 models here"):
+        machine.trainer.add_model("second", RANK_4)
+    machine.trainer.optim_step("first", AdamParams())
+    machine.trainer.add_model("second", RANK_4)
+
+
+def test_where_memory_can_not_be_told_models_are_begun() -> None:
+    machine = Machine()
+    machine.trainer.add_model("m", None)
+
+
+def test_a_container_has_as_much_memory_as_its_limit_leaves(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 4000 kB\nMemAvailable: 2000 kB\nHugePages_Total: 0\n")
+    cgroup = tmp_path / "cgroup"
+    cgroup.mkdir()
+    assert available_bytes(meminfo, cgroup) == 2000 * 1024
+
+    for name, content in (
+        ("memory.max", "1000000\n"),
+        ("memory.current", "900000\n"),
+        ("memory.stat", "anon 5\ninactive_file 50000\n"),
+    ):
+        (cgroup / name).write_text(content)
+    assert available_bytes(meminfo, cgroup) == 150_000
+    assert available_bytes(tmp_path / "none", cgroup) == 150_000
+    (cgroup / "memory.max").write_text("max\n")
+    assert available_bytes(meminfo, cgroup) == 2000 * 1024
+    assert available_bytes(tmp_path / "none", cgroup) is None

@@ -1,0 +1,110 @@
+"""Suspends all models of a head that stops, as often as it takes."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.queue import error_message, to_result
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.suspended_models import SuspendedModels
+from tinkercloud_worker.head.suspension import Suspension
+
+log = structlog.get_logger(__name__)
+
+_SUSPENDED_AT_ONCE = 4
+"""Models that are written together; each is in memory twice meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sampling request that is not finished."""
+
+    request: SampleRequest
+    owner: str
+    size: int
+    """Bytes it takes while it waits."""
+    task: asyncio.Task[None]
+
+
+@dataclass(slots=True)
+class StoppingHead:
+    """What a stopping head holds, and which of it is written. The mappings are the service's."""
+
+    backend: Backend
+    models: Mapping[str, LiveModel]
+    resuming: Mapping[str, asyncio.Task[None]]
+    samples: Mapping[str, Sample]
+    results: Results
+    samplers: Samplers
+    suspension: Suspension
+    away: SuspendedModels
+    is_suspended: bool = False
+    """Whether all models are written."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _written: set[str] = field(default_factory=set)
+
+    async def suspend(self, store: CheckpointStore) -> None:
+        """Finish what runs, and write everything else; see `HeadService.suspend`.
+
+        Raises:
+            Unavailable: some models could not be written; the message says which and why.
+        """
+        self.backend.trainer.stop_waiting()
+        async with self._lock:
+            await self._drain()
+            await self.away.settle()
+            reasons = await self._suspend_all(store)
+            if self.resuming:
+                # What was accepted before comes back all the same, and has left the store.
+                await asyncio.wait(set(self.resuming.values()))
+                reasons += await self._suspend_all(store)
+            lost = sorted(self.models.keys() - self._written)
+            if lost:
+                why = next((f": {reason}" for reason in reasons if reason), "")
+                raise Unavailable(f"could not suspend {', '.join(lost)}{why}")
+            self.is_suspended = True
+
+    async def _suspend_all(self, store: CheckpointStore) -> list[str | None]:
+        """Write all models that are not written yet; return why some could not be."""
+        left = [model for name, model in self.models.items() if name not in self._written]
+        room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
+        return await asyncio.gather(*[self._suspend(model, room, store) for model in left])
+
+    async def _drain(self) -> None:
+        """Give running work some time to finish, then stop answering."""
+        work = [asyncio.create_task(model.quiesce()) for model in self.models.values()]
+        work += [sample.task for sample in self.samples.values()]
+        if work:
+            await asyncio.wait(work, timeout=self.backend.config.timings.drain_seconds)
+        self.results.freeze()
+
+    async def _suspend(
+        self, model: LiveModel, room: asyncio.Semaphore, store: CheckpointStore
+    ) -> str | None:
+        """Write a model; return why it could not be written, if it could not."""
+        await model.queue.pause()
+        # Its clients are told to send these uploads again: none may succeed after all.
+        await model.cut_off()
+        if str(model.model_id) not in self.models:
+            # It was deleted meanwhile.
+            return None
+        async with room:
+            sessions = self.samplers.sessions_of_model(model.model_id)
+            samples = [sample.request for sample in self.samples.values()]
+            unfinished = [r for r in samples if r.sampling_session_id in sessions]
+            try:
+                await self.suspension.write(model, unfinished, store)
+            except Exception as error:
+                log.exception("a model could not be suspended", model_id=str(model.model_id))
+                return error_message(to_result(error))
+            self._written.add(str(model.model_id))
+            log.info("suspended", model_id=str(model.model_id))
+            return None
