@@ -85,6 +85,8 @@ class HeadService:
             backend, self._models, self._results, self._samplers, self._suspension
         )
         self._resuming: dict[str, asyncio.Task[None]] = {}
+        self._accepted: set[str] = set()
+        """Of those, this head's own that nothing but the store keeps from being back."""
         self._samples: dict[str, _Sample] = {}
         self._sample_bytes = 0
         self._is_draining = False
@@ -130,6 +132,7 @@ class HeadService:
         if task is None:
             task = self._resuming[name] = self._spawn(resume)
             task.add_done_callback(lambda _: self._resuming.pop(name, None))
+            task.add_done_callback(lambda _: self._accepted.discard(name))
         else:
             resume.close()
         return task
@@ -153,9 +156,13 @@ class HeadService:
     async def _resume_own(self, suspended: SuspendedModel) -> None:
         model_id = ModelId.parse(suspended.manifest.run_id)
 
+        def accept() -> None:
+            self._accept()
+            self._accepted.add(str(model_id))
+
         async def resume() -> None:
             model, unfinished = await self._suspension.resume(
-                model_id, suspended.spec, suspended.manifest, self._accept
+                model_id, suspended.spec, suspended.manifest, accept
             )
             self._away.came_back(str(model_id))
             self._begin_again(model, unfinished)
@@ -411,9 +418,9 @@ class HeadService:
             await self._drain()
             await self._away.settle()
             await self._suspend_all()
-            if self._resuming:
-                # What was accepted before comes back all the same, and has left the store.
-                await asyncio.wait(set(self._resuming.values()))
+            # Those that are accepted already come back all the same, and have left the store.
+            if back := [self._resuming[name] for name in self._accepted & self._resuming.keys()]:
+                await asyncio.wait(back)
                 await self._suspend_all()
             lost = sorted(self._models.keys() - self._suspended)
             if lost:
