@@ -97,3 +97,10 @@ def new_model(
         drop_gradient=operations.drop_gradient,
     )
     return LiveModel(model_id, spec, operations, queue, lineage=[])
+
+
+def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
+    """Return the path of the checkpoint that was written last of any of these models."""
+    written = [model.operations.latest for model in models]
+    latest = max((each for each in written if each), key=lambda m: m.created_at, default=None)
+    return latest.tinker_path if latest is not None else None

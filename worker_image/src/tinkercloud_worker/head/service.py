@@ -26,7 +26,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
-from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model
 from tinkercloud_worker.head.operations import UNBORN
 from tinkercloud_worker.head.queue import (
     Operation,
@@ -74,6 +74,8 @@ class HeadService:
             backend, self._models, self._results, self._samplers, self._suspension
         )
         self._resuming: dict[str, asyncio.Task[None]] = {}
+        self._accepted: set[str] = set()
+        """Of those, this head's own that nothing but the store keeps from being back."""
         self._samples: dict[str, Sample] = {}
         self._sample_room = SampleRoom(
             config.sampler.max_queued_requests, config.limits.max_queued_bytes
@@ -83,6 +85,7 @@ class HeadService:
             backend,
             self._models,
             self._resuming,
+            self._accepted,
             self._samples,
             self._results,
             self._samplers,
@@ -159,6 +162,7 @@ class HeadService:
         if task is None:
             task = self._resuming[name] = self._spawn(resume)
             task.add_done_callback(lambda _: self._resuming.pop(name, None))
+            task.add_done_callback(lambda _: self._accepted.discard(name))
         else:
             resume.close()
         return task
@@ -182,9 +186,13 @@ class HeadService:
     async def _resume_own(self, suspended: SuspendedModel) -> None:
         model_id = ModelId.parse(suspended.manifest.run_id)
 
+        def accept() -> None:
+            self._accept()
+            self._accepted.add(str(model_id))
+
         async def resume() -> None:
             model, unfinished = await self._suspension.resume(
-                model_id, suspended.spec, suspended.manifest, self._accept
+                model_id, suspended.spec, suspended.manifest, accept
             )
             self._away.came_back(str(model_id))
             self._begin_again(model, unfinished)
@@ -430,13 +438,8 @@ class HeadService:
             pending_requests=pending + len(self._samples),
             idle_seconds=time.monotonic() - self._last_activity,
             suspended=self._stopping.is_suspended,
-            latest_checkpoint=self._latest_checkpoint(),
+            latest_checkpoint=latest_checkpoint(self._models.values()),
         )
-
-    def _latest_checkpoint(self) -> str | None:
-        written = [model.operations.latest for model in self._models.values()]
-        latest = max((m for m in written if m), key=lambda m: m.created_at, default=None)
-        return latest.tinker_path if latest is not None else None
 
     async def checkpoint(self) -> list[str]:
         """Write a last training checkpoint of every model; return their paths."""

@@ -1,7 +1,7 @@
 """Suspends all models of a head that stops, as often as it takes."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import structlog
@@ -41,6 +41,7 @@ class StoppingHead:
     backend: Backend
     models: Mapping[str, LiveModel]
     resuming: Mapping[str, asyncio.Task[None]]
+    accepted: Set[str]
     samples: Mapping[str, Sample]
     results: Results
     samplers: Samplers
@@ -62,9 +63,9 @@ class StoppingHead:
             await self._drain()
             await self.away.settle()
             reasons = await self._suspend_all(store)
-            if self.resuming:
-                # What was accepted before comes back all the same, and has left the store.
-                await asyncio.wait(set(self.resuming.values()))
+            # Those that are accepted already come back all the same, and have left the store.
+            if back := [self.resuming[name] for name in self.accepted & self.resuming.keys()]:
+                await asyncio.wait(back)
                 reasons += await self._suspend_all(store)
             lost = sorted(self.models.keys() - self._written)
             if lost:
