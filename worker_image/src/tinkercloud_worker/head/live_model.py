@@ -1,6 +1,7 @@
 """A model while it lives in a head: its specification, what its requests do, and their order."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tinkercloud_protocol.ids import ModelId
