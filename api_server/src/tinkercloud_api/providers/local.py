@@ -198,8 +198,12 @@ class _LocalHead:
             return process
 
     def _keep_log(self) -> None:
-        """Keep the log of the head before, whose last words say why it ended."""
+        """Keep the log of the last head that was ready, whose last words say why it ended.
+
+        Starts that failed since then do not replace it: the server's own log says why.
+        """
         with contextlib.suppress(FileNotFoundError):
+            (self._folder / "head.json").unlink()
             (self._folder / "head.log").replace(self._folder / "head.log.1")
 
     def _lock_file(self) -> IO[str]:
