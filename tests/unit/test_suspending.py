@@ -169,7 +169,7 @@ async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_a
 ) -> None:
     await train_a_step_and_suspend(root, tmp_path)
 
-    def fails(_results: Results, _kept: Kept) -> None:
+    def fails(_results: Results, _kept: Kept, _owner: str) -> None:
         raise Death
 
     with a_head(root, tmp_path, "g2") as after:

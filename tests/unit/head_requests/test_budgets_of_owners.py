@@ -53,7 +53,7 @@ class Owner:
         self.last[target] = self.last.get(target, 0) + 1
         return self.last[target]
 
-    def train(self, model: str, *, targets: int = 330, seq_id: int | None = None) -> str:
+    def train(self, model: str, *, targets: int = 165, seq_id: int | None = None) -> str:
         """Send a batch, forward only, of three tokens; return the request's id."""
         message = pb.ForwardBackwardRequest(
             model_id=model,
@@ -319,7 +319,7 @@ async def test_samples_that_one_owner_has_waiting_do_not_keep_another_from_sampl
 async def test_requests_that_one_owner_has_waiting_do_not_keep_another_from_training(
     tmp_path: Path,
 ) -> None:
-    with a_shared_head(tmp_path, Limits(max_queued_bytes=20_000)) as shared:
+    with a_shared_head(tmp_path, Limits(max_queued_bytes=10_000)) as shared:
         first, second = await shared.eve.model(0), await shared.eve.model(1)
         theirs = await shared.bob.model()
         shared.eve.train(first, seq_id=3)
