@@ -64,8 +64,10 @@ def test_each_loss_is_its_formula(name: str, batch: list[tuple[float, float, flo
 
     total, _ = losses.derivative(LOSSES[name], column(lp), inputs_of(name, q, a))
 
-    expected = REFERENCE[name](*(np.asarray(part, np.float64) for part in (lp, q, a))).sum()
-    assert float(total) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    terms = REFERENCE[name](*(np.asarray(part, np.float64) for part in (lp, q, a)))
+    # Large terms that cancel leave the rounding of each of them.
+    rounding = 2e-6 * np.abs(terms).sum()
+    assert float(total) == pytest.approx(terms.sum(), rel=1e-4, abs=1e-4 + rounding)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].is_token_local])
