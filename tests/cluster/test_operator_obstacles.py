@@ -294,18 +294,19 @@ def test_a_pod_with_scheduling_gates_is_named_with_them(sessions: Sessions) -> N
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_a_pod_whose_node_is_not_ready_is_named_with_it(
-    definitions: Cluster, kwok: KwokNodes, cluster_folder: Path
-) -> None:
-    kwok.add("lost-0", labels={"rack": "lost"})
-    with a_namespace(definitions, cluster_folder, placement=on_rack("lost")) as (sessions, _):
-        sessions.make_ready("one")
+def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> None:
+    sessions.make_ready("one")
+    where = ("-n", sessions.namespace, "-l", "tinkercloud.dev/component=head")
+    pod = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").strip()
 
-        kwok.lose("lost-0")
+    # What the node lifecycle controller does to the pods of a node that has fallen silent; that of
+    # this cluster would take an hour, since nodes that are played send no heartbeats.
+    patch = json.dumps({"status": {"conditions": [{"type": "Ready", "status": "False"}]}})
+    options = ("-n", sessions.namespace, "--subresource=status", "--type=strategic")
+    sessions.cluster.kubectl("patch", pod, *options, f"--patch={patch}")
 
-        sessions.wait_for_reason("one", "NodeNotReady")
-        assert "its node lost-0 is not ready" in sessions.condition("one", "Ready")["message"]
-        kwok.add("lost-0", labels={"rack": "lost"})
+    sessions.wait_for_reason("one", "NodeNotReady")
+    assert "its node obstacles-0 is not ready" in sessions.condition("one", "Ready")["message"]
 
 
 def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions) -> None:

@@ -50,13 +50,6 @@ class KwokNodes:
         self._set_capacity(name, capacity)
         self.cluster.wait_for(f"node/{name}", "condition=Ready")
 
-    def lose(self, name: str) -> None:
-        """Have a node fall silent, as one without power, which is noticed in a minute.
-
-        `add` brings it back.
-        """
-        self.cluster.kubectl("annotate", "node", name, f"{_KEY}-")
-
     def remove(self, name: str) -> None:
         """Remove a node; its pods go with it after the cluster has noticed."""
         self.cluster.delete("node", name)

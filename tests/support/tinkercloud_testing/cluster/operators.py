@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import yaml
@@ -29,9 +30,12 @@ class RunningOperator:
     port: int
 
     def get(self, path: str) -> str:
-        """Return what its probe server says."""
-        with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
-            return str(response.read().decode())
+        """Return what its probe server says, whatever the status."""
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+                return str(response.read().decode())
+        except HTTPError as error:
+            return str(error.read().decode())
 
     def counted(self, name: str) -> dict[str, int]:
         """Return what its counters of a name say, by the labels of each."""
