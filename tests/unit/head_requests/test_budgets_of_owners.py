@@ -24,7 +24,8 @@ from tinkercloud_worker.head.requests import receive_batch, receive_json
 from tinkercloud_worker.head.service import HeadService
 
 RESULT_BYTES = 4000
-"""About as many a batch's and a sample's result below have."""
+"""About as many a batch's and a sample's result below have. A batch is answered with two numbers of
+four bytes for each target."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Owner:
         self.last[target] = self.last.get(target, 0) + 1
         return self.last[target]
 
-    def train(self, model: str, *, targets: int = 330, seq_id: int | None = None) -> str:
+    def train(self, model: str, *, targets: int = 165, seq_id: int | None = None) -> str:
         """Send a batch, forward only, of three tokens; return the request's id."""
         message = pb.ForwardBackwardRequest(
             model_id=model,
@@ -292,6 +293,26 @@ async def test_a_head_can_be_suspended_while_it_holds_batches_back(
             assert result.content_type == futures.PROTOBUF, result.body
 
 
+async def test_a_model_whose_batches_are_held_back_can_be_suspended_and_leaves_its_room(
+    shared: Shared,
+) -> None:
+    model, other = await shared.eve.model(0), await shared.eve.model(1)
+    sent = [shared.eve.train(model, seq_id=seq_id) for seq_id in (5, 4, 3, 2, 1)]
+
+    def is_held() -> bool:
+        return shared.service.why_waiting(f"{model}:4")[0] == "paused_rate_limit"
+
+    await asyncio.to_thread(wait_until, is_held, "the fourth batch is held back")
+    with pytest.raises(Overloaded):
+        shared.eve.train(other, seq_id=1)
+
+    assert await shared.service.suspend_model(ModelId.parse(model))
+
+    assert await shared.is_there(shared.eve.train(other, seq_id=1))
+    await shared.service.recall(model)
+    assert [await shared.is_there(request_id) for request_id in sent[::-1]] == [True] * 5
+
+
 def slowly(owner: Owner, session: str) -> Callable[[], str]:
     return lambda: owner.sample(session, alternatives=0, max_tokens=400)
 
@@ -319,7 +340,7 @@ async def test_samples_that_one_owner_has_waiting_do_not_keep_another_from_sampl
 async def test_requests_that_one_owner_has_waiting_do_not_keep_another_from_training(
     tmp_path: Path,
 ) -> None:
-    with a_shared_head(tmp_path, Limits(max_queued_bytes=20_000)) as shared:
+    with a_shared_head(tmp_path, Limits(max_queued_bytes=10_000)) as shared:
         first, second = await shared.eve.model(0), await shared.eve.model(1)
         theirs = await shared.bob.model()
         shared.eve.train(first, seq_id=3)
