@@ -6,6 +6,7 @@
     ├── Forbidden             403     raises PermissionDeniedError at once
     ├── NotFound              404     raises NotFoundError at once
     ├── StateLost             410     raises at once (training); see below for sampling
+    ├── ResultGone            410     never on submit; see below
     ├── BodyTooLarge          413     raises at once
     ├── Overloaded            429     retries with back-off for up to five minutes
     └── Unavailable           503     retries with back-off for up to five minutes
@@ -14,9 +15,9 @@ A request that was accepted and then fails has no status of its own: its future 
 HTTP 200 and `{"error", "category"}` (`futures.failed`), because the SDK retries every 5xx, 408,
 409 and 429 of `retrieve_future` for ever. For the same reason 409 is never used: the SDK would
 repeat a refused request for five minutes. On a 410 for a sample the SDK sends it again, without
-end: only `retrieve_future` answers it, for a sample of a base model or a checkpoint whose result is
-gone, as that can be drawn again (`routes/hot.py` of the API server). What can never be drawn again
-is a failed future.
+end: only `retrieve_future` answers it, for a sample whose result is gone and which can be drawn
+again (`routes/hot.py` of the API server, and the head for sessions that it serves). What can never
+be drawn again is a failed future.
 
 Messages name the field, what came, what is accepted and what to do.
 """

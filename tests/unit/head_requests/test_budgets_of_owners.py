@@ -24,7 +24,8 @@ from tinkercloud_worker.head.requests import receive_batch, receive_json
 from tinkercloud_worker.head.service import HeadService
 
 RESULT_BYTES = 4000
-"""About as many a batch's and a sample's result below have."""
+"""About as many a batch's and a sample's result below have. A batch is answered with two numbers of
+four bytes for each target."""
 
 
 @dataclass
@@ -290,6 +291,26 @@ async def test_a_head_can_be_suspended_while_it_holds_batches_back(
             result = await head.service.retrieve(f"{model}:{seq_id}")
             assert result is not None
             assert result.content_type == futures.PROTOBUF, result.body
+
+
+async def test_a_model_whose_batches_are_held_back_can_be_suspended_and_leaves_its_room(
+    shared: Shared,
+) -> None:
+    model, other = await shared.eve.model(0), await shared.eve.model(1)
+    sent = [shared.eve.train(model, seq_id=seq_id) for seq_id in (5, 4, 3, 2, 1)]
+
+    def is_held() -> bool:
+        return shared.service.why_waiting(f"{model}:4")[0] == "paused_rate_limit"
+
+    await asyncio.to_thread(wait_until, is_held, "the fourth batch is held back")
+    with pytest.raises(Overloaded):
+        shared.eve.train(other, seq_id=1)
+
+    assert await shared.service.suspend_model(ModelId.parse(model))
+
+    assert await shared.is_there(shared.eve.train(other, seq_id=1))
+    await shared.service.recall(model)
+    assert [await shared.is_there(request_id) for request_id in sent[::-1]] == [True] * 5
 
 
 def slowly(owner: Owner, session: str) -> Callable[[], str]:

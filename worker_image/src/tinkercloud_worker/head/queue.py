@@ -195,9 +195,13 @@ class ModelQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything runs, or could: what waits for a missing number can't."""
+        """Whether anything runs, or could.
+
+        What waits for a missing number, or until results are retrieved, can't.
+        """
         sequencer = self.sequencer
-        waits = bool(sequencer.num_pending) and not sequencer.is_stuck
+        can_run = not (sequencer.is_stuck or self.is_held_back)
+        waits = bool(sequencer.num_pending) and (sequencer.is_running or can_run)
         return waits or bool(self._later)
 
     @property
