@@ -44,8 +44,8 @@ ENDLESS_SECONDS = 300
 RUNNING_CHILDREN = 12
 """RayCluster, head, two trainers, sampler; Services of the head and of the engine, Secret and its
 witness, ConfigMap, NetworkPolicy, budget."""
-SUSPENDED_CHILDREN = RUNNING_CHILDREN - 5
-"""Without the RayCluster and its pods."""
+SUSPENDED_CHILDREN = 2
+"""Secret and its witness."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,15 @@ def worlds(
 def make_idle_sessions(world: World) -> None:
     world.operator.program.start()
     kinds = product(("Suspend", "Delete"), MOMENTS, range(IDLE_SESSIONS))
-    names = [world.sessions.make(idle_session(*kind)) for kind in kinds]
+    names = [make_idle(world.sessions, kind[0], idle_session(*kind)) for kind in kinds]
     for name in names:
         wait_for(world.sessions, name, "condition=Ready")
+
+
+def make_idle(sessions: Sessions, action: str, name: str, **spec: object) -> str:
+    """Apply a session that is to be culled; only one that has a client is ever deleted."""
+    client = {"modelId": f"{name}:train:0"} if action == "Delete" else {}
+    return sessions.make(name, **client, **spec)
 
 
 def idle_session(action: str, moment: str, number: int) -> str:
@@ -106,7 +112,7 @@ def suspended(*, is_asked: bool) -> Callable[[Sessions, str], object]:
 def idle(action: str) -> Callable[[Sessions, str], object]:
     """Return what makes a session that was unused for a minute idle."""
     policy = {"timeoutSeconds": IDLE_SECONDS, "action": action}
-    return lambda sessions, name: sessions.make(name, idle=policy)
+    return lambda sessions, name: make_idle(sessions, action, name, idle=policy)
 
 
 CREATE = Step(Sessions.make, "condition=Ready", RUNNING_CHILDREN)
@@ -224,7 +230,7 @@ def test_culling_outlives_an_operator_that_is_killed_at_any_write(
     def life(world: World, crash: Crash) -> bool:
         name = idle_session(action, moment, culled[world.sessions.namespace])
         culled[world.sessions.namespace] += 1
-        world.sessions.make(name)
+        make_idle(world.sessions, action, name)
         wait_for(world.sessions, name, "condition=Ready")
         return is_killed(world, name, step, crash)
 
