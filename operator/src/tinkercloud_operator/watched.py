@@ -247,7 +247,17 @@ class Watched:
         if kind == "TrainingSession" and (known is None or not is_live(known)):
             # They may have been waiting for this one to end.
             concerned |= self._owners.siblings(manifest)
+        if kind == "TrainingSession" and session not in self._unplaced:
+            # Their turn may have come, now that this one waits for no nodes.
+            concerned |= self._next_in_turn()
         return concerned
+
+    def _next_in_turn(self) -> set[str]:
+        """Return, for each BaseModel, the oldest session that waits for its turn."""
+        waiting = [self.sessions[name] for name in self._unplaced if not self._is_let_in(name)]
+        waiting.sort(key=age, reverse=True)
+        oldest = {item["spec"].get("baseModel"): item["metadata"]["name"] for item in waiting}
+        return set(oldest.values())
 
     def _find(self, kind: str, metadata: Metadata) -> Manifest | None:
         name = metadata["name"]

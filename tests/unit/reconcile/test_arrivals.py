@@ -48,14 +48,14 @@ class Queue:
         self._version = 1
         self.note("BaseModel", stored(a_base_model_manifest("model", **offer), 0))
 
-    def note(self, kind: str, manifest: Json) -> None:
+    def note(self, kind: str, manifest: Json) -> set[str]:
         self._version += 1
         manifest["metadata"]["resourceVersion"] = str(self._version)
-        self.watched.note(kind, manifest)
+        return self.watched.note(kind, manifest)
 
-    def make(self, name: str, second: int = 0, status: Json | None = None, **spec: Any) -> None:
+    def make(self, name: str, second: int = 0, status: Json | None = None, **spec: Any) -> set[str]:
         manifest = stored(a_session_manifest(name, **spec), second, status=status or {})
-        self.note("TrainingSession", manifest)
+        return self.note("TrainingSession", manifest)
 
     def cluster(self, name: str) -> None:
         owner = {"kind": "TrainingSession", "name": name, "uid": f"uid-{name}"}
@@ -144,6 +144,20 @@ def test_a_resumed_session_waits_for_one_that_got_its_turn_meanwhile() -> None:
     assert queue.turn("second") is None
 
     assert queue.turn("first") is not None
+
+
+def test_the_next_session_is_looked_at_as_soon_as_the_one_before_it_has_its_nodes() -> None:
+    queue = Queue(**HALF)
+    for name, second in (("first", 1), ("third", 3), ("second", 2)):
+        queue.make(name, second)
+    assert queue.turn("first") is None
+
+    still_waiting = queue.make("first", 1, conditions(ClusterProvisioned="False"))
+    placed = queue.make("first", 1, conditions(ClusterProvisioned="True"))
+
+    assert still_waiting == {"first"}
+    assert placed == {"first", "second"}
+    assert queue.turn("second") is None
 
 
 def test_a_session_with_pods_waits_for_nobody() -> None:
