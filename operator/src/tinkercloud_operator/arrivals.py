@@ -1,4 +1,4 @@
-"""The order in which sessions that compete for devices get their pods: pure.
+"""The order in which sessions that compete for devices get their pods; no I/O.
 
 Without it, two sessions could each get half of the GPUs there are, and wait for the other half for
 ever. So at most one of those that compete has pods without nodes: the oldest. What becomes free is
@@ -7,16 +7,20 @@ made on demand are made for it. Who is admitted by Kueue, or placed by another s
 those.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_crds.shapes import SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_operator import seen
 from tinkercloud_operator.children.pods import GPU_RESOURCE
-from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.observed import ChildKey, Manifest
+from tinkercloud_operator.owners import age
 
 _PLACED = {
     ConditionType.ACCEPTED: "False",
@@ -110,3 +114,101 @@ def turn_message(ahead: list[Manifest]) -> str:
         f"waits for its turn{others}: TrainingSession {first['metadata']['name']} came first, and"
         " does not have all of its nodes yet" + (f": {why}" if why else "")
     )
+
+
+def has_nodes(session: Manifest, children: Mapping[ChildKey, Manifest]) -> bool:
+    """Whether all pods of a session's RayCluster have nodes; its status says so a second later."""
+    metadata = session["metadata"]
+    cluster = children.get(ChildKey("RayCluster", metadata["name"]))
+    if cluster is None or not _owns(metadata, cluster):
+        return False
+    groups = cluster["spec"].get("workerGroupSpecs", [])
+    wanted = 1 + sum(group.get("replicas", 0) * group.get("numOfHosts", 1) for group in groups)
+    placed = [
+        child
+        for key, child in children.items()
+        if key.kind == "Pod" and _owns(cluster["metadata"], child) and "nodeName" in child["spec"]
+    ]
+    return len(placed) >= int(wanted)
+
+
+def _owns(owner: Manifest, child: Manifest) -> bool:
+    """Whether an object that stays belongs to another, by its owner's metadata."""
+    metadata = child["metadata"]
+    references = metadata.get("ownerReferences", [])
+    is_owned = any(each["uid"] == owner.get("uid") for each in references)
+    return is_owned and "deletionTimestamp" not in metadata
+
+
+@dataclass(slots=True)
+class Turns:
+    """The sessions of a namespace that wait for nodes. Belongs to one event loop."""
+
+    _waiting: dict[str, Manifest] = field(default_factory=dict)
+    """By name."""
+    _let_in: set[str] = field(default_factory=set)
+    """Those whose turn has come: their RayClusters may be under way."""
+    _claims: dict[str, tuple[Manifest, Manifest | None, Claim | None]] = field(default_factory=dict)
+    """By session: its spec, its BaseModel, and what it competes for by these."""
+
+    def note(
+        self, name: str, session: Manifest | None, children: Mapping[ChildKey, Manifest]
+    ) -> bool:
+        """Take note of a session and its children; return whether it has just stopped waiting."""
+        if session is None:
+            self._claims.pop(name, None)
+        if session is not None and waits_for_nodes(session) and not has_nodes(session, children):
+            self._waiting[name] = session
+            if ChildKey("RayCluster", name) in children:
+                self._let_in.add(name)
+            return False
+        self._let_in.discard(name)
+        return self._waiting.pop(name, None) is not None
+
+    def take(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> str | None:
+        """Return why others have their pods first; None if it is a session's turn, which it takes.
+
+        Args:
+            session: the session.
+            offering: returns the BaseModel of a model name, if there is one.
+        """
+        name = session["metadata"]["name"]
+        own = self._claim(session, offering)
+        if own is None or name in self._let_in:
+            return None
+        # Of two that were made in the same second, the other one may have been seen first.
+        ahead = [
+            other
+            for other_name, other in self._waiting.items()
+            if other_name != name and (age(other) < age(session) or other_name in self._let_in)
+            if (claim := self._claim(other, offering)) is not None and compete(own, claim)
+        ]
+        if ahead:
+            return turn_message(sorted(ahead, key=age))
+        self._let_in.add(name)
+        return None
+
+    def next(self) -> set[str]:
+        """Return, for each BaseModel, the oldest session that waits for its turn."""
+        queued = [item for name, item in self._waiting.items() if name not in self._let_in]
+        queued.sort(key=age, reverse=True)
+        oldest = {item["spec"].get("baseModel"): item["metadata"]["name"] for item in queued}
+        return set(oldest.values())
+
+    def _claim(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> Claim | None:
+        name, spec = session["metadata"]["name"], session["spec"]
+        offer = offering(spec.get("baseModel", ""))
+        known = self._claims.get(name)
+        if known is None or known[0] is not spec or known[1] is not offer:
+            known = (spec, offer, _claim(spec, offer))
+            self._claims[name] = known
+        return known[2]
+
+
+def _claim(spec: Manifest, offering: Manifest | None) -> Claim | None:
+    try:
+        session = TrainingSessionSpec.model_validate(spec)
+    except ValidationError:
+        return None
+    base_model = seen.base_model(offering) if offering is not None else None
+    return claim(session, base_model) if base_model is not None else None

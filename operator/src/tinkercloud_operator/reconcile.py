@@ -47,6 +47,8 @@ from tinkercloud_operator.status import endpoint, status
 
 _RETRY_SECONDS = 5.0
 """Between two tries to ask a head for something."""
+_QUEUE_SECONDS = 60.0
+"""Between two looks at how many sessions are ahead of one that waits for its turn."""
 
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
@@ -64,7 +66,8 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             # A cluster made before this is written would be taken for the one that stops.
             return _plan(observed, [], seen, 0.0)
         case Wanted.RUNNING if observed.turn is not None and observed.ray_cluster is None:
-            return _plan(observed, [], seen, min(_RETRY_SECONDS, again or _RETRY_SECONDS))
+            # It is looked at as soon as its turn comes; this keeps its message true.
+            return _plan(observed, [], seen, min(_QUEUE_SECONDS, again or _QUEUE_SECONDS))
         case Wanted.RUNNING:
             return _plan(observed, _running(observed, shape, settings), seen, again)
         case Wanted.SUSPENDED:

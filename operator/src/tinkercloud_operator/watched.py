@@ -33,6 +33,9 @@ CHILD_KINDS = (
     "ResourceClaimTemplate",
 )
 
+_PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
+"""Kinds that show whether a session has its nodes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -64,10 +67,7 @@ class Watched:
     """By session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last pod that has failed, which may be gone."""
-    _unplaced: set[str] = field(default_factory=set)
-    """Sessions that wait for nodes, by their last status."""
-    _let_in: set[str] = field(default_factory=set)
-    """Those of them whose turn has come: their RayClusters may be under way."""
+    _turns: arrivals.Turns = field(default_factory=arrivals.Turns)
     _gone: dict[tuple[str, str], int] = field(default_factory=dict)
     """Resource versions of deleted objects, by kind and uid, until the next list."""
 
@@ -83,8 +83,8 @@ class Watched:
                 return set()
         if is_gone:
             self._gone[kind, metadata["uid"]] = version
-        self._put(kind, manifest, is_gone=is_gone)
-        return self._concerned(kind, manifest)
+        turns = self._put(kind, manifest, is_gone=is_gone)
+        return self._concerned(kind, manifest) | turns
 
     def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[str]:
         """Take note of all objects of a kind there were; return the sessions to look at.
@@ -105,7 +105,7 @@ class Watched:
             if _uid(item) not in present and _version(item) <= version
         ]
         for manifest in vanished:
-            self._put(kind, manifest, is_gone=True)
+            concerned |= self._put(kind, manifest, is_gone=True)
             concerned |= self._concerned(kind, manifest)
         self._gone = {
             key: gone_at
@@ -148,7 +148,7 @@ class Watched:
             last_activity=seen.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
-            turn=self._turn(manifest, spec, base_model) if surroundings.starts_in_order else None,
+            turn=self._turn(manifest) if surroundings.starts_in_order else None,
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
             failed=_failed(self._failures.get(name), children),
@@ -202,40 +202,12 @@ class Watched:
             return 0
         return self._owners.older(manifest)
 
-    def _turn(
-        self, manifest: Manifest, spec: TrainingSessionSpec, base_model: BaseModelSpec | None
-    ) -> str | None:
+    def _turn(self, session: Manifest) -> str | None:
         """Return why older sessions have their pods first, if any compete with this one."""
-        name = manifest["metadata"]["name"]
-        own = arrivals.claim(spec, base_model) if base_model is not None else None
-        if own is None or self._is_let_in(name):
+        name = session["metadata"]["name"]
+        if ChildKey("RayCluster", name) in self._children.get(name, {}):
             return None
-        unplaced = [self.sessions[other] for other in self._unplaced - {name}]
-        # Of two that were made in the same second, the other one may have been seen first.
-        ahead = [
-            other
-            for other in sorted(unplaced, key=age)
-            if age(other) < age(manifest) or self._is_let_in(other["metadata"]["name"])
-            if self._competes(other, own)
-        ]
-        if ahead:
-            return arrivals.turn_message(ahead)
-        self._let_in.add(name)
-        return None
-
-    def _is_let_in(self, name: str) -> bool:
-        has_cluster = ChildKey("RayCluster", name) in self._children.get(name, {})
-        return has_cluster or name in self._let_in
-
-    def _competes(self, session: Manifest, claim: arrivals.Claim) -> bool:
-        try:
-            spec = TrainingSessionSpec.model_validate(session["spec"])
-        except ValidationError:
-            return False
-        offering = self.offering(spec.base_model)
-        base_model = seen.base_model(offering) if offering is not None else None
-        other = arrivals.claim(spec, base_model) if base_model is not None else None
-        return other is not None and arrivals.compete(claim, other)
+        return self._turns.take(session, self.offering)
 
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
         if kind == "BaseModel":
@@ -247,17 +219,7 @@ class Watched:
         if kind == "TrainingSession" and (known is None or not is_live(known)):
             # They may have been waiting for this one to end.
             concerned |= self._owners.siblings(manifest)
-        if kind == "TrainingSession" and session not in self._unplaced:
-            # Their turn may have come, now that this one waits for no nodes.
-            concerned |= self._next_in_turn()
         return concerned
-
-    def _next_in_turn(self) -> set[str]:
-        """Return, for each BaseModel, the oldest session that waits for its turn."""
-        waiting = [self.sessions[name] for name in self._unplaced if not self._is_let_in(name)]
-        waiting.sort(key=age, reverse=True)
-        oldest = {item["spec"].get("baseModel"): item["metadata"]["name"] for item in waiting}
-        return set(oldest.values())
 
     def _find(self, kind: str, metadata: Metadata) -> Manifest | None:
         name = metadata["name"]
@@ -267,7 +229,8 @@ class Watched:
             return self.base_models.get(name)
         return self._children.get(_session_of(kind, metadata), {}).get(ChildKey(kind, name))
 
-    def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> None:
+    def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> set[str]:
+        """Keep an object, or forget it; return the sessions whose turn may have come."""
         metadata = manifest["metadata"]
         name, session = metadata["name"], _session_of(kind, metadata)
         kept = None if is_gone else seen.interned(seen.slim(kind, manifest))
@@ -278,11 +241,6 @@ class Watched:
             if kept is not None:
                 self._owners.put(kept)
             _set(self.sessions, name, kept)
-            if kept is not None and arrivals.waits_for_nodes(kept):
-                self._unplaced.add(name)
-            else:
-                self._unplaced.discard(name)
-                self._let_in.discard(name)
             if is_gone:
                 self._failures.pop(name, None)
         elif kind == "BaseModel":
@@ -294,6 +252,11 @@ class Watched:
                 del self._children[session]
             if kind == "Pod" and session in self.sessions:
                 self._remember(session, manifest)
+        if kind not in _PLACING:
+            return set()
+        own = self._children.get(session, {})
+        has_stopped_waiting = self._turns.note(session, self.sessions.get(session), own)
+        return self._turns.next() if has_stopped_waiting else set()
 
     def _remember(self, session: str, pod: Manifest) -> None:
         """Remember a session's pod that has failed, until another is ready in its place."""

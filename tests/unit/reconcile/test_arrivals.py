@@ -57,11 +57,18 @@ class Queue:
         manifest = stored(a_session_manifest(name, **spec), second, status=status or {})
         return self.note("TrainingSession", manifest)
 
-    def cluster(self, name: str) -> None:
+    def cluster(self, name: str, workers: int = 1) -> None:
         owner = {"kind": "TrainingSession", "name": name, "uid": f"uid-{name}"}
         metadata = {"name": name, "ownerReferences": [owner]}
-        manifest = {"metadata": metadata, "spec": {}}
+        manifest = {"metadata": metadata, "spec": {"workerGroupSpecs": [{"replicas": workers}]}}
         self.note("RayCluster", stored(manifest, 1))
+
+    def pod(self, session: str, name: str, node: str | None) -> set[str]:
+        owner = {"kind": "RayCluster", "name": session, "uid": f"uid-{session}"}
+        own = {"tinkercloud.dev/session": session}
+        metadata = {"name": f"{session}-{name}", "ownerReferences": [owner], "labels": own}
+        spec = {} if node is None else {"nodeName": node}
+        return self.note("Pod", stored({"metadata": metadata, "spec": spec}, 2))
 
     def turn(self, name: str, *, in_order: bool = True) -> str | None:
         surroundings = Surroundings(
@@ -160,6 +167,22 @@ def test_the_next_session_is_looked_at_as_soon_as_the_one_before_it_has_its_node
     assert queue.turn("second") is None
 
 
+def test_a_session_has_its_nodes_once_all_of_its_pods_have_whatever_its_status_says() -> None:
+    queue = Queue(**HALF)
+    queue.make("first")
+    queue.make("second", second=1)
+    assert queue.turn("first") is None
+
+    queue.cluster("first", workers=2)
+    assert queue.pod("first", "head", "node-1") == {"first"}
+    assert queue.pod("first", "trainer-1", None) == {"first"}
+    assert queue.pod("first", "trainer-2", "node-2") == {"first"}
+    assert queue.turn("second") is not None
+
+    assert queue.pod("first", "trainer-1", "node-1") == {"first", "second"}
+    assert queue.turn("second") is None
+
+
 def test_a_session_with_pods_waits_for_nobody() -> None:
     queue = Queue(**HALF)
     queue.make("first")
@@ -242,7 +265,7 @@ def test_a_session_whose_turn_has_not_come_has_no_pods_is_queued_and_looks_again
     world.happen("the operator looks", "KubeRay works")
 
     assert plan.actions == ()
-    assert plan.look_again_seconds == 5
+    assert plan.look_again_seconds == 60
     assert world.children == {}
     assert world.status.phase == "Queued"
     quota = {each.type: each for each in world.status.conditions}[ConditionType.QUOTA_RESERVED]
