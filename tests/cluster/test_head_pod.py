@@ -19,8 +19,8 @@ import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_crds import labels
-from tinkercloud_operator import reconcile
-from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children import support_objects
+from tinkercloud_operator.decide import reconcile
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -209,8 +209,8 @@ def children(
         "fs_group": NOBODY,
     }
     build = a_build(base_model, session, **settings)
-    secret = surroundings.token_secret(build)
-    secret["stringData"] = dict.fromkeys(surroundings.SECRET_KEYS, token)
+    secret = support_objects.token_secret(build)
+    secret["stringData"] = dict.fromkeys(support_objects.SECRET_KEYS, token)
     made = [secret, *reconcile.children(build)]
     return [child | {"metadata": child["metadata"] | {"namespace": namespace}} for child in made]
 

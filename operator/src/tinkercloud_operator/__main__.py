@@ -13,12 +13,12 @@ from kubernetes.aio import client, config
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from tinkercloud_operator.cluster import Cluster, ClusterError
-from tinkercloud_operator.controller import Controller, DefinitionsMissing
-from tinkercloud_operator.handlers import WatchingFailed, watch
-from tinkercloud_operator.heads import Heads
-from tinkercloud_operator.leader import Leadership
-from tinkercloud_operator.probes import Probes
+from tinkercloud_operator.run.cluster import Cluster, ClusterError
+from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
+from tinkercloud_operator.run.handlers import WatchingFailed, watch
+from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.leader import Leadership
+from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings, UnknownSettingError, load_settings
 from tinkercloud_protocol.wire import describe
 

@@ -16,8 +16,8 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
-from tinkercloud_operator.observed import ChildKey, Observed, Pod, Trouble
-from tinkercloud_operator.plan import (
+from tinkercloud_operator.children.secret_marker import has_secret, witness
+from tinkercloud_operator.decide.actions import (
     Action,
     Apply,
     AskHead,
@@ -28,9 +28,9 @@ from tinkercloud_operator.plan import (
     Plan,
     WitnessSecret,
 )
-from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.witness import has_secret, witness
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, Trouble
 from tinkercloud_testing.session_conditions import check_conditions
 from tinkercloud_testing.sessions import (
     COLOCATED,

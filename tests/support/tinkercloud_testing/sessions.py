@@ -9,9 +9,9 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Condition
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.children.pods import Build, Names
-from tinkercloud_operator.observed import Node, Observed, Pod
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Shape, resolve
+from tinkercloud_operator.spec.resolved import Shape, resolve
+from tinkercloud_operator.spec.snapshot import Node, Observed, Pod
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ import yaml
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.structural import Part
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.shape import Shape, resolve
+from tinkercloud_operator.spec.resolved import Shape, resolve
 from tinkercloud_testing.charts import ROOT, objects
 
 EXAMPLES = sorted((ROOT / "crds" / "examples").glob("*.yaml"))

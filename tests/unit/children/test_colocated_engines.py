@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import GPU_RESOURCE, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.fits import never_fits
-from tinkercloud_operator.observed import Node
-from tinkercloud_operator.plan import Apply, Stage, stage
-from tinkercloud_operator.reconcile import children, reconcile
+from tinkercloud_operator.decide.actions import Apply, Stage, stage
+from tinkercloud_operator.decide.node_fit import never_fits
+from tinkercloud_operator.decide.reconcile import children, reconcile
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.snapshot import Node
 from tinkercloud_testing.sessions import (
     COLOCATED,
     TRAINERS,
@@ -66,7 +66,7 @@ def a_node(gpus: int) -> Node:
 
 def test_the_containers_of_a_trainer_pod_share_its_gpus_through_one_claim() -> None:
     build = a_build(OFFERED)
-    [template] = surroundings.claim_templates(build)
+    [template] = support_objects.claim_templates(build)
 
     for pod in pods(build):
         assert [container["name"] for container in pod["containers"]] == [
@@ -95,10 +95,10 @@ def test_a_claim_of_something_else_has_another_name_for_what_it_says_can_not_be_
         a_build(OFFERED, name="two"),
     ]
 
-    names = {surroundings.claim_templates(build)[0]["metadata"]["name"] for build in builds}
+    names = {support_objects.claim_templates(build)[0]["metadata"]["name"] for build in builds}
 
     assert len(names) == len(builds)
-    assert surroundings.claim_templates(a_build(a_base_model(trainer=TRAINERS))) == []
+    assert support_objects.claim_templates(a_build(a_base_model(trainer=TRAINERS))) == []
 
 
 def test_ray_is_told_how_many_gpus_a_pod_has_since_no_limit_says_so() -> None:
@@ -129,7 +129,7 @@ def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile(
         assert environment_of(engine)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
         assert options_of(engine)["--cuda-graph-backend-prefill"] == "disabled"
         assert engine["livenessProbe"]["httpGet"]["path"] == "/health"
-    assert surroundings.head_config(build).sampler.inference.colocated
+    assert support_objects.head_config(build).sampler.inference.colocated
 
 
 @pytest.mark.parametrize("memory", ["cpu", "cuda"])
@@ -139,7 +139,7 @@ def test_engines_of_one_pod_are_handed_whole_models_where_the_base_model_says_so
     in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": memory}}
     build = a_build_with(in_one_pod, trainer=TRAINERS | {"replicas": 1})
 
-    assert surroundings.head_config(build).sampler.inference.shared_memory == memory
+    assert support_objects.head_config(build).sampler.inference.shared_memory == memory
     shared = {"/dev/shm", "/tmp", "/scratch"}  # noqa: S108 - where volumes are
     for container in pods(build)[0]["containers"]:
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -196,7 +196,7 @@ def test_the_head_knows_every_engine_by_a_name_that_outlives_its_pod() -> None:
     names = [f"{pod['hostname']}.{pod['subdomain']}" for pod in pods(build)]
 
     assert names == ["trainer-0.one-samplers", "trainer-1.one-samplers"]
-    assert surroundings.head_config(build).sampler.inference.urls == tuple(
+    assert support_objects.head_config(build).sampler.inference.urls == tuple(
         f"http://{name}:{port}" for name in names for port in (30000, 30001)
     )
     assert [(group["groupName"], group["replicas"]) for group in groups(build)] == [
@@ -241,7 +241,7 @@ def test_what_is_counted_are_trainer_pods_with_all_their_containers() -> None:
     assert (trainers.component, trainers.count) == ("trainer", 2)
     assert trainers.resources.cpu == "4000m"
     assert trainers.resources.memory == f"{(4 + 2 * 4) * 1024}Mi"
-    assert surroundings.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2
+    assert support_objects.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2
 
 
 def test_devices_are_in_no_node_s_list_and_so_no_reason_why_a_pod_could_never_run() -> None:
@@ -257,7 +257,7 @@ def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
     build = a_build(OFFERED, a_session(trainer={"replicas": 1}))
 
     assert [group["groupName"] for group in groups(build)] == ["trainer-0"]
-    assert surroundings.head_config(build).sampler.inference.urls == (
+    assert support_objects.head_config(build).sampler.inference.urls == (
         "http://trainer-0.one-samplers:30000",
         "http://trainer-0.one-samplers:30001",
     )
@@ -265,8 +265,8 @@ def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
 
 def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> None:
     build = a_build(OFFERED, SAMPLER)
-    [template] = surroundings.claim_templates(build)
-    inference = surroundings.head_config(build).sampler.inference
+    [template] = support_objects.claim_templates(build)
+    inference = support_objects.head_config(build).sampler.inference
 
     assert [group["groupName"] for group in groups(build)] == [f"sampler-{n}" for n in range(4)]
     for pod in pods(build):
@@ -287,7 +287,7 @@ def test_engines_of_a_session_that_trains_nothing_are_handed_no_memory_of_a_trai
     in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": "cuda"}}
     offered = a_base_model(trainer=TRAINERS | {"replicas": 1}, sampler=COLOCATED | in_one_pod)
 
-    inference = surroundings.head_config(a_build(offered, SAMPLER)).sampler.inference
+    inference = support_objects.head_config(a_build(offered, SAMPLER)).sampler.inference
 
     assert inference.shared_memory is None
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_operator.children import engines, surroundings
+from tinkercloud_operator.children import engines, support_objects
 from tinkercloud_operator.children.pods import GPU_RESOURCE, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.fits import never_fits
-from tinkercloud_operator.observed import Node
-from tinkercloud_operator.reconcile import children
+from tinkercloud_operator.decide.node_fit import never_fits
+from tinkercloud_operator.decide.reconcile import children
+from tinkercloud_operator.spec.snapshot import Node
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.sessions import (
     ENGINES,
@@ -66,7 +66,7 @@ def head_pod(build: Build) -> Json:
 
 
 def sampling(build: Build) -> SamplerConfig:
-    return surroundings.head_config(build).sampler
+    return support_objects.head_config(build).sampler
 
 
 def test_each_engine_has_a_pod_whose_name_the_head_is_told() -> None:
@@ -245,7 +245,7 @@ def test_head_and_engines_of_a_session_reach_each_other_at_any_port_and_no_other
     build = a_build_with(ENGINES | {"engines": {"processGroup": "gloo"}})
     pods = [ray_cluster(build)["spec"]["headGroupSpec"], *engine_groups(build)]
 
-    policy = surroundings.network_policy(build)["spec"]
+    policy = support_objects.network_policy(build)["spec"]
 
     own = {"podSelector": {"matchLabels": {"tinkercloud.dev/session": "one"}}}
     labels = own["podSelector"]["matchLabels"].items()
@@ -309,7 +309,7 @@ def test_a_head_that_computes_nothing_downloads_no_weights(
     build = a_build(base_model, session)
 
     [fetching] = head_pod(build)["initContainers"]
-    folder = surroundings.head_config(build).model.path
+    folder = support_objects.head_config(build).model.path
     assert fetching["command"][fetching["command"].index(folder) + 1 :] == part
 
 
@@ -362,7 +362,7 @@ def test_engines_and_what_runs_beside_them_are_counted() -> None:
     assert build.shape.gpus == 2 * 4 + 2 * 2
     assert (samplers.count, samplers.gpus) == (2, 2)
     assert (samplers.resources.cpu, samplers.resources.memory) == ("1700m", "5120Mi")
-    assert surroundings.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2 + 2
+    assert support_objects.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2 + 2
 
 
 def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
@@ -444,7 +444,7 @@ def test_servers_that_want_no_key_are_given_none() -> None:
 
 
 def test_servers_of_others_are_reached_at_their_ports_and_there_only() -> None:
-    policy = surroundings.network_policy(a_build_with(EXTERNAL))
+    policy = support_objects.network_policy(a_build_with(EXTERNAL))
 
     [_, _, outgoing] = policy["spec"]["egress"]
     assert [item["port"] for item in outgoing["ports"]] == [443, 8000]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_testing.sessions import (
@@ -271,7 +271,7 @@ def test_a_model_on_a_volume_is_mounted_read_only_and_not_downloaded() -> None:
     claim = {"claimName": "models", "readOnly": True}
     assert volumes_of(build)["model"] == {"name": "model", "persistentVolumeClaim": claim}
     assert "initContainers" not in head
-    assert surroundings.head_config(build).model.path == "/models/qwen/3-8b"
+    assert support_objects.head_config(build).model.path == "/models/qwen/3-8b"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_model_from_elsewhere_is_downloaded_first_with_its_credentials(
     head = pod_specs(build)["head"]
 
     [fetching] = head["initContainers"]
-    folder = surroundings.head_config(build).model.path
+    folder = support_objects.head_config(build).model.path
     assert fetching["command"] == ["python", "-m", "tinkercloud_worker.fetch_model", where, folder]
     assert fetching["envFrom"] == [{"secretRef": {"name": "store"}}]
     assert folder.startswith("/scratch/")

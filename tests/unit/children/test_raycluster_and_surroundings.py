@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
-from tinkercloud_operator.children import surroundings
+from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.reconcile import children, key_of
+from tinkercloud_operator.decide.reconcile import children, key_of
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_testing.sessions import (
     COLOCATED,
@@ -53,7 +53,7 @@ def own_names(session: str) -> set[tuple[str, str]]:
     """Return kind and name of all that a session has, and of what KubeRay derives from it."""
     builds = [a_build(offered, name=session) for offered in (ENGINE_PODS, COLOCATING)]
     made = [child for build in builds for child in children(build)]
-    made.append(surroundings.token_secret(builds[0]))
+    made.append(support_objects.token_secret(builds[0]))
     derived = {("Service", f"{session}-head-svc"), ("Service", f"{session}-headless")}
     return {(manifest["kind"], manifest["metadata"]["name"]) for manifest in made} | derived
 
@@ -229,7 +229,7 @@ def test_a_queue_is_a_label_and_suspension_is_left_to_it(
     ids=["head alone", "workers", "trainers"],
 )
 def test_no_pod_of_a_session_may_be_evicted_for_convenience(build: Build, pods: int) -> None:
-    assert surroundings.disruption_budget(build)["spec"] == {
+    assert support_objects.disruption_budget(build)["spec"] == {
         "minAvailable": pods,
         # One that never gets ready would hold up the drain of its node.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -252,7 +252,7 @@ def test_every_pod_has_the_platforms_labels_beside_ours(base_model: BaseModelSpe
 
 
 def test_the_service_leads_to_the_head_of_its_session_alone() -> None:
-    service = surroundings.head_service(a_build())
+    service = support_objects.head_service(a_build())
 
     assert service["metadata"]["name"] == "one-head"
     assert service["spec"]["selector"] == {
@@ -268,7 +268,7 @@ def test_the_service_leads_to_the_head_of_its_session_alone() -> None:
 def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
     clients = [{"app": "api-server"}, {"app": "operator"}]
 
-    policy = surroundings.network_policy(a_build(client_labels=clients))
+    policy = support_objects.network_policy(a_build(client_labels=clients))
 
     own = {"podSelector": {"matchLabels": {"tinkercloud.dev/session": "one"}}}
     # OpenShift's DNS pods listen at 5353.
@@ -296,7 +296,7 @@ def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
 
 
 def test_a_session_that_needs_no_store_and_no_hub_reaches_nothing_outside() -> None:
-    policy = surroundings.network_policy(a_build(outgoing_ports=[]))
+    policy = support_objects.network_policy(a_build(outgoing_ports=[]))
 
     # A rule without ports or peers would be about all of them.
     assert all(rule.get("ports") or rule.get("to") for rule in policy["spec"]["egress"])
@@ -304,7 +304,7 @@ def test_a_session_that_needs_no_store_and_no_hub_reaches_nothing_outside() -> N
 
 
 def what_the_head_reads(build: Build) -> Json:
-    text: str = surroundings.config_map(build)["data"]["head.json"]
+    text: str = support_objects.config_map(build)["data"]["head.json"]
     read: Json = json.loads(text)
     return read
 
@@ -321,9 +321,9 @@ def what_the_head_reads(build: Build) -> Json:
     ids=["head alone", "workers", "trainers without GPUs", "engines", "samplers alone"],
 )
 def test_the_head_reads_what_was_written_for_it(build: Build) -> None:
-    text = surroundings.config_map(build)["data"]["head.json"]
+    text = support_objects.config_map(build)["data"]["head.json"]
 
-    assert HeadConfig.model_validate_json(text) == surroundings.head_config(build)
+    assert HeadConfig.model_validate_json(text) == support_objects.head_config(build)
 
 
 def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
@@ -334,7 +334,7 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
     )
     asked = a_session(trainer={"maxBatchTokens": 1024})
 
-    config = surroundings.head_config(a_build(offered, asked, suspend_seconds=90))
+    config = support_objects.head_config(a_build(offered, asked, suspend_seconds=90))
 
     assert config.head == "one"
     assert config.model.name == "Qwen/Qwen3-8B"
@@ -358,7 +358,7 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
 def test_weights_to_sample_from_are_let_go_before_they_fill_the_heads_scratch_space(
     offered: Json, room: int
 ) -> None:
-    config = surroundings.head_config(a_build(a_base_model(**offered)))
+    config = support_objects.head_config(a_build(a_base_model(**offered)))
 
     assert config.limits.max_snapshot_bytes == room
 
@@ -375,7 +375,7 @@ def test_weights_to_sample_from_are_let_go_before_they_fill_the_heads_scratch_sp
 def test_models_that_stay_with_the_ranks_do_not_fill_their_scratch_space(
     offered: Json, room: int
 ) -> None:
-    config = surroundings.head_config(a_build(a_base_model(**offered)))
+    config = support_objects.head_config(a_build(a_base_model(**offered)))
 
     assert config.limits.max_placed_bytes == room
 
@@ -383,7 +383,7 @@ def test_models_that_stay_with_the_ranks_do_not_fill_their_scratch_space(
 def test_the_head_of_a_sampler_trains_nothing_and_has_the_dtype_of_its_base_model() -> None:
     offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"})
 
-    config = surroundings.head_config(a_build(offered, a_session(role="Sampler", lora=None)))
+    config = support_objects.head_config(a_build(offered, a_session(role="Sampler", lora=None)))
 
     assert (config.trainer.backend, config.trainer.ranks) == ("none", 0)
     assert config.trainer.dtype == "float32"
@@ -397,8 +397,8 @@ def test_the_head_is_told_how_the_trainer_pods_train() -> None:
         }
     )
 
-    on_gpus = surroundings.head_config(a_build(offered)).trainer
-    on_cpus = surroundings.head_config(a_build(CPU_TRAINERS)).trainer
+    on_gpus = support_objects.head_config(a_build(offered)).trainer
+    on_cpus = support_objects.head_config(a_build(CPU_TRAINERS)).trainer
 
     assert (on_gpus.backend, on_gpus.ranks, on_gpus.device) == ("megatron", 8, "cuda")
     assert (on_gpus.tensor_parallel, on_gpus.pipeline_parallel) == (2, 2)
@@ -407,8 +407,8 @@ def test_the_head_is_told_how_the_trainer_pods_train() -> None:
 
 
 def test_layers_are_computed_again_on_gpus_as_their_plan_supposes() -> None:
-    on_gpus = surroundings.head_config(a_build(a_base_model(trainer=TRAINERS))).trainer
-    on_cpus = surroundings.head_config(a_build(CPU_TRAINERS)).trainer
+    on_gpus = support_objects.head_config(a_build(a_base_model(trainer=TRAINERS))).trainer
+    on_cpus = support_objects.head_config(a_build(CPU_TRAINERS)).trainer
 
     assert (on_gpus.max_kept_tokens, on_cpus.max_kept_tokens) == (0, None)
 
@@ -417,7 +417,7 @@ def test_the_head_is_told_that_ranks_hold_the_base_between_them() -> None:
     shape = {"replicas": 2, "gpusPerReplica": 4}
 
     configs = [
-        surroundings.head_config(a_build(a_base_model(trainer=shape | {"sharded": sharded})))
+        support_objects.head_config(a_build(a_base_model(trainer=shape | {"sharded": sharded})))
         for sharded in (True, False)
     ]
 
@@ -428,11 +428,11 @@ def test_the_head_is_told_that_ranks_hold_the_base_between_them() -> None:
 def test_a_session_of_fewer_trainer_pods_has_fewer_ranks() -> None:
     build = a_build(CPU_TRAINERS, a_session(trainer={"replicas": 1}))
 
-    assert surroundings.head_config(build).trainer.ranks == 2
+    assert support_objects.head_config(build).trainer.ranks == 2
 
 
 def test_a_head_without_trainer_pods_trains_by_itself() -> None:
-    trainer = surroundings.head_config(a_build()).trainer
+    trainer = support_objects.head_config(a_build()).trainer
 
     assert (trainer.backend, trainer.ranks) == ("torch", 0)
 
@@ -442,7 +442,7 @@ def test_the_head_leaves_its_last_words_where_kubernetes_looks_for_them() -> Non
 
     head = ray_cluster(build)["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
 
-    assert surroundings.head_config(build).reason_file == "/dev/termination-log"
+    assert support_objects.head_config(build).reason_file == "/dev/termination-log"
     assert "terminationMessagePath" not in head
 
 
@@ -457,12 +457,12 @@ def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None
     assert read["token_file"] == "/etc/tinkercloud-token/token"
     assert "hub-token" not in json.dumps(read)
     assert "store-credentials" not in json.dumps(read)
-    assert "data" not in surroundings.token_secret(build)
+    assert "data" not in support_objects.token_secret(build)
 
 
 def test_pods_mount_the_secret_that_the_operator_makes() -> None:
     build = a_build()
-    secret = surroundings.token_secret(build)["metadata"]["name"]
+    secret = support_objects.token_secret(build)["metadata"]["name"]
 
     cluster = ray_cluster(build)
 
@@ -470,4 +470,4 @@ def test_pods_mount_the_secret_that_the_operator_makes() -> None:
     [mounted] = [volume["secret"] for volume in volumes if "secret" in volume]
     assert mounted == {"secretName": secret, "defaultMode": 0o440}
     assert cluster["spec"]["authOptions"] == {"mode": "token", "secretName": secret}
-    assert set(surroundings.SECRET_KEYS) == {"token", "auth_token"}
+    assert set(support_objects.SECRET_KEYS) == {"token", "auth_token"}

@@ -7,10 +7,10 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
-from tinkercloud_operator.controller import Controller
-from tinkercloud_operator.heads import Answer, Heads
-from tinkercloud_operator.plan import AskHead
-from tinkercloud_operator.questions import Questions
+from tinkercloud_operator.decide.actions import AskHead
+from tinkercloud_operator.run.controller import Controller
+from tinkercloud_operator.run.head_client import Answer, Heads
+from tinkercloud_operator.run.save_requests import Questions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest

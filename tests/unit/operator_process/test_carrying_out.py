@@ -8,16 +8,16 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
-from tinkercloud_operator.cluster import Conflict, Refused, Unreachable
-from tinkercloud_operator.executor import Executor
-from tinkercloud_operator.heads import Heads
-from tinkercloud_operator.observed import ChildKey, Manifest
-from tinkercloud_operator.plan import Delete, DeleteSession, Plan
-from tinkercloud_operator.questions import Questions
-from tinkercloud_operator.reconcile import reconcile
-from tinkercloud_operator.served import Served
+from tinkercloud_operator.children.secret_marker import has_secret
+from tinkercloud_operator.decide.actions import Delete, DeleteSession, Plan
+from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.run.cluster import Conflict, Refused, Unreachable
+from tinkercloud_operator.run.executor import Executor
+from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.save_requests import Questions
+from tinkercloud_operator.run.served_definitions import Served
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.witness import has_secret
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
 from tinkercloud_testing.sessions import NOON, a_pod, a_status, observed
 

@@ -7,7 +7,7 @@ import pytest
 
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator import metrics
-from tinkercloud_operator.counting import count_sessions
+from tinkercloud_operator.run.gauges import count_sessions
 from tinkercloud_testing.sessions import NOON, Json, a_session_manifest
 
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 
-from tinkercloud_operator import leader
-from tinkercloud_operator.cluster import Cluster, NotLeading, ObjectRef
-from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.run import leader
+from tinkercloud_operator.run.cluster import Cluster, NotLeading, ObjectRef
+from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, MemoryApi
 

@@ -8,11 +8,11 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import __main__ as process
-from tinkercloud_operator.controller import Controller
-from tinkercloud_operator.handlers import WatchingFailed
-from tinkercloud_operator.heads import Heads
-from tinkercloud_operator.leader import Leadership
-from tinkercloud_operator.probes import Probes
+from tinkercloud_operator.run.controller import Controller
+from tinkercloud_operator.run.handlers import WatchingFailed
+from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.leader import Leadership
+from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest

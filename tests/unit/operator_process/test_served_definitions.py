@@ -8,14 +8,14 @@ import aiohttp
 import pytest
 
 from tinkercloud_operator import __main__ as process
-from tinkercloud_operator import controller as controller_module
 from tinkercloud_operator import metrics
-from tinkercloud_operator.cluster import Refused
-from tinkercloud_operator.controller import Controller, DefinitionsMissing
-from tinkercloud_operator.heads import Heads
-from tinkercloud_operator.leader import Leadership
-from tinkercloud_operator.probes import Probes
-from tinkercloud_operator.served import Served
+from tinkercloud_operator.run import controller as controller_module
+from tinkercloud_operator.run.cluster import Refused
+from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
+from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.leader import Leadership
+from tinkercloud_operator.run.probes import Probes
+from tinkercloud_operator.run.served_definitions import Served
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_session_manifest

@@ -9,10 +9,10 @@ import pytest
 from tinkercloud_crds.base_model import BaseModelSpec, Limits
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Parallelism, SamplerShape
-from tinkercloud_operator.children import surroundings
-from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.children import support_objects
+from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Refusal, Shape, resolve
+from tinkercloud_operator.spec.resolved import Refusal, Shape, resolve
 from tinkercloud_testing.sessions import (
     COLOCATED,
     ENGINES,
@@ -152,7 +152,7 @@ def test_the_larger_the_adapters_of_an_engine_on_the_same_gpus_the_less_room_it_
 
 
 def test_the_head_is_told_what_was_chosen() -> None:
-    config = surroundings.head_config(a_build(an_open_base_model(LARGE)))
+    config = support_objects.head_config(a_build(an_open_base_model(LARGE)))
 
     assert (config.trainer.ranks, config.trainer.tensor_parallel) == (8, 4)
 

@@ -20,7 +20,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.shapes import Parallelism
 from tinkercloud_operator.children.engines import sampler_config
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.shape import Devices
+from tinkercloud_operator.spec.resolved import Devices
 from tinkercloud_testing.sessions import a_build, a_session
 
 CONFIGS: dict[str, Any] = {

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType
-from tinkercloud_operator.arrivals import claim, compete
-from tinkercloud_operator.reconcile import reconcile
-from tinkercloud_operator.watched import Surroundings, Watched
+from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.start_order import claim, compete
+from tinkercloud_operator.run.store import Surroundings, Watched
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import (
     ENGINES,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_operator.fits import never_fits, without_kin
-from tinkercloud_operator.observed import Node
+from tinkercloud_operator.decide.node_fit import never_fits, without_kin
+from tinkercloud_operator.spec.snapshot import Node
 from tinkercloud_testing.sessions import GPU_TAINT, TRAINERS, Json, a_base_model, a_build, a_node
 
 CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}

@@ -8,9 +8,16 @@ from pydantic.alias_generators import to_camel
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.observed import ChildKey, Trouble
-from tinkercloud_operator.plan import Apply, AskHead, CreateSecret, Delete, HoldFinalizer, Plan
-from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.decide.actions import (
+    Apply,
+    AskHead,
+    CreateSecret,
+    Delete,
+    HoldFinalizer,
+    Plan,
+)
+from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.spec.snapshot import ChildKey, Trouble
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world
 from tinkercloud_testing.sessions import a_session, a_status, observed

@@ -8,9 +8,9 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator import seen
-from tinkercloud_operator.offers import offer_status
-from tinkercloud_operator.shape import Refusal, resolve
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.base_model_status import offer_status
+from tinkercloud_operator.spec.resolved import Refusal, resolve
 from tinkercloud_testing.sessions import (
     NOON,
     TRAINERS,
@@ -119,7 +119,7 @@ def test_a_base_model_for_which_nothing_can_be_planned_is_not_on_offer_and_says_
     assert told in ready.message
     assert reasons(status)["Stalled"][0] == "True"
     assert (status.live_sessions, status.gpus) == (1, 3)
-    assert isinstance(resolve(a_session(), seen.base_model(manifest), 0), Refusal)
+    assert isinstance(resolve(a_session(), parsing.base_model(manifest), 0), Refusal)
 
 
 def test_a_base_model_that_can_be_planned_for_is_ready() -> None:

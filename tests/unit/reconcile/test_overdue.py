@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find, timestamp
-from tinkercloud_operator import seen
-from tinkercloud_operator.observed import Observed
-from tinkercloud_operator.overdue import HELD, SILENT, UNCONFIRMED
-from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.deadlines import HELD, SILENT, UNCONFIRMED
+from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
 from tinkercloud_testing.sessions import NOON, Json, a_pod, a_session, observed
 
@@ -117,11 +117,11 @@ def a_manifest(*conditions: Json, **spec: Any) -> Json:
     labelled = {"tinkercloud.dev/component": "trainer"}
     metadata = {"name": "one-trainer", "uid": "u", "labels": labelled}
     status = {"conditions": list(conditions)}
-    return dict(seen.slim("Pod", {"metadata": metadata, "spec": spec, "status": status}))
+    return dict(parsing.slim("Pod", {"metadata": metadata, "spec": spec, "status": status}))
 
 
 def pod_reason(manifest: Json) -> tuple[str, str]:
-    condition = ready(at(NOON, a_cluster(), pods=(seen.pod(manifest),)))
+    condition = ready(at(NOON, a_cluster(), pods=(parsing.pod(manifest),)))
     return condition.reason, condition.message
 
 
@@ -159,4 +159,4 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it() -> None:
 def test_a_pod_that_is_not_ready_for_another_reason_says_nothing_of_its_node(
     manifest: Json,
 ) -> None:
-    assert seen.pod(manifest).trouble is None
+    assert parsing.pod(manifest).trouble is None

@@ -9,10 +9,10 @@ from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reaso
 from tinkercloud_crds.placement import Placement
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator import seen
-from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import (
+from tinkercloud_operator.spec.resolved import (
     Refusal,
     Shape,
     admitted,
@@ -117,7 +117,7 @@ REFUSED = [
     pytest.param(manifest, id=f"{rule.path}: {what}")
     for rule in BASE_MODEL_RULES
     for what, manifest in rule.refused.items()
-    if seen.base_model(manifest) is not None
+    if parsing.base_model(manifest) is not None
 ]
 
 
@@ -130,7 +130,7 @@ REFUSED = [
 def test_a_base_model_that_is_older_than_a_rule_it_breaks_leaves_no_session_without_a_status(
     manifest: Json, asked: Json
 ) -> None:
-    session = observed(spec=a_session(**asked), base_model=seen.base_model(manifest))
+    session = observed(spec=a_session(**asked), base_model=parsing.base_model(manifest))
 
     plan = reconcile(session, OWN)
 

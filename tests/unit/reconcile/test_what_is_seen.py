@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
-from tinkercloud_operator import seen
-from tinkercloud_operator.observed import ChildKey, Node, Pod, Trouble
-from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.reconcile import reconcile
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.quantities import parse_quantity
+from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, Trouble
 from tinkercloud_testing.sessions import (
     GPU_TAINT,
     TRAINERS,
@@ -71,21 +71,21 @@ def test_a_head_is_another_one_when_its_own_container_has_restarted() -> None:
     sidecar = {"name": "mesh-proxy", "ready": True, "restartCount": 7}
     head = {"name": "head", "ready": True, "restartCount": 1}
 
-    assert seen.pod(a_pod_manifest(sidecar, head)).incarnation == "u-1"
+    assert parsing.pod(a_pod_manifest(sidecar, head)).incarnation == "u-1"
 
 
 def test_a_pod_that_runs_is_seen_as_it_is() -> None:
     running = {"name": "head", "started": True, "ready": True, "restartCount": 2, "state": {}}
     conditions = [a_condition("PodScheduled", "True"), a_condition("Ready", "True")]
 
-    pod = seen.pod(a_pod_manifest(running, conditions=conditions))
+    pod = parsing.pod(a_pod_manifest(running, conditions=conditions))
 
     assert pod == Pod("p", "u", "head", True, True, True, False, 2, None)
     assert pod.incarnation == "u-2"
 
 
 def test_a_pod_nothing_is_known_of_is_not_there_yet() -> None:
-    pod = seen.pod({"metadata": {"name": "p", "uid": "u"}})
+    pod = parsing.pod({"metadata": {"name": "p", "uid": "u"}})
 
     assert pod == Pod("p", "u", "", False, False, False, False, 0, None)
 
@@ -119,7 +119,7 @@ OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 def test_trouble_of_a_container_is_told_by_its_cause(
     container: Json, reason: str, message: str
 ) -> None:
-    trouble = seen.pod(a_pod_manifest(container)).trouble
+    trouble = parsing.pod(a_pod_manifest(container)).trouble
 
     assert trouble is not None
     assert trouble.reason == reason
@@ -136,13 +136,13 @@ def test_trouble_of_a_container_is_told_by_its_cause(
     ],
 )
 def test_what_gets_on_is_in_no_trouble(container: Json) -> None:
-    assert seen.pod(a_pod_manifest(container)).trouble is None
+    assert parsing.pod(a_pod_manifest(container)).trouble is None
 
 
 def test_a_download_that_fails_is_trouble_of_its_pod() -> None:
     fetching = waiting("CrashLoopBackOff", "fetch-model ended") | {"name": "fetch-model"}
 
-    trouble = seen.pod(a_pod_manifest(initContainerStatuses=[fetching])).trouble
+    trouble = parsing.pod(a_pod_manifest(initContainerStatuses=[fetching])).trouble
 
     assert trouble is not None
     assert trouble.reason is Reason.CRASH_LOOP
@@ -152,7 +152,7 @@ def test_a_download_that_fails_is_trouble_of_its_pod() -> None:
 def test_a_pod_without_room_is_unschedulable() -> None:
     why = a_condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes")
 
-    pod = seen.pod(a_pod_manifest(conditions=[why]))
+    pod = parsing.pod(a_pod_manifest(conditions=[why]))
 
     assert pod.trouble == Trouble(Reason.UNSCHEDULABLE, "0/3 nodes")
     assert not pod.is_scheduled
@@ -175,7 +175,7 @@ def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say
 ) -> None:
     ended = {"phase": "Failed", "reason": why, "message": message}
 
-    trouble = seen.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).trouble
+    trouble = parsing.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).trouble
 
     assert trouble is not None
     assert trouble.reason is reason
@@ -183,25 +183,25 @@ def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say
 
 
 def test_a_pod_that_was_deleted_is_in_no_trouble_however_its_containers_ended() -> None:
-    assert seen.pod(a_pod_manifest(phase="Failed")).trouble is None
+    assert parsing.pod(a_pod_manifest(phase="Failed")).trouble is None
 
 
 def test_a_claim_that_does_not_exist_is_no_matter_of_room() -> None:
     message = '0/3 nodes are available: persistentvolumeclaim "modles" not found. not found'
     why = a_condition("PodScheduled", "False", reason="Unschedulable", message=message)
 
-    pod = seen.pod(a_pod_manifest(conditions=[why]))
+    pod = parsing.pod(a_pod_manifest(conditions=[why]))
 
     assert pod.trouble == Trouble(Reason.CONFIGURATION_ERROR, message)
 
 
 def test_a_base_model_of_another_version_is_none() -> None:
     manifest = a_base_model_manifest()
-    assert seen.base_model(manifest) == a_base_model()
+    assert parsing.base_model(manifest) == a_base_model()
 
     del manifest["spec"]["head"]
 
-    assert seen.base_model(manifest) is None
+    assert parsing.base_model(manifest) is None
 
 
 def test_a_node_is_seen_by_what_it_can_hold() -> None:
@@ -221,7 +221,9 @@ def test_a_node_is_seen_by_what_it_can_hold() -> None:
     }
 
     devices = {"nvidia.com/gpu": 4, "rdma/hca": 1000, "hugepages-2Mi": 5 * 2.0**30}
-    assert seen.node(manifest) == Node({"pool": "gpu"}, (GPU_TAINT,), 7.91, 16 * 2.0**30, devices)
+    assert parsing.node(manifest) == Node(
+        {"pool": "gpu"}, (GPU_TAINT,), 7.91, 16 * 2.0**30, devices
+    )
 
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "vpc.amazonaws.com/efa"])
@@ -230,7 +232,7 @@ def test_a_node_whose_devices_are_away_for_now_still_has_them(name: str, allocat
     # As while the device plugin, or the driver, is upgraded.
     status = {"capacity": {name: "4"}, "allocatable": allocatable}
 
-    assert seen.node({"metadata": {}, "status": status}).devices[name] == 4
+    assert parsing.node({"metadata": {}, "status": status}).devices[name] == 4
 
 
 CLUSTER = ChildKey("RayCluster", "one")

@@ -8,8 +8,8 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_operator.observed import ChildKey, Manifest, Observed
-from tinkercloud_operator.watched import Surroundings, Watched
+from tinkercloud_operator.run.store import Surroundings, Watched
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest, Observed
 from tinkercloud_testing.sessions import (
     NOON,
     Json,

@@ -29,7 +29,7 @@ from tinkercloud_operator.children.pods import (
     probe,
     with_extras,
 )
-from tinkercloud_operator.shape import Shape
+from tinkercloud_operator.spec.resolved import Shape
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
 
 ADAPTERS_FOLDER = "/adapters"

@@ -13,7 +13,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.placement import Placement, TopologyAffinity
 from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import Devices, Shape
+from tinkercloud_operator.spec.resolved import Devices, Shape
 
 Json = dict[str, Any]
 

@@ -23,11 +23,11 @@ from tinkercloud_operator.children.pods import (
     probe,
     with_extras,
 )
-from tinkercloud_operator.children.surroundings import head_json
-from tinkercloud_operator.observed import Manifest
-from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.shape import RAY_NODE, Shape
-from tinkercloud_operator.started import record
+from tinkercloud_operator.children.support_objects import head_json
+from tinkercloud_operator.spec.pinned import record
+from tinkercloud_operator.spec.quantities import parse_quantity
+from tinkercloud_operator.spec.resolved import RAY_NODE, Shape
+from tinkercloud_operator.spec.snapshot import Manifest
 
 API_VERSION = "ray.io/v1"
 

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio import client
 
-from tinkercloud_operator.cluster import Cluster
+from tinkercloud_operator.run.cluster import Cluster
 
 Json = dict[str, Any]
 MOMENT = "2026-01-01T12:00:00Z"

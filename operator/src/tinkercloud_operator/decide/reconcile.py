@@ -14,14 +14,10 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.children import engines, surroundings
+from tinkercloud_operator.children import engines, support_objects
 from tinkercloud_operator.children.pods import Build, Json, Names
 from tinkercloud_operator.children.raycluster import kept, ray_cluster
-from tinkercloud_operator.drift import is_as_wanted
-from tinkercloud_operator.lifetime import Decision, Wanted, decide, stopping_since
-from tinkercloud_operator.observed import ChildKey, Observed
-from tinkercloud_operator.overdue import next_deadline
-from tinkercloud_operator.plan import (
+from tinkercloud_operator.decide.actions import (
     Action,
     Announce,
     Apply,
@@ -33,8 +29,13 @@ from tinkercloud_operator.plan import (
     Plan,
     WitnessSecret,
 )
+from tinkercloud_operator.decide.deadlines import next_deadline
+from tinkercloud_operator.decide.drift import is_as_wanted
+from tinkercloud_operator.decide.lifetime import Decision, Wanted, decide, stopping_since
+from tinkercloud_operator.decide.status import endpoint, status
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.shape import (
+from tinkercloud_operator.spec.pinned import changes, started_with, told_head
+from tinkercloud_operator.spec.resolved import (
     Refusal,
     Shape,
     admitted,
@@ -42,8 +43,7 @@ from tinkercloud_operator.shape import (
     longest_lifetime,
     resolve,
 )
-from tinkercloud_operator.started import changes, started_with, told_head
-from tinkercloud_operator.status import endpoint, status
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 
 _RETRY_SECONDS = 5.0
 """Between two tries to ask a head for something."""
@@ -113,7 +113,7 @@ def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Ref
     those that a BaseModel is older than.
     """
     try:
-        surroundings.head_config(Build(Names(observed.name), shape, settings))
+        support_objects.head_config(Build(Names(observed.name), shape, settings))
     except ValidationError as error:
         problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
         message = f"no head would start with the BaseModel's shapes: {'; '.join(problems)}"
@@ -143,8 +143,8 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
     if shape.devices is not None and not observed.has_device_claims:
         return
     if not observed.has_secret:
-        secret = _owned(surroundings.token_secret(build), observed)
-        yield CreateSecret(secret, surroundings.SECRET_KEYS)
+        secret = _owned(support_objects.token_secret(build), observed)
+        yield CreateSecret(secret, support_objects.SECRET_KEYS)
         yield WitnessSecret(secret)
     for manifest in children(build):
         wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
@@ -155,15 +155,15 @@ def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> 
 
 def children(build: Build) -> list[Json]:
     """Return the children of a running session, without their owner, in the order they are made."""
-    policies = [surroundings.network_policy(build)] if build.settings.network_policies else []
+    policies = [support_objects.network_policy(build)] if build.settings.network_policies else []
     has_engines = build.shape.sampler.backend == "sglang"
     services = [engines.engines_service(build)] if has_engines else []
     return [
-        surroundings.config_map(build),
+        support_objects.config_map(build),
         *policies,
-        surroundings.disruption_budget(build),
-        *surroundings.claim_templates(build),
-        surroundings.head_service(build),
+        support_objects.disruption_budget(build),
+        *support_objects.claim_templates(build),
+        support_objects.head_service(build),
         *services,
         ray_cluster(build),
     ]

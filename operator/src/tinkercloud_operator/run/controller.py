@@ -8,19 +8,20 @@ import structlog
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Reason
-from tinkercloud_operator import metrics, seen
-from tinkercloud_operator.base_models import BaseModels
-from tinkercloud_operator.cluster import Cluster, ClusterError, Refused
-from tinkercloud_operator.counting import count_sessions
-from tinkercloud_operator.executor import Executor
-from tinkercloud_operator.heads import Heads
-from tinkercloud_operator.observed import Manifest, Node, Observed
-from tinkercloud_operator.questions import Questions
-from tinkercloud_operator.queue import WorkQueue
-from tinkercloud_operator.reconcile import reconcile
-from tinkercloud_operator.served import OWN_KINDS, Served
+from tinkercloud_operator import metrics
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.run.base_models import BaseModels
+from tinkercloud_operator.run.cluster import Cluster, ClusterError, Refused
+from tinkercloud_operator.run.executor import Executor
+from tinkercloud_operator.run.gauges import count_sessions
+from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.save_requests import Questions
+from tinkercloud_operator.run.served_definitions import OWN_KINDS, Served
+from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
+from tinkercloud_operator.run.work_queue import WorkQueue
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.watched import CHILD_KINDS, Surroundings, Watched
+from tinkercloud_operator.spec.snapshot import Manifest, Node, Observed
 
 log = structlog.get_logger(__name__)
 
@@ -141,7 +142,7 @@ class Controller:
         kept: list[Manifest] = []
         version = 0
         async for page in self._cluster.pages(kind, selector):
-            kept += [seen.slim(kind, item) for item in page.items]
+            kept += [parsing.slim(kind, item) for item in page.items]
             version = page.version
         self.watched.replace(kind, kept, version)
 
@@ -263,7 +264,7 @@ class Controller:
             return nodes
         try:
             listed = [item async for page in self._cluster.pages("Node") for item in page.items]
-            nodes = tuple(map(seen.node, listed))
+            nodes = tuple(map(parsing.node, listed))
         except Refused:
             nodes = None
         self._nodes = (moment, nodes)

@@ -10,9 +10,15 @@ import structlog
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
-from tinkercloud_operator.cluster import Cluster, NotThere, Refused
-from tinkercloud_operator.definitions import Schema, declared, kuberay_gap, own_gap, schema_of
-from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.decide.definitions import (
+    Schema,
+    declared,
+    kuberay_gap,
+    own_gap,
+    schema_of,
+)
+from tinkercloud_operator.run.cluster import Cluster, NotThere, Refused
+from tinkercloud_operator.spec.snapshot import Manifest
 
 log = structlog.get_logger(__name__)
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, SessionPolicy
 from tinkercloud_crds.shapes import TrainerShape
-from tinkercloud_operator.observed import Observed
-from tinkercloud_operator.shape import Refusal, Shape, lacking
+from tinkercloud_operator.spec.resolved import Refusal, Shape, lacking
+from tinkercloud_operator.spec.snapshot import Observed
 
 _NAMED_CHANGES = 8
 """In a message, at most."""

@@ -5,7 +5,7 @@ Fields that others have added (defaults, status, other managers) are none of our
 
 from collections.abc import Mapping, Sequence
 
-from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.spec.snapshot import Manifest
 
 
 def is_as_wanted(wanted: Manifest, live: Manifest | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import kopf
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.controller import Controller
+from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.settings import Settings
 
 _OWN = {

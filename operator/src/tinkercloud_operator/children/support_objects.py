@@ -10,8 +10,8 @@ from tinkercloud_operator.children.pods import (
     Json,
     model_path,
 )
-from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.shape import Shape
+from tinkercloud_operator.spec.quantities import parse_quantity
+from tinkercloud_operator.spec.resolved import Shape
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,

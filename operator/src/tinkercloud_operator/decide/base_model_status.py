@@ -5,9 +5,9 @@ from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
-from tinkercloud_operator import seen
-from tinkercloud_operator.observed import Manifest
-from tinkercloud_operator.split import planning_problem
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.spec.parallelism import planning_problem
+from tinkercloud_operator.spec.snapshot import Manifest
 
 _NO_PODS = frozenset({"Suspended", "Finished"})
 
@@ -55,7 +55,7 @@ def offer_status(
 
 
 def _problem(base_model: Manifest, offering: Manifest | None) -> tuple[Reason, str]:
-    spec = seen.base_model(base_model)
+    spec = parsing.base_model(base_model)
     if spec is None:
         return Reason.NOT_ALLOWED, "this version of the operator can't read its spec"
     if offering is not None and offering["metadata"]["uid"] != base_model["metadata"]["uid"]:

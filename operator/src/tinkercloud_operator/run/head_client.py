@@ -8,8 +8,8 @@ import structlog
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.children.pods import Names
-from tinkercloud_operator.cluster import Cluster, ClusterError, ObjectRef
-from tinkercloud_operator.plan import AskHead
+from tinkercloud_operator.decide.actions import AskHead
+from tinkercloud_operator.run.cluster import Cluster, ClusterError, ObjectRef
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import Saved
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from tinkercloud_crds.placement import NodeRequirement, Placement, Toleration
 from tinkercloud_operator.children.pods import GPU_RESOURCE
-from tinkercloud_operator.observed import Node
-from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.shape import PodRequest, Shape
+from tinkercloud_operator.spec.quantities import parse_quantity
+from tinkercloud_operator.spec.resolved import PodRequest, Shape
+from tinkercloud_operator.spec.snapshot import Node
 
 _PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Kubernetes' own: a node that is cordoned, starting or lost will hold pods again."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkercloud_operator.children.pods import Names
-from tinkercloud_operator.observed import ChildKey, Manifest
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 
 
 def witness(secret: Manifest, uid: str) -> dict[str, Any]:

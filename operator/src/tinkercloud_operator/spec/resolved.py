@@ -21,8 +21,8 @@ from tinkercloud_crds.shapes import (
     TrainerShape,
 )
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.split import check_engine, split
+from tinkercloud_operator.spec.parallelism import check_engine, split
+from tinkercloud_operator.spec.quantities import parse_quantity
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
 """What Ray's own processes need beside an engine that is none of Ray's."""

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator import arrivals, seen
-from tinkercloud_operator.observed import ChildKey, Done, Manifest, Node, Observed, Pod
-from tinkercloud_operator.owners import Owners, age, is_live
-from tinkercloud_operator.quantities import parse_time
-from tinkercloud_operator.witness import has_secret
+from tinkercloud_operator.children.secret_marker import has_secret
+from tinkercloud_operator.decide import parsing, start_order
+from tinkercloud_operator.decide.session_index import Owners, age, is_live
+from tinkercloud_operator.spec.quantities import parse_time
+from tinkercloud_operator.spec.snapshot import ChildKey, Done, Manifest, Node, Observed, Pod
 
 Metadata = Mapping[str, Any]
 K = TypeVar("K")
@@ -67,7 +67,7 @@ class Watched:
     """By session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last pod that has failed, which may be gone."""
-    _turns: arrivals.Turns = field(default_factory=arrivals.Turns)
+    _turns: start_order.Turns = field(default_factory=start_order.Turns)
     _gone: dict[tuple[str, str], int] = field(default_factory=dict)
     """Resource versions of deleted objects, by kind and uid, until the next list."""
 
@@ -123,7 +123,7 @@ class Watched:
         annotations = metadata.get("annotations", {})
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
-            status = seen.session_status(manifest)
+            status = parsing.session_status(manifest)
         except ValidationError:
             return None
         everything = self._children.get(name, {})
@@ -133,7 +133,7 @@ class Watched:
             if _session_uid(item) in {metadata["uid"], None}
         }
         offering = self.offering(spec.base_model)
-        base_model = seen.base_model(offering) if offering is not None else None
+        base_model = parsing.base_model(offering) if offering is not None else None
         return Observed(
             name=name,
             namespace=metadata["namespace"],
@@ -145,7 +145,7 @@ class Watched:
             is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
             spec=spec,
             status=status,
-            last_activity=seen.last_activity(manifest),
+            last_activity=parsing.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
             turn=self._turn(manifest) if surroundings.starts_in_order else None,
@@ -169,7 +169,7 @@ class Watched:
     def has_only_ready_pods(self, name: str) -> bool:
         """Whether a session has pods, and all of them are Ready."""
         children = self._children.get(name, {})
-        pods = [seen.pod(item) for key, item in children.items() if key.kind == "Pod"]
+        pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
         return bool(pods) and all(pod.is_ready for pod in pods)
 
     def sessions_of(self, model_name: str) -> list[Manifest]:
@@ -233,7 +233,7 @@ class Watched:
         """Keep an object, or forget it; return the sessions whose turn may have come."""
         metadata = manifest["metadata"]
         name, session = metadata["name"], _session_of(kind, metadata)
-        kept = None if is_gone else seen.interned(seen.slim(kind, manifest))
+        kept = None if is_gone else parsing.interned(parsing.slim(kind, manifest))
         if kind == "TrainingSession":
             known = self.sessions.get(name)
             if known is not None:
@@ -262,9 +262,9 @@ class Watched:
         """Remember a session's pod that has failed, until another is ready in its place."""
         last = self._failures.get(session)
         # Of one that is deleted at once, its deletion alone may be seen.
-        if seen.has_failed(pod):
-            self._failures[session] = seen.slim("Pod", pod)
-        elif last is not None and seen.replaces(pod, last):
+        if parsing.has_failed(pod):
+            self._failures[session] = parsing.slim("Pod", pod)
+        elif last is not None and parsing.replaces(pod, last):
             del self._failures[session]
 
     def _all(self, kind: str) -> list[Manifest]:
@@ -292,9 +292,9 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
     )
     pods = [item for key, item in children.items() if key.kind == "Pod"]
     return tuple(
-        replace(seen.pod(item), is_terminating=True)
+        replace(parsing.pod(item), is_terminating=True)
         if _ray_cluster_of(item) not in {owner, None}
-        else seen.pod(item)
+        else parsing.pod(item)
         for item in pods
     )
 
@@ -302,7 +302,7 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
 def _failed(last: Manifest | None, children: Mapping[ChildKey, Manifest]) -> Pod | None:
     """Return the pod of a session that has failed, if its RayCluster is there."""
     clusters = {_uid(item) for key, item in children.items() if key.kind == "RayCluster"}
-    return seen.pod(last) if last is not None and _ray_cluster_of(last) in clusters else None
+    return parsing.pod(last) if last is not None and _ray_cluster_of(last) in clusters else None
 
 
 def _ray_cluster_of(pod: Manifest) -> str | None:

@@ -15,9 +15,8 @@ from tinkercloud_crds.conditions import ConditionType, find, timestamp
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator import metrics
 from tinkercloud_operator.children.pods import Names
-from tinkercloud_operator.cluster import Cluster, Conflict, NotThere, ObjectRef, Refused
-from tinkercloud_operator.observed import Manifest, Observed
-from tinkercloud_operator.plan import (
+from tinkercloud_operator.children.secret_marker import witness
+from tinkercloud_operator.decide.actions import (
     Action,
     Announce,
     Apply,
@@ -29,8 +28,9 @@ from tinkercloud_operator.plan import (
     Plan,
     WitnessSecret,
 )
-from tinkercloud_operator.questions import Questions
-from tinkercloud_operator.witness import witness
+from tinkercloud_operator.run.cluster import Cluster, Conflict, NotThere, ObjectRef, Refused
+from tinkercloud_operator.run.save_requests import Questions
+from tinkercloud_operator.spec.snapshot import Manifest, Observed
 
 log = structlog.get_logger(__name__)
 

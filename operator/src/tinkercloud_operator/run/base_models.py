@@ -4,12 +4,12 @@ from datetime import UTC, datetime
 
 import structlog
 
-from tinkercloud_operator.cluster import ClusterError
-from tinkercloud_operator.executor import Executor
-from tinkercloud_operator.observed import Manifest
-from tinkercloud_operator.offers import offer_status
-from tinkercloud_operator.queue import WorkQueue
-from tinkercloud_operator.watched import Watched
+from tinkercloud_operator.decide.base_model_status import offer_status
+from tinkercloud_operator.run.cluster import ClusterError
+from tinkercloud_operator.run.executor import Executor
+from tinkercloud_operator.run.store import Watched
+from tinkercloud_operator.run.work_queue import WorkQueue
+from tinkercloud_operator.spec.snapshot import Manifest
 
 log = structlog.get_logger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from tinkercloud_operator import metrics
-from tinkercloud_operator.heads import Heads
-from tinkercloud_operator.observed import Done
-from tinkercloud_operator.plan import AskHead
+from tinkercloud_operator.decide.actions import AskHead
+from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.spec.snapshot import Done
 
 log = structlog.get_logger(__name__)
 

@@ -17,10 +17,10 @@ from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_crds.shapes import SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator import seen
 from tinkercloud_operator.children.pods import GPU_RESOURCE
-from tinkercloud_operator.observed import ChildKey, Manifest
-from tinkercloud_operator.owners import age
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.session_index import age
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 
 _PLACED = {
     ConditionType.ACCEPTED: "False",
@@ -210,5 +210,5 @@ def _claim(spec: Manifest, offering: Manifest | None) -> Claim | None:
         session = TrainingSessionSpec.model_validate(spec)
     except ValidationError:
         return None
-    base_model = seen.base_model(offering) if offering is not None else None
+    base_model = parsing.base_model(offering) if offering is not None else None
     return claim(session, base_model) if base_model is not None else None

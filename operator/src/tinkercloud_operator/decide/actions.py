@@ -7,7 +7,7 @@ from typing import Literal
 
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.observed import ChildKey, Manifest
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 
 
 @dataclass(frozen=True, slots=True)

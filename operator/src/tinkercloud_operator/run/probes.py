@@ -14,7 +14,7 @@ from time import monotonic
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tinkercloud_operator.leader import Leadership
+from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.settings import Settings
 
 _DEAF_SECONDS = 90.0

@@ -20,8 +20,8 @@ from kubernetes.aio import client
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
-from tinkercloud_operator.definitions import is_undeclared
-from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.decide.definitions import is_undeclared
+from tinkercloud_operator.spec.snapshot import Manifest
 
 Json = dict[str, Any]
 

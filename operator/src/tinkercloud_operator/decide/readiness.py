@@ -11,14 +11,14 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
-from tinkercloud_operator.definitions import KUBERAY_MINIMUM, is_undeclared
-from tinkercloud_operator.fits import never_fits, without_kin
-from tinkercloud_operator.lifetime import Decision, Wanted
-from tinkercloud_operator.observed import Manifest, Observed
-from tinkercloud_operator.overdue import overdue
-from tinkercloud_operator.quantities import parse_quantity
-from tinkercloud_operator.shape import Refusal, Shape
-from tinkercloud_operator.started import changes
+from tinkercloud_operator.decide.deadlines import overdue
+from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM, is_undeclared
+from tinkercloud_operator.decide.lifetime import Decision, Wanted
+from tinkercloud_operator.decide.node_fit import never_fits, without_kin
+from tinkercloud_operator.spec.pinned import changes
+from tinkercloud_operator.spec.quantities import parse_quantity
+from tinkercloud_operator.spec.resolved import Refusal, Shape
+from tinkercloud_operator.spec.snapshot import Manifest, Observed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from tinkercloud_crds.conditions import (
 )
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.children.pods import Names
-from tinkercloud_operator.findings import Finding, steps_to_ready
-from tinkercloud_operator.lifetime import Decision, Wanted
-from tinkercloud_operator.observed import Observed
-from tinkercloud_operator.shape import Refusal, Shape
+from tinkercloud_operator.decide.lifetime import Decision, Wanted
+from tinkercloud_operator.decide.readiness import Finding, steps_to_ready
+from tinkercloud_operator.spec.resolved import Refusal, Shape
+from tinkercloud_operator.spec.snapshot import Observed
 
 _CANT_RUN = frozenset(
     {

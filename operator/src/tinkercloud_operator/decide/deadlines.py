@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from tinkercloud_crds.conditions import Reason, timestamp
-from tinkercloud_operator.observed import Manifest, Observed, Pod
-from tinkercloud_operator.quantities import parse_time
+from tinkercloud_operator.spec.quantities import parse_time
+from tinkercloud_operator.spec.snapshot import Manifest, Observed, Pod
 
 SILENT = timedelta(minutes=5)
 """Time within which KubeRay says that it has seen a RayCluster, however busy it is."""

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tinkercloud_operator.observed import Manifest
+from tinkercloud_operator.spec.snapshot import Manifest
 
 Age = tuple[str, str]
 """Creation and name: what sessions are ordered by, oldest first; names decide between equals."""

@@ -12,8 +12,8 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.observed import Manifest, Node, Pod, Trouble
-from tinkercloud_operator.quantities import parse_quantity, parse_time
+from tinkercloud_operator.spec.quantities import parse_quantity, parse_time
+from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, Trouble
 
 _WAITING: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
