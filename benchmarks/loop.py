@@ -21,8 +21,8 @@ from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_protocol.payloads import decode_forward_backward
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 MODEL = "measured/model"

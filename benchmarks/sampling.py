@@ -14,9 +14,9 @@ from benchmarks.training import a_batch
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import Datum
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.trainer import TrainerBesideSampler

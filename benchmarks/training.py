@@ -12,13 +12,13 @@ from benchmarks.bare_loop import BareLoop
 from benchmarks.measuring import Measurement, medians, peak_rss_bytes
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
-from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.unembedding import Unembedding
 
 RANK = 16
 LORA = LoraConfig(rank=RANK, seed=1, train_unembed=False)

@@ -15,7 +15,7 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.workloads import Shape
 from benchmarks.measuring import Measurement
-from tinkercloud_worker.accelerator import recorder_for
+from tinkercloud_worker.device.accelerator import recorder_for
 
 
 def small(bench: Bench) -> Iterator[Measurement]:

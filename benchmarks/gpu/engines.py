@@ -17,11 +17,11 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.workloads import Shape
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions

@@ -10,14 +10,14 @@ from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, give_up_base, random_data
 from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement
-from tinkercloud_crds.planning import memory
-from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.fleet import gpu
-from tinkercloud_crds.planning.layouts import Layout
+from tinkercloud_planning import memory
+from tinkercloud_planning.activations import FUSED, SEPARATE, Kernels
+from tinkercloud_planning.families import read
+from tinkercloud_planning.gpus import gpu
+from tinkercloud_planning.layouts import Layout
 from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_worker.engine.trainer import Trainer
-from tinkercloud_worker.kernels import are_fused
+from tinkercloud_worker.model.fused_kernels import are_fused
 
 _GIB = 1 << 30
 

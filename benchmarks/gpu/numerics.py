@@ -23,9 +23,9 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.tensors import Datum, SampledSequence
-from tinkercloud_worker import lora
-from tinkercloud_worker.accelerator import recorder_for
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device.accelerator import recorder_for
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -50,7 +50,7 @@ class Merged:
             for name, weight in base.named_weights().items():
                 self.model.get_parameter(name).copy_(weight)
         self.adapter: Mapping[str, Tensor] = published.tensors
-        self.scale = lora.scale(published.lora.rank)
+        self.scale = adapters.scale(published.lora.rank)
         self.names = sorted({name.rpartition(".lora_")[0] for name in self.adapter})
         head = self.model.get_submodule("lm_head")
         # Tied to the input embedding, which has no adapter.

@@ -47,7 +47,6 @@ from tinkercloud_testing.models import (
     tiny_deepseek_v3,
 )
 from tinkercloud_testing.sessions import ENGINES
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampler import (
     SamplingRequest,
@@ -61,6 +60,7 @@ from tinkercloud_worker.inference.sglang import weights as sglang_weights
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.metrics import Way, What
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)

@@ -15,10 +15,10 @@ from benchmarks.gpu.workloads import Batch, Shape, plain_transformers
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.tensors import Datum
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
-from tinkercloud_worker.unembedding import Unembedding
 
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)
 """Tokens of micro-batches, of which the largest that fits is measured."""

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.measuring import Measurement
-from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
-from tinkercloud_worker.unembedding import Unembedding
 
 
 class Head:

@@ -22,9 +22,9 @@ from tinkercloud_testing.bare_heads import MODEL, SPEC, Head
 from tinkercloud_testing.families import ONE_BY_ONE, SLOTTED, VISION_LANGUAGE
 from tinkercloud_testing.models import in_dtype, save, tiny_llama, tiny_qwen3
 from tinkercloud_testing.quantizing import quantize
-from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.run_head import build_backend
 
 SAVED = f"tinker://{MODEL}/weights/one"

@@ -1,4 +1,4 @@
-"""What `tinkercloud plan` reads and shows; the planning itself is `tinkercloud_crds.planning`."""
+"""What `tinkercloud plan` reads and shows; the planning itself is `tinkercloud_planning`."""
 
 import json
 import re
@@ -17,11 +17,12 @@ from rich.table import Table
 from tinkercloud_api.models import no_such_folder
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import ModelName
-from tinkercloud_crds.planning import architecture, families, fleet
-from tinkercloud_crds.planning.memory import GpuMemory
-from tinkercloud_crds.planning.offer import Plan
-from tinkercloud_crds.planning.offer import plan as make_plan
-from tinkercloud_crds.planning.refusal import DoesNotFit, gib
+from tinkercloud_planning import architecture, families
+from tinkercloud_planning.gpus import UnknownGpus, parse
+from tinkercloud_planning.memory import GpuMemory
+from tinkercloud_planning.plan import Plan
+from tinkercloud_planning.plan import plan as make_plan
+from tinkercloud_planning.refusal import DoesNotFit, gib
 
 _DEFAULT_SEQUENCE_LENGTH = 32768
 _CONFIG = "config.json"
@@ -59,11 +60,11 @@ def plan(
         longest = min(_DEFAULT_SEQUENCE_LENGTH, described.max_context_length)
         return make_plan(
             described,
-            fleet.parse(gpus, gpus_per_node),
+            parse(gpus, gpus_per_node),
             sequence_length=longest if sequence_length is None else sequence_length,
             lora_rank=lora_rank,
         )
-    except (architecture.UnknownArchitecture, fleet.UnknownGpus, DoesNotFit) as error:
+    except (architecture.UnknownArchitecture, UnknownGpus, DoesNotFit) as error:
         raise CannotPlan(f"{model}: {error}") from error
 
 

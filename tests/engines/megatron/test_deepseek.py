@@ -28,12 +28,12 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.quantizing import quantize
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, run
-from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.deepseek import check, choose, routing_of
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.model.architecture import UnsupportedModelError
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [

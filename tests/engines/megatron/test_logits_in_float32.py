@@ -14,18 +14,19 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import in_dtype, save, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_worker import frozen_linear, unembedding
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device import frozen_linear
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.lora import scale
+from tinkercloud_worker.lora.adapters import scale
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
+from tinkercloud_worker.model import lm_head
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.unembedding import Unembedding
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,7 +52,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Unembedding, Tensor, T
         found: Tensor = logprobs.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
         return found
 
-    for module in (frozen_linear, unembedding):
+    for module in (frozen_linear, lm_head):
         monkeypatch.setattr(module, "matmul_float32", product)
     monkeypatch.setattr(megatron, "logprobs", noted)
     return seen

@@ -46,12 +46,12 @@ from tinkercloud_testing.wrong_folders import (
     value,
     without_first_part,
 )
-from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of
 from tinkercloud_worker.megatron_trainer.model import blank
+from tinkercloud_worker.model.architecture import UnsupportedModelError
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [

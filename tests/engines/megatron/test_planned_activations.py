@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state
 from transformers import AutoConfig
 
-from tinkercloud_crds.planning.activations import SEPARATE, layer_values
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.layouts import Layout
+from tinkercloud_planning.activations import SEPARATE, layer_values
+from tinkercloud_planning.families import read
+from tinkercloud_planning.layouts import Layout
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare

@@ -9,14 +9,14 @@ import pytest
 from transformers import AutoConfig
 from transformers.configuration_utils import PretrainedConfig
 
-from tinkercloud_crds.planning.architecture import UnknownArchitecture
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.fleet import Fleet, gpu, parse
-from tinkercloud_crds.planning.layouts import Layout, layouts
-from tinkercloud_crds.planning.planner import Demand, divide
-from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_planning.architecture import UnknownArchitecture
+from tinkercloud_planning.families import read
+from tinkercloud_planning.gpus import Fleet, gpu, parse
+from tinkercloud_planning.layouts import Layout, layouts
+from tinkercloud_planning.search import Demand, divide
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import check
+from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: model["config"]

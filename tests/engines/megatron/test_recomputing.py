@@ -16,10 +16,10 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tinkercloud_crds.planning.activations import SEPARATE
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.layouts import Layout
-from tinkercloud_crds.planning.memory import training
+from tinkercloud_planning.activations import SEPARATE
+from tinkercloud_planning.families import read
+from tinkercloud_planning.layouts import Layout
+from tinkercloud_planning.memory import training
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
@@ -32,7 +32,6 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
@@ -40,7 +39,8 @@ from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.training.adam import TrainedModel
 
 pytestmark = [
     pytest.mark.slow,

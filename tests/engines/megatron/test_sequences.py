@@ -18,10 +18,10 @@ from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.collate import Pack
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.packing import PackedSequences
+from tinkercloud_worker.training.collate import Pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),

@@ -17,14 +17,14 @@ from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.engine.parameters import gradient_of
+from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.model.lm_head import Unembedding
 
 pytestmark = [
     pytest.mark.slow,

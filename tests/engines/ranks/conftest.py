@@ -15,7 +15,7 @@ from tinkercloud_testing.ranks import Successive, TrainerOf
 from tinkercloud_testing.warm_python import warm_ranks
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.adam import AdamTrainer
+from tinkercloud_worker.training.adam import AdamTrainer
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ from tinkercloud_worker.actors.group import (
     RanksUnavailable,
 )
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import GradientLost, Trainer
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

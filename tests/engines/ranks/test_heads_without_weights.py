@@ -15,7 +15,7 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.run_head import build_backend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]

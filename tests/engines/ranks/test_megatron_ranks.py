@@ -34,9 +34,9 @@ from tinkercloud_testing.trainers import (
 )
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_crds.planning.activations import SEPARATE
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.layouts import Layout
-from tinkercloud_crds.planning.memory import training
+from tinkercloud_planning.activations import SEPARATE
+from tinkercloud_planning.families import read
+from tinkercloud_planning.layouts import Layout
+from tinkercloud_planning.memory import training
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
@@ -22,7 +22,7 @@ from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers
 from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [

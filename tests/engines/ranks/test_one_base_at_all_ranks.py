@@ -11,8 +11,8 @@ from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf
 from tinkercloud_testing.wrong_folders import UP, value
 from tinkercloud_worker.actors.group import RanksUnavailable
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.fingerprint import fingerprint_of
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

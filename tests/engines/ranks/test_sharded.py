@@ -28,10 +28,10 @@ from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of
 from tinkercloud_testing.wrong_folders import UP, Fault, prefixed, value
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_trainer import build_trainer, torch_rank
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

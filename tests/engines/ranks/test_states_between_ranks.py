@@ -24,10 +24,10 @@ from tinkercloud_testing.ranks import (
 )
 from tinkercloud_testing.trainers import assert_equal, gradient_of, run
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.adam import AdamTrainer
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.trainer import TrainingState
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.training.adam import AdamTrainer
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import base_model
-from tinkercloud_worker.adam import new_adapter
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.kernels import use_liger
-from tinkercloud_worker.packing import PackedSequences
-from tinkercloud_worker.routes import ActiveWeights, Route
+from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.model import base_model
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.fused_kernels import use_liger
+from tinkercloud_worker.training.adam import new_adapter
 
 RANK = 8
 """Of the adapter that passes run with."""

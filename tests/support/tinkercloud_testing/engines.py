@@ -16,9 +16,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.graphs import Recorder
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions

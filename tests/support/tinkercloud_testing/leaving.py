@@ -15,7 +15,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel

@@ -13,13 +13,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 from tinkercloud_testing.leaving import taken_by
 from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
-from tinkercloud_worker.adam import TrainedModel
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
+from tinkercloud_worker.training.adam import TrainedModel
 
 
 class MegatronRank(Mortal, MegatronTrainer, Measured):

@@ -11,8 +11,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_protocol.tensors import Datum
-from tinkercloud_worker import lora
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.lora import adapters
 
 Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """From the logprobs [N] of a datum's targets, and its inputs, to the terms [N] of its loss."""
@@ -44,7 +44,7 @@ class PeftTwin:
             r=adapter.lora.rank, lora_alpha=32, target_modules=sorted(modules), lora_dropout=0.0
         )
         self._model = peft.get_peft_model(base, config).eval()
-        peft.set_peft_model_state_dict(self._model, lora.to_peft_names(adapter.tensors))
+        peft.set_peft_model_state_dict(self._model, adapters.to_peft_names(adapter.tensors))
         self._optimizer = torch.optim.AdamW(self.parameters().values())
 
     def logprobs(self, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:

@@ -24,15 +24,15 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.adam import AdamTrainer
-from tinkercloud_worker.architecture import blank_model
-from tinkercloud_worker.base_model import BaseModel, layers_of
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
+from tinkercloud_worker.model.architecture import blank_model
+from tinkercloud_worker.model.base_model import BaseModel, layers_of
 from tinkercloud_worker.torch_trainer import sharded_base
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.training.adam import AdamTrainer
 
 BATCH_TOKENS = 32
 """Of the trainers here: small, so that a batch is several micro-batches."""

@@ -24,9 +24,9 @@ from tinkercloud_testing.sglang_drawing import drawn
 from tinkercloud_testing.sglang_parts import Reply, flushing, routes
 from tinkercloud_testing.sglang_ranks import EngineRanks
 from tinkercloud_testing.sglang_server import Ended, SglangServer
-from tinkercloud_worker import lora
-from tinkercloud_worker.architecture import from_files
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.model.architecture import from_files
 
 Json = dict[str, Any]
 
@@ -155,7 +155,7 @@ class FakeSglang:
             return f"Failed to load LoRA adapter {name} because it is already loaded"
         if config["r"] > self.max_lora_rank:
             return f"LoRA adapter {name} with rank {config['r']} is incompatible"
-        weights = WeightsSnapshot(LoraConfig(rank=config["r"]), lora.from_peft_names(tensors))
+        weights = WeightsSnapshot(LoraConfig(rank=config["r"]), adapters.from_peft_names(tensors))
         self.adapters[name] = await self._publish(weights)
         return None
 

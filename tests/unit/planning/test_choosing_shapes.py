@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.planning.activations import FUSED, SEPARATE, Kernels
-from tinkercloud_crds.planning.architecture import Architecture, UnknownArchitecture
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.fleet import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
-from tinkercloud_crds.planning.layouts import engine_sizes, layouts
-from tinkercloud_crds.planning.memory import adapter_parameters, kv_bytes_per_token, training
-from tinkercloud_crds.planning.offer import Plan, plan
-from tinkercloud_crds.planning.planner import Demand, divide, micro_batch_tokens
-from tinkercloud_crds.planning.refusal import DoesNotFit, fewest_gpus
 from tinkercloud_crds.shapes import MAX_TOKENS
 from tinkercloud_crds.structural import structural_schema
+from tinkercloud_planning.activations import FUSED, SEPARATE, Kernels
+from tinkercloud_planning.architecture import Architecture, UnknownArchitecture
+from tinkercloud_planning.families import read
+from tinkercloud_planning.gpus import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
+from tinkercloud_planning.layouts import engine_sizes, layouts
+from tinkercloud_planning.memory import adapter_parameters, kv_bytes_per_token, training
+from tinkercloud_planning.plan import Plan, plan
+from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus
+from tinkercloud_planning.search import Demand, divide, micro_batch_tokens
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: model["config"]

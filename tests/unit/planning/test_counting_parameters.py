@@ -9,11 +9,11 @@ import torch
 from tinker_cookbook.hyperparam_utils import get_lora_param_count
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tinkercloud_crds.planning.architecture import UnknownArchitecture
-from tinkercloud_crds.planning.families import model_types, read
-from tinkercloud_crds.planning.memory import adapter_parameters
-from tinkercloud_worker import lora
-from tinkercloud_worker.architecture import find_targets
+from tinkercloud_planning.architecture import UnknownArchitecture
+from tinkercloud_planning.families import model_types, read
+from tinkercloud_planning.memory import adapter_parameters
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.model.architecture import find_targets
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "public_models.json").read_text()
@@ -67,7 +67,7 @@ def test_adapters_have_as_many_numbers_as_tinkers(name: str, cookbooks: str) -> 
 
     expected = get_lora_param_count(cookbooks, rank)
 
-    assert lora.layout(find_targets(model, "model", "lm_head"), rank).size == expected
+    assert adapters.layout(find_targets(model, "model", "lm_head"), rank).size == expected
     assert adapter_parameters(read(config(name)), rank) == expected
 
 

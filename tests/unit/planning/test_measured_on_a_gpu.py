@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_crds.planning.activations import FUSED, SEPARATE
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.layouts import Layout
-from tinkercloud_crds.planning.memory import training
+from tinkercloud_planning.activations import FUSED, SEPARATE
+from tinkercloud_planning.families import read
+from tinkercloud_planning.layouts import Layout
+from tinkercloud_planning.memory import training
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

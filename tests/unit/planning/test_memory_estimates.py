@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_crds.planning.activations import FUSED, SEPARATE, layer_values
-from tinkercloud_crds.planning.architecture import Architecture
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.fleet import gpu
-from tinkercloud_crds.planning.layouts import Layout
-from tinkercloud_crds.planning.memory import (
+from tinkercloud_planning.activations import FUSED, SEPARATE, layer_values
+from tinkercloud_planning.architecture import Architecture
+from tinkercloud_planning.families import read
+from tinkercloud_planning.gpus import gpu
+from tinkercloud_planning.layouts import Layout
+from tinkercloud_planning.memory import (
     GpuMemory,
     adapter_parameters,
     kv_bytes_per_token,
@@ -44,7 +44,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_crds.planning.architecture import Architecture
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.fleet import parse
-from tinkercloud_crds.planning.offer import plan
-from tinkercloud_crds.planning.refusal import DoesNotFit
+from tinkercloud_planning.architecture import Architecture
+from tinkercloud_planning.families import read
+from tinkercloud_planning.gpus import parse
+from tinkercloud_planning.plan import plan
+from tinkercloud_planning.refusal import DoesNotFit
 
 MODELS: dict[str, Architecture] = {
     name: read(model["config"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_crds.planning.families import read
-from tinkercloud_crds.planning.fleet import parse
-from tinkercloud_crds.planning.planner import Demand, Division, divide
+from tinkercloud_planning.families import read
+from tinkercloud_planning.gpus import parse
+from tinkercloud_planning.search import Demand, Division, divide
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "planning.md"

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from tinkercloud_worker.lora import Target
-from tinkercloud_worker.routes import ActiveWeights
-from tinkercloud_worker.torch_sampler.banks import AdapterBanks, SlotAssignment
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.segments import ActiveWeights
+from tinkercloud_worker.torch_sampler.lora_slots import AdapterBanks, SlotAssignment
 
 TARGETS = [
     Target("layers.0.mlp", in_features=6, out_features=5, group="mlp"),

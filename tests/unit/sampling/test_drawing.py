@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tinkercloud_protocol.tensors import FloatArray
-from tinkercloud_worker.torch_sampler.drawing import Policy, draw, filter_logits, invert, uniform
+from tinkercloud_worker.torch_sampler.sampling import Policy, draw, filter_logits, invert, uniform
 
 logit_rows = hnp.arrays(
     np.float32, st.integers(2, 40), elements=st.floats(-10, 10, width=32, allow_subnormal=False)

@@ -23,9 +23,9 @@ from tinkercloud_testing.families import (
 )
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
-from tinkercloud_worker.packing import PackedSequences
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.decoding import TokenSampler
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import Recorder

@@ -10,7 +10,7 @@ import torch
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.thread import NoBackground
 from tinkercloud_worker.inference.colocation import ColocatedThread
-from tinkercloud_worker.no_trainer import NoTrainer
+from tinkercloud_worker.training.disabled import NoTrainer
 
 
 class Record:

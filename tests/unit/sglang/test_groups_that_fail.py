@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_worker.accelerator import Backend
+from tinkercloud_worker.device.accelerator import Backend
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup
 from tinkercloud_worker.inference.weight_host import HeadWeightHost

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinkercloud_crds.planning.families import read
+from tinkercloud_planning.families import read
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
@@ -19,11 +19,11 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
 )
 from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
+from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.run_head import build_backend
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(

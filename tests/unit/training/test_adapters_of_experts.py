@@ -25,11 +25,11 @@ from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.trainers import assert_close, run
-from tinkercloud_worker import lora
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampler import StopRules
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 17, 3, 11]
@@ -201,14 +201,14 @@ def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(nam
     config = json.loads(files[ADAPTER_CONFIG])
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert set(config["target_modules"]) == {*attention, *LEAVES[kind], "lm_head"}
-    back = lora.from_peft_names(tensors)
+    back = adapters.from_peft_names(tensors)
     assert back.keys() == weights.tensors.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.tensors.items())
 
 
 @pytest.mark.parametrize("broken", ["missing", "of another rank", "not what others share"])
 def test_a_file_whose_experts_are_not_all_there_or_alike_is_refused_by_name(broken: str) -> None:
-    tensors = lora.to_peft_names(a_trainer(tiny_qwen3_moe()).snapshot("m").tensors)
+    tensors = adapters.to_peft_names(a_trainer(tiny_qwen3_moe()).snapshot("m").tensors)
     name = "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_A.weight"
     own = tensors.pop(name)
     if broken == "of another rank":
@@ -217,7 +217,7 @@ def test_a_file_whose_experts_are_not_all_there_or_alike_is_refused_by_name(brok
         tensors[name] = own + 1
 
     with pytest.raises(InvalidRequest, match=r"mlp\.experts\.up_proj\.lora_A\.weight"):
-        lora.from_peft_names(tensors)
+        adapters.from_peft_names(tensors)
 
 
 def test_experts_share_what_lies_at_hidden_states_and_begin_apart_in_the_rest() -> None:

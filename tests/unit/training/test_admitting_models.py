@@ -7,8 +7,8 @@ import pytest
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.memory import available_bytes
+from tinkercloud_worker.device.memory import available_bytes
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
 
 RANK_2, RANK_4 = LoraConfig(rank=2, seed=1), LoraConfig(rank=4, seed=1)

@@ -16,10 +16,10 @@ from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_llama, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.expert_load import TokenCounts, balance_metrics
 from tinkercloud_worker.engine.trainer import TrainingPass
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LORA = LoraConfig(rank=4, seed=1)

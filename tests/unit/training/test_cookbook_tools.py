@@ -25,8 +25,8 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.untie import untie
 

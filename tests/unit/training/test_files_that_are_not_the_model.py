@@ -48,10 +48,10 @@ from tinkercloud_testing.wrong_folders import (
     without_first_part,
     without_weights,
 )
-from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.load import load_pretrained
-from tinkercloud_worker.weights_check import check_values, check_weights
+from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.loading import load_pretrained
+from tinkercloud_worker.model.weights_check import check_values, check_weights
 
 Make = Callable[[], PreTrainedModel]
 MAKERS: dict[str, Make] = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_worker.adam import AdamTrainer, TrainedModel
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, norm_of
+from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
+from tinkercloud_worker.training.adam import AdamTrainer, TrainedModel
 
 MANY = (1 << 24) + 3
 """Elements, of which one sum in float32 does not count the last ones."""

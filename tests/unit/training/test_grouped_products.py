@@ -11,9 +11,9 @@ from torch import Tensor
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import in_dtype, tiny_qwen3_moe
 from tinkercloud_testing.trainers import gradient_of, run
-from tinkercloud_worker import experts
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.experts import grouped_linear
+from tinkercloud_worker.lora import experts
+from tinkercloud_worker.lora.experts import grouped_linear
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 

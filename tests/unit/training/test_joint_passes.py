@@ -10,9 +10,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 ADAPTERS = {

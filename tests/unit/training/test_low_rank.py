@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.low_rank import LowRankTerms, Term, TermSpans, add_terms
+from tinkercloud_worker.lora.linear import LowRankTerms, Term, TermSpans, add_terms
 
 SCALE = 4.0
 ALL = slice(None)

@@ -23,9 +23,9 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.trainers import assert_equal
-from tinkercloud_worker.architecture import as_in_files, from_files
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.model.architecture import as_in_files, from_files
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 

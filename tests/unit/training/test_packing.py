@@ -36,11 +36,11 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.collate import pack_all
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import TokenLimits, bin_pack, prepare
-from tinkercloud_worker.packing import PackedSequences
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.training.collate import pack_all
 
 LENGTHS = (9, 4, 12)
 WINDOW = 9

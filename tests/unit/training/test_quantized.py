@@ -18,10 +18,10 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.quantizing import quantize
-from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.load import load_pretrained
-from tinkercloud_worker.quantized import dequantized
+from tinkercloud_worker.model.architecture import UnsupportedModelError
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.loading import load_pretrained
+from tinkercloud_worker.model.quantized import dequantized
 
 BLOCK = (24, 32)
 """Divides none of the matrices."""

@@ -9,8 +9,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LORA = LoraConfig(rank=4, seed=1)

@@ -22,7 +22,7 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, changing_hyperparameters, run
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 17, 3, 11]

@@ -28,14 +28,14 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker import lora
-from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.model.architecture import UnsupportedModelError
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer import logprobs
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.unembedding import Unembedding
 
 ADAM = AdamParams(learning_rate=1e-2)
 LORA = LoraConfig(rank=4, seed=1)
@@ -330,7 +330,7 @@ def test_an_exported_adapter_is_loaded_by_peft_as_it_is(tmp_path: Path) -> None:
 def test_peft_names_are_undone_by_reading() -> None:
     tensors = a_trainer("m").snapshot("m").tensors
 
-    assert lora.from_peft_names(lora.to_peft_names(tensors)).keys() == tensors.keys()
+    assert adapters.from_peft_names(adapters.to_peft_names(tensors)).keys() == tensors.keys()
 
 
 def test_a_model_whose_logits_we_would_get_wrong_is_refused() -> None:

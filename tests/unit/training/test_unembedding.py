@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinkercloud_worker.frozen_linear import FrozenLinear
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
-from tinkercloud_worker.unembedding import Unembedding
 
 ROWS, HIDDEN_SIZE, VOCAB_SIZE = 6, 4, 50
 

@@ -15,9 +15,9 @@ from tinkercloud_testing.families import SCALED, VISION_LANGUAGE, llama4
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 ADAM = AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)

@@ -9,14 +9,14 @@ from transformers import HunYuanMoEV1Config, JambaConfig, JetMoeConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import tiny_gemma2, tiny_llama
-from tinkercloud_worker.architecture import (
+from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     blank_model,
     find_targets,
     name_of,
     trunk_and_head,
 )
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.model.base_model import BaseModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

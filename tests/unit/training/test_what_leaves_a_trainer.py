@@ -15,8 +15,8 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_testing.leaving import taken_by_what_leaves
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 STAY = {f"TrainerBesideSampler, {model}: published" for model in ("adapter", "whole")}

@@ -24,9 +24,9 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.trainers import gradient_of, run
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
 
 LENGTHS = [5, 9, 12]

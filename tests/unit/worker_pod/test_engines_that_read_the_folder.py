@@ -14,8 +14,8 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.wrong_folders import UP, Fault, lost, prefixed, value
-from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.build_sampler import check_model
+from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 
 def a_head(folder: Path, kind: Literal["sglang", "vllm"], trainer: TrainerConfig) -> HeadConfig:

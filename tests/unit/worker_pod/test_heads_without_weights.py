@@ -18,9 +18,9 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
 )
 from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
-from tinkercloud_worker.architecture import UnsupportedModelError, read_architecture
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.run_head import build_backend
 
 SERVERS = SamplerConfig(

@@ -12,9 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
-from tinkercloud_worker import accelerator, lora
-from tinkercloud_worker.architecture import read_architecture
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.stopping import decoder_of
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
@@ -33,11 +31,14 @@ from tinkercloud_worker.inference.sglang.weights import DirectTransfer
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.inference.weight_host import WeightHost
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
-from tinkercloud_worker.lora import Target
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.model.architecture import read_architecture
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.weight_files import has_weights
+from tinkercloud_worker.model.weights_check import check_values, check_weights
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.weight_files import has_weights
-from tinkercloud_worker.weights_check import check_values, check_weights
 
 OnCrash = Callable[[BaseException], None]
 
@@ -166,7 +167,7 @@ def inference_sampler(
 
 def neutral_adapter(targets: Sequence[Target]) -> WeightsSnapshot:
     """Return an adapter under which a model is what it is without one."""
-    layout = lora.layout(targets[:1], rank=1)
+    layout = adapters.layout(targets[:1], rank=1)
     return WeightsSnapshot(LoraConfig(rank=1), layout.views(torch.zeros(layout.size)))
 
 

@@ -14,17 +14,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
-from tinkercloud_worker import accelerator
-from tinkercloud_worker.architecture import read_architecture
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
-from tinkercloud_worker.no_trainer import NoTrainer
+from tinkercloud_worker.model.architecture import read_architecture
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.training.disabled import NoTrainer
 
 if TYPE_CHECKING:
     from tinkercloud_worker.actors.rank_weight_host import RankWeightHost

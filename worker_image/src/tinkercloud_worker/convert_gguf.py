@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tinkercloud_worker.weights_check import check_finite, expected_of, load_checked
+from tinkercloud_worker.model.weights_check import check_finite, expected_of, load_checked
 
 
 def convert(gguf_file: Path, folder: Path) -> None:

@@ -164,8 +164,8 @@ def _check_weights(source: str, folder: Path) -> None:
     A folder that is refused stays where it is: another attempt copies only what has changed.
     """
     # transformers and torch take seconds, which a fetch of the description does not owe.
-    from tinkercloud_worker.architecture import UnsupportedModelError  # noqa: PLC0415
-    from tinkercloud_worker.weights_check import check_values, check_weights  # noqa: PLC0415
+    from tinkercloud_worker.model.architecture import UnsupportedModelError  # noqa: PLC0415
+    from tinkercloud_worker.model.weights_check import check_values, check_weights  # noqa: PLC0415
 
     try:
         check_weights(str(folder))

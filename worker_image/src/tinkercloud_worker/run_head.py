@@ -20,19 +20,20 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.launch import HeadConfig, Listen
-from tinkercloud_worker import accelerator, logs
-from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker import logs
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.trainer import Trainer
-from tinkercloud_worker.fingerprint import fingerprint_of
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
+from tinkercloud_worker.model.architecture import UnsupportedModelError
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.fingerprint import fingerprint_of
 
 log = structlog.get_logger(__name__)
 

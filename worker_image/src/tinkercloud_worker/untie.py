@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from tinkercloud_worker.architecture import is_tied
+from tinkercloud_worker.model.architecture import is_tied
 
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"

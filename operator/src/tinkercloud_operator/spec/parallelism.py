@@ -4,13 +4,13 @@ import json
 from dataclasses import dataclass
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.planning import families
-from tinkercloud_crds.planning.architecture import Architecture
-from tinkercloud_crds.planning.fleet import Fleet, Gpu, gpu
-from tinkercloud_crds.planning.offer import TrainerPlan, plan_trainer
-from tinkercloud_crds.planning.planner import Demand, Engine, can_sample
-from tinkercloud_crds.planning.refusal import engine_refusal
 from tinkercloud_crds.shapes import Planning, TrainerShape
+from tinkercloud_planning import families
+from tinkercloud_planning.architecture import Architecture
+from tinkercloud_planning.gpus import Fleet, Gpu, gpu
+from tinkercloud_planning.plan import TrainerPlan, plan_trainer
+from tinkercloud_planning.refusal import engine_refusal
+from tinkercloud_planning.search import Demand, Engine, can_sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,6 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
 from tinkercloud_crds.extras import ExtendedResource, total
 from tinkercloud_crds.placement import Placement, RolePlacement
-from tinkercloud_crds.planning.offer import TrainerPlan
-from tinkercloud_crds.planning.planner import Engine
-from tinkercloud_crds.planning.refusal import DoesNotFit
 from tinkercloud_crds.shapes import (
     Idle,
     Planning,
@@ -23,6 +20,9 @@ from tinkercloud_crds.shapes import (
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.spec.parallelism import check_engine, split
 from tinkercloud_operator.spec.quantities import parse_quantity
+from tinkercloud_planning.plan import TrainerPlan
+from tinkercloud_planning.refusal import DoesNotFit
+from tinkercloud_planning.search import Engine
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
 """What Ray's own processes need beside an engine that is none of Ray's."""

@@ -32,9 +32,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_worker import accelerator
 from tinkercloud_worker.actors.rank import SALVAGE, Answer, Rank, RankLocation, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
+from tinkercloud_worker.device import accelerator
 
 log = structlog.get_logger(__name__)
 _STARTS = 3

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
 
 from tinkercloud_protocol.errors import WireError
-from tinkercloud_worker import accelerator, logs
+from tinkercloud_worker import logs
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
+from tinkercloud_worker.device import accelerator
 
 SALVAGE = "salvage"
 """Concurrency group of the one method that is called while another may run."""

@@ -23,9 +23,9 @@ from tinkercloud_protocol.checkpoints import (
 )
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import lora
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.lora import adapters
 
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
@@ -42,7 +42,7 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
     """
     if weights.lora is None:
         return {FULL_WEIGHTS: tensor_file.encode(weights.tensors)}
-    return _adapter_files(weights.lora, lora.to_archive_names(weights.tensors), base_model)
+    return _adapter_files(weights.lora, adapters.to_archive_names(weights.tensors), base_model)
 
 
 def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
@@ -53,13 +53,13 @@ def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
         base_model: its name.
     """
     assert weights.lora is not None  # noqa: S101 - a whole model is a folder, with more than weights
-    return _adapter_files(weights.lora, lora.to_peft_names(weights.tensors), base_model)
+    return _adapter_files(weights.lora, adapters.to_peft_names(weights.tensors), base_model)
 
 
 def _adapter_files(config: LoraConfig, named: dict[str, Tensor], base_model: str) -> Files:
     return {
         ADAPTER_WEIGHTS: tensor_file.encode(named),
-        ADAPTER_CONFIG: lora.peft_config(config, named, base_model),
+        ADAPTER_CONFIG: adapters.peft_config(config, named, base_model),
     }
 
 
@@ -128,7 +128,7 @@ def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
     """
     (name,) = files_of_weights(manifest)
     tensors = decode_tensors(manifest, files, name)
-    return WeightsSnapshot(manifest.lora, lora.from_archive_names(tensors))
+    return WeightsSnapshot(manifest.lora, adapters.from_archive_names(tensors))
 
 
 def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> WeightsSnapshot:

@@ -19,10 +19,10 @@ from torch import Tensor
 from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import lora
-from tinkercloud_worker.architecture import as_in_files, from_files
 from tinkercloud_worker.checkpoints import formats, tensor_file
 from tinkercloud_worker.engine.trainer import RemoteModel, WeightsSnapshot
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.model.architecture import as_in_files, from_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class WeightsFolder:
             raise NotFound(f"{self._folder / name} is gone: save the weights again") from None
         if config is None:
             return WeightsSnapshot(None, from_files(str(self._base_path), tensors))
-        return WeightsSnapshot(config, lora.from_peft_names(tensors))
+        return WeightsSnapshot(config, adapters.from_peft_names(tensors))
 
     def remove(self, name: str) -> None:
         """Remove the weights of a name, wherever they are. They may be gone."""

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from tinkercloud_worker.lora import Target
+from tinkercloud_worker.lora.adapters import Target
 
 Merge = Callable[[Sequence[Tensor]], Tensor]
 """From the outputs of the layers that megatron computes as one, or what makes columns of them, to

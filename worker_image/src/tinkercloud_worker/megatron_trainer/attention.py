@@ -18,9 +18,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from tinkercloud_worker import accelerator
+from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.device.packing import flash_attention, flash_takes
 from tinkercloud_worker.megatron_trainer.sequence import DividedSequences, SequenceDivision
-from tinkercloud_worker.packing import flash_attention, flash_takes
 
 
 class CausalAttention(nn.Module):

@@ -34,10 +34,10 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from tinkercloud_worker.architecture import UnsupportedModelError
 from tinkercloud_worker.megatron_trainer import rotary
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import DividedSequences
+from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 # It takes Transformer Engine for installed wherever megatron-core has names for what is in it.
 vars(multi_latent_attention)["HAVE_TE"] = HAVE_TE

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tinkercloud_worker import accelerator
-from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from tinkercloud_worker.experts import grouped_linear
-from tinkercloud_worker.lora import Target
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.experts import grouped_linear
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 

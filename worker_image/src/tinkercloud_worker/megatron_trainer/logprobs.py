@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tinkercloud_worker.engine.parameters import gradient_of
-from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.lora import Target
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer.adapters import Active, part_of
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.model.lm_head import Unembedding
 
 _LOGITS_BYTES = 256 << 20
 """Size of the logits held at a time, in float32."""

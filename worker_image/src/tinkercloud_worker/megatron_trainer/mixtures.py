@@ -16,15 +16,15 @@ from megatron.core.transformer.moe import moe_utils
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.architecture import UnsupportedModelError
-from tinkercloud_worker.collate import Pack
-from tinkercloud_worker.experts import find_experts
+from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.lora.experts import find_experts
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import located
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice, full_slice
-from tinkercloud_worker.packing import PackedSequences
+from tinkercloud_worker.model.architecture import UnsupportedModelError
+from tinkercloud_worker.training.collate import Pack
 
 # megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
 vars(moe_utils).setdefault("te_general_gemm", None)

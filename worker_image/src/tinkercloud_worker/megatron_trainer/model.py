@@ -28,16 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from tinkercloud_worker.architecture import (
-    UnsupportedModelError,
-    check_tied,
-    find_targets,
-    is_tied,
-    read_config,
-)
-from tinkercloud_worker.engine.parameters import Layout
-from tinkercloud_worker.fingerprint import fingerprint_of
-from tinkercloud_worker.lora import Target
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.parameters import Layout
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,
@@ -49,8 +41,16 @@ from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
-from tinkercloud_worker.quantized import QuantizedFolder, block_size
-from tinkercloud_worker.weights_check import check_finite, check_weights
+from tinkercloud_worker.model.architecture import (
+    UnsupportedModelError,
+    check_tied,
+    find_targets,
+    is_tied,
+    read_config,
+)
+from tinkercloud_worker.model.fingerprint import fingerprint_of
+from tinkercloud_worker.model.quantized import QuantizedFolder, block_size
+from tinkercloud_worker.model.weights_check import check_finite, check_weights
 
 # Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
 register_model("mistral")(LLaMABridge)
@@ -288,7 +288,7 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
 def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
     """Check that a model can be computed and divided so, as far as its configuration tells.
 
-    Plans (`tinkercloud_crds.planning.computed`, `.layouts`) foresee what is refused here.
+    Plans (`tinkercloud_planning.supported`, `.layouts`) foresee what is refused here.
 
     Raises:
         UnsupportedModelError: it can't.

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tinkercloud_worker.architecture import UnsupportedModelError
+from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 _SCALED = frozenset({"linear", "llama3", "yarn"})
 """Types whose frequencies are the same for sequences of every length."""

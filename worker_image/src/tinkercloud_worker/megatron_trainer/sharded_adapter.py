@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import lora
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, norm_of
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, full_slice
 
 
@@ -28,7 +28,7 @@ class ShardedAdapter:
 
     def __init__(
         self,
-        targets: Sequence[lora.Target],
+        targets: Sequence[adapters.Target],
         config: LoraConfig,
         slices: Sequence[TensorSlice],
         device: torch.device,
@@ -41,7 +41,7 @@ class ShardedAdapter:
             slices: of the tensors that experts have for themselves, what this rank uses.
             device: of this rank.
         """
-        self._whole = lora.layout(targets, config.rank)
+        self._whole = adapters.layout(targets, config.rank)
         shapes = self._whole.shapes()
         own = {target.own_name for target in targets if target.experts}
         common = [full_slice(name, shape) for name, shape in shapes.items() if name not in own]
@@ -101,13 +101,13 @@ class ShardedAdapter:
         """Return the parts of a flat vector: of what is whole here, and of slices."""
         return flat[: self._common_elements], flat[self._common_elements :]
 
-    def _draw(self, targets: Sequence[lora.Target], config: LoraConfig) -> None:
+    def _draw(self, targets: Sequence[adapters.Target], config: LoraConfig) -> None:
         """Write initial values. Without a seed, ranks that hold the same take the first one's."""
         seed = config.seed if config.seed is not None else torch.seed()
         for target in targets:
             block = self._slices.get(target.a_name)
             if block is not None:
-                a = lora.initial_a(target, config.rank, seed)
+                a = adapters.initial_a(target, config.rank, seed)
                 self.trainable.tensors[target.a_name].detach().copy_(block.view_of(a))
         common, own = self._divide(self.trainable.flat.detach())
         dist.broadcast(common, src=0)

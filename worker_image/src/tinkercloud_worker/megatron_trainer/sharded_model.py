@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
+from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, put
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import lora, losses
-from tinkercloud_worker.adam import TrainedModel, new_adapter
-from tinkercloud_worker.collate import PassOutput, pack_all
+from tinkercloud_worker import losses
 from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.logprobs import (
@@ -45,8 +44,10 @@ from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
-from tinkercloud_worker.replicas import ReplicatedTrainer
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.training.adam import TrainedModel, new_adapter
+from tinkercloud_worker.training.collate import PassOutput, pack_all
+from tinkercloud_worker.training.replicated import ReplicatedTrainer
 
 
 class MegatronTrainer(ReplicatedTrainer):
@@ -118,7 +119,7 @@ class MegatronTrainer(ReplicatedTrainer):
         return self._new_adapter(lora_config)
 
     def _new_adapter(self, config: LoraConfig) -> TrainedModel:
-        targets = lora.select(self._base.targets, config)
+        targets = adapters.select(self._base.targets, config)
         between: dist.ProcessGroup = (
             parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         )
@@ -236,4 +237,4 @@ class MegatronTrainer(ReplicatedTrainer):
 def _active(model: TrainedModel) -> Active | None:
     if model.lora is None:
         return None
-    return Active(model.trainable.tensors, lora.scale(model.lora.rank))
+    return Active(model.trainable.tensors, adapters.scale(model.lora.rank))

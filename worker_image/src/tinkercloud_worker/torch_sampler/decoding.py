@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.engine.stopping import StopStringSearch, decoder_of
-from tinkercloud_worker.packing import PackedSequences
-from tinkercloud_worker.routes import ActiveWeights, Route
+from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.cache import (
     KeyValues,
     KvBudget,
@@ -31,9 +31,9 @@ from tinkercloud_worker.torch_sampler.cache import (
     PrefillCache,
     SlotCache,
 )
-from tinkercloud_worker.torch_sampler.drawing import Policy, draw, uniform
 from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
 from tinkercloud_worker.torch_sampler.masks import rows_at
+from tinkercloud_worker.torch_sampler.sampling import Policy, draw, uniform
 
 _NONE = KvBudget(sequences=0, tokens=0)
 

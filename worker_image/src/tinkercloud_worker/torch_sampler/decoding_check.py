@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.packing import PackedSequences
-from tinkercloud_worker.self_check import REFUSALS, is_near, scattered_ids
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.self_check import REFUSALS, is_near, scattered_ids
 from tinkercloud_worker.torch_sampler.cache import KeyValues, LayerKeyValues
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running, TokenSampler
 from tinkercloud_worker.torch_sampler.unbatched import NewCache, UnbatchedDecoding

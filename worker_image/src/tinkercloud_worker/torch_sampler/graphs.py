@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.routes import ActiveWeights, route_all
-from tinkercloud_worker.torch_sampler.banks import AdapterBanks, SlotAssignment, padded
+from tinkercloud_worker.lora.segments import ActiveWeights, route_all
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.cache import KvBudget, KvShape, SlotCache
+from tinkercloud_worker.torch_sampler.lora_slots import AdapterBanks, SlotAssignment, padded
 from tinkercloud_worker.torch_sampler.masks import rows_at
 
 log = logging.getLogger(__name__)

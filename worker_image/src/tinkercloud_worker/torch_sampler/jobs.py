@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.tensors import SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.routes import ActiveWeights
+from tinkercloud_worker.lora.segments import ActiveWeights
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest, WireError
-from tinkercloud_worker.base_model import BaseModel
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
-from tinkercloud_worker.routes import route_all
+from tinkercloud_worker.lora.segments import route_all
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget
 from tinkercloud_worker.torch_sampler.capacity import Capacity
 from tinkercloud_worker.torch_sampler.decoding import (

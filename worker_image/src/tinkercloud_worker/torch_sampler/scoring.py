@@ -18,7 +18,7 @@ from tinkercloud_protocol.tensors import (
     TopLogprobs,
 )
 from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.torch_sampler.drawing import Policy, filter_logits, invert, uniform
+from tinkercloud_worker.torch_sampler.sampling import Policy, filter_logits, invert, uniform
 
 
 class PromptScorer:

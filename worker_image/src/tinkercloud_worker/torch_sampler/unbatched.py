@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.packing import PackedSequences
-from tinkercloud_worker.routes import ActiveWeights, route_all
+from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.lora.segments import ActiveWeights, route_all
+from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import Running, TokenSampler
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import lora
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.routes import ActiveWeights
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora.segments import ActiveWeights
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class Versions:
     def _active(self, tensors: Mapping[str, Tensor], config: LoraConfig | None) -> ActiveWeights:
         dtype = self._dtype if config is None else torch.float32
         there = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
-        return ActiveWeights(there, lora.scale(config.rank) if config else None)
+        return ActiveWeights(there, adapters.scale(config.rank) if config else None)
 
 
 def _delete(file: Path) -> None:

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 from tinkercloud_worker.engine.ranks import Membership
-from tinkercloud_worker.replicas import ReplicatedTrainer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.training.replicated import ReplicatedTrainer
 
 
 class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):

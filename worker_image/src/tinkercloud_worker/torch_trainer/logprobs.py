@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tinkercloud_worker import accelerator
-from tinkercloud_worker.kernels import compiled_on_gpu
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.model.fused_kernels import compiled_on_gpu
+from tinkercloud_worker.model.lm_head import Unembedding
 
 _LOGITS_BYTES = 64 << 20
 """Size of the logits held at a time on a CPU."""

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tinkercloud_worker.adam import TrainedModel
-from tinkercloud_worker.base_model import BaseModel
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
-from tinkercloud_worker.packing import PackedSequences
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
 from tinkercloud_worker.torch_trainer.trainer import Routed
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.training.adam import TrainedModel
 
 
 class ShardedTrainer(DataParallelTrainer):

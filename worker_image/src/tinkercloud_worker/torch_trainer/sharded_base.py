@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.architecture import blank_model, trunk_and_head
-from tinkercloud_worker.base_model import BaseModel, layers_of
-from tinkercloud_worker.fingerprint import fingerprint_of
-from tinkercloud_worker.load import load_pretrained
+from tinkercloud_worker.model.architecture import blank_model, trunk_and_head
+from tinkercloud_worker.model.base_model import BaseModel, layers_of
+from tinkercloud_worker.model.fingerprint import fingerprint_of
+from tinkercloud_worker.model.loading import load_pretrained
 
 _READER = 0
 

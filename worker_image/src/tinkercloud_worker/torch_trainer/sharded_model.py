@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_worker.architecture import logits_factor, trunk_and_head
-from tinkercloud_worker.base_model import BaseModel, layers_of
-from tinkercloud_worker.engine.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
-from tinkercloud_worker.experts import find_experts, guard_gradients
-from tinkercloud_worker.frozen_linear import FrozenLinear
-from tinkercloud_worker.packing import PackedSequences, mask_kinds
-from tinkercloud_worker.router_counts import RouterCounts
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
+from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
+from tinkercloud_worker.lora.experts import find_experts, guard_gradients
+from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
+from tinkercloud_worker.model.architecture import logits_factor, trunk_and_head
+from tinkercloud_worker.model.base_model import BaseModel, layers_of
+from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.router_counts import RouterCounts
 
 
 class ShardedModel:

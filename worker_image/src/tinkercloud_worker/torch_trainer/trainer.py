@@ -16,28 +16,30 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker import accelerator, lora, losses
-from tinkercloud_worker.adam import (
-    BYTES_PER_PARAMETER,
-    AdamTrainer,
-    TrainedModel,
-    new_adapter,
-)
-from tinkercloud_worker.base_model import BaseModel
-from tinkercloud_worker.collate import Pack, PassOutput, pack_all
+from tinkercloud_worker import losses
+from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.device.memory import Available
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
-from tinkercloud_worker.engine.parameters import Layout, Trainable, gradient_of
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
-from tinkercloud_worker.low_rank import may_be_beside_others
-from tinkercloud_worker.memory import Available
-from tinkercloud_worker.packing import PackedSequences
-from tinkercloud_worker.routes import ActiveWeights, Route
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora.linear import may_be_beside_others
+from tinkercloud_worker.lora.parameters import Layout, Trainable, gradient_of
+from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer.logprobs import (
     Derivative,
     logprobs,
     logprobs_and_gradient,
 )
-from tinkercloud_worker.unembedding import Unembedding
+from tinkercloud_worker.training.adam import (
+    BYTES_PER_PARAMETER,
+    AdamTrainer,
+    TrainedModel,
+    new_adapter,
+)
+from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
 
 KEPT_FREE_BYTES = 256 << 20
 """Memory that new models leave for passes and samples."""
@@ -87,9 +89,9 @@ class TorchTrainer(AdamTrainer):
                 f"train_mlp: true, but this model keeps its experts as {experts},"
                 " which the torch trainer can't adapt; set train_mlp to false"
             )
-        selected = lora.select(self._base.targets, lora_config)
+        selected = adapters.select(self._base.targets, lora_config)
         kind = f"an adapter of rank {lora_config.rank}"
-        self._check_memory(lora.layout(selected, lora_config.rank), kind, "a smaller rank")
+        self._check_memory(adapters.layout(selected, lora_config.rank), kind, "a smaller rank")
         return new_adapter(self._base.targets, lora_config, self._base.device)
 
     def _check_whole(self) -> None:
@@ -291,7 +293,7 @@ def _routes(routed: Routed) -> list[Route]:
         Route(
             rows,
             ActiveWeights(
-                model.trainable.tensors, lora.scale(model.lora.rank) if model.lora else None
+                model.trainable.tensors, adapters.scale(model.lora.rank) if model.lora else None
             ),
         )
         for rows, model in routed

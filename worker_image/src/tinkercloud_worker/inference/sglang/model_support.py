@@ -1,7 +1,7 @@
 """Models that SGLang computes otherwise than their configuration says, or adapts in part.
 
 Mostly it does so silently: then a trainer's logprobs and an engine's are those of two models. All
-is from the source of SGLang 0.5.23; plans (`tinkercloud_crds.planning.computed`) foresee what is
+is from the source of SGLang 0.5.23; plans (`tinkercloud_planning.supported`) foresee what is
 refused for it.
 """
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from tinkercloud_worker import architecture
-from tinkercloud_worker.architecture import UnsupportedModelError, check_folder
 from tinkercloud_worker.engine.batch import capped_context_length
+from tinkercloud_worker.model import architecture
+from tinkercloud_worker.model.architecture import UnsupportedModelError, check_folder
 
 _WINDOWS_IN_ALL_LAYERS = frozenset(
     {"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}

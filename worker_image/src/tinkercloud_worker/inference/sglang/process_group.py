@@ -9,7 +9,8 @@ here.
 import asyncio
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_worker import accelerator, metrics
+from tinkercloud_worker import metrics
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.weight_host import WeightHost, WeightSender
 from tinkercloud_worker.inference.weights_folder import SavedWeights

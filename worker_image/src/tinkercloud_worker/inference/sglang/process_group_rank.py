@@ -33,7 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
     TCPStore,
 )
 
-from tinkercloud_worker import accelerator
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.sender_process import Say, run_sender
 from tinkercloud_worker.inference.sglang.tensors import buckets, flatten
 

@@ -7,7 +7,8 @@ between two models, and none leaks if an engine dies while it reads.
 
 from pathlib import Path
 
-from tinkercloud_worker import accelerator, metrics
+from tinkercloud_worker import metrics
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.weight_host import WeightHost, WeightSender
 from tinkercloud_worker.inference.weights_folder import SavedWeights

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing import set_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
-from tinkercloud_worker import accelerator
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.sender_process import Say, run_sender
 from tinkercloud_worker.inference.sglang.tensors import bucket, buckets, flatten
 

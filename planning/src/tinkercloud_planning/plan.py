@@ -1,0 +1,399 @@
+"""From a model and GPUs to the part of a BaseModel's spec that says how it runs, with reasons."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from tinkercloud_crds.shapes import (
+    MAX_ENGINES,
+    MAX_TOKENS,
+    OBJECT_STORE_SHARE,
+    EnginesShape,
+    Parallelism,
+    Resources,
+    SamplerShape,
+    TrainerShape,
+)
+from tinkercloud_crds.structural import Part
+from tinkercloud_planning.architecture import Architecture
+from tinkercloud_planning.gpus import GIB, Fleet
+from tinkercloud_planning.layouts import Layout, divisors, engine_sizes, pod_size
+from tinkercloud_planning.memory import state_bytes, weight_bytes
+from tinkercloud_planning.refusal import DoesNotFit, gib, refusal, trainer_refusal
+from tinkercloud_planning.search import (
+    FEW_SEQUENCES,
+    Demand,
+    Division,
+    Engine,
+    Trainer,
+    best_trainer,
+    divide,
+    micro_batch_tokens,
+)
+
+_CORES_PER_GPU = 4
+_SHARED_MEMORY_GIB_PER_GPU = 2
+"""Besides what is in Ray's store."""
+_POD_MEMORY_GIB = 16
+"""Of a pod, or a colocated engine, besides twice the weights that it puts on its GPUs, or twice the
+state of what is trained: when a rank hands it over, it and Ray's store have it. Neither happens
+while the other does."""
+_SCRATCH_GIB = 16
+"""Of a pod besides the model, which it may have to download."""
+_HEAD_CORES = 4
+_HEAD_MEMORY_GIB = 12
+"""Of a head besides models: requests that wait, results, adapters that are sampled from."""
+_HEAD_SHARED_MEMORY_GIB = 1
+"""Besides what is in Ray's store."""
+_USUAL_NODE_GIB = 2048
+"""Host memory of large nodes with eight GPUs: DGX and HGX machines, and what clouds rent out."""
+_COPIES_OF_STATE = 2
+"""A model's values and moments, as they are in Ray's store and as they are in files; gradients come
+after them."""
+ENGINE_IMAGE = "sglang:0.5.23"
+"""An image of SGLang's, of the release whose definitions the head is held to."""
+ADAPTERS_CLAIM = "adapters"
+"""The volume for adapters, unless it is named otherwise."""
+_OUTSIDE_EXPERTS = ("o_proj", "lm_head")
+"""Modules by SGLang's names that every mixture has beside its experts."""
+DEVICE_CLASS = "gpu.nvidia.com"
+"""What NVIDIA's driver offers GPUs as, for engines that share them with trainers."""
+_GPU_MEMORY_PERCENT = (10, 95)
+"""Least and most that a BaseModel accepts."""
+_MOST_CACHED_TOKENS = 1 << 30
+"""The most that a BaseModel accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A choice, and why it was made."""
+
+    choice: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is to be trained and sampled."""
+
+    demand: Demand
+    fleet: Fleet
+    division: Division
+    reasons: tuple[Reason, ...]
+
+    @property
+    def trainer(self) -> TrainerShape:
+        """The trainer pods."""
+        trainer, layout = self.division.trainer, self.division.trainer.layout
+        return TrainerShape(
+            backend="torch" if self.demand.architecture.only_torch else "megatron",
+            replicas=layout.gpus // trainer.gpus_per_pod,
+            gpus_per_replica=trainer.gpus_per_pod,
+            resources=self._resources(
+                trainer.gpus_per_pod,
+                trainer.memory.weights,
+                _state(self.demand),
+            ),
+            parallelism=_parallelism(layout),
+            max_batch_tokens=trainer.tokens,
+        )
+
+    @property
+    def sampler(self) -> SamplerShape:
+        """The sampler pods."""
+        sampler = self.division.sampler
+        return SamplerShape(
+            backend="sglang",
+            image=ENGINE_IMAGE,
+            replicas=sampler.engines,
+            gpus_per_replica=sampler.tensor,
+            resources=self._resources(sampler.tensor, sampler.memory.weights, 0),
+            colocated=self.division.colocated,
+            engines=self._engines,
+        )
+
+    @property
+    def _engines(self) -> EnginesShape:
+        """What engines are told. Colocated ones may start before trainers load, or after."""
+        if not self.division.colocated:
+            return EnginesShape(
+                adapters_claim_name=ADAPTERS_CLAIM, lora_target_modules=self._adapted
+            )
+        sampler, gpu = self.division.sampler, self.fleet.gpu
+        own = sampler.memory.weights + sampler.memory.trained + sampler.memory.kv_cache
+        free = gpu.memory - gpu.contexts(1) - sampler.memory.neighbour
+        least, most = _GPU_MEMORY_PERCENT
+        return EnginesShape(
+            adapters_claim_name=ADAPTERS_CLAIM,
+            lora_target_modules=self._adapted,
+            device_class_name=DEVICE_CLASS,
+            gpu_memory_percent=min(max(-(-100 * own // free), least), most),
+            max_cached_tokens=min(sampler.tokens, _MOST_CACHED_TOKENS),
+        )
+
+    @property
+    def _adapted(self) -> list[str] | None:
+        """What adapters may adapt in engines: experts take no other weights where they may."""
+        trains_experts = self.demand.lora_rank is None and self.demand.architecture.experts
+        return list(_OUTSIDE_EXPERTS) if trains_experts else None
+
+    @property
+    def head(self) -> Resources:
+        """What the head's container needs."""
+        return Resources(
+            cpu=str(_HEAD_CORES),
+            memory=f"{_head_memory_gib(self.demand)}Gi",
+            shared_memory=f"{_HEAD_SHARED_MEMORY_GIB + _store_gib(_state(self.demand))}Gi",
+            scratch=f"{_SCRATCH_GIB}Gi",
+        )
+
+    @property
+    def _model_gib(self) -> int:
+        return -(-weight_bytes(self.demand.architecture) // GIB)
+
+    def _resources(self, gpus: int, weights: int, state: int) -> Resources:
+        """Return what a pod, or a colocated engine, needs besides GPUs.
+
+        Weights pass through its memory on their way, and a colocated engine's stay there while they
+        are not on its GPUs. The state of a model passes through Ray's store.
+        """
+        return Resources(
+            cpu=str(_CORES_PER_GPU * gpus),
+            memory=f"{_pod_memory_gib(gpus, weights, state)}Gi",
+            shared_memory=f"{_SHARED_MEMORY_GIB_PER_GPU * gpus + _store_gib(state)}Gi",
+            scratch=f"{_SCRATCH_GIB + self._model_gib}Gi",
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """Return the part of a BaseModel's spec that was planned, as in YAML.
+
+        What it lacks are the model's name, its source and the head's image.
+        """
+        return {
+            "maxContextLength": self.demand.sequence_length,
+            "limits": {"maxLoraRank": self.demand.sampled_rank},
+            "head": {"resources": _written(self.head)},
+            "trainer": _written(self.trainer),
+            "sampler": _written(self.sampler),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """How given GPUs are to train a model."""
+
+    parallelism: Parallelism
+    max_batch_tokens: int
+    reasons: tuple[Reason, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"{reason.choice} {reason.value}: {reason.why}" for reason in self.reasons)
+
+
+def plan(
+    architecture: Architecture, fleet: Fleet, *, sequence_length: int, lora_rank: int | None
+) -> Plan:
+    """Return how to train and sample a model on some GPUs, using all of them.
+
+    Args:
+        architecture: the model.
+        fleet: the GPUs.
+        sequence_length: tokens of the longest sequence.
+        lora_rank: the largest rank of an adapter; None for full fine-tunes.
+
+    Raises:
+        DoesNotFit: there is no way; the message says what would fit.
+    """
+    longest = min(architecture.max_context_length, MAX_TOKENS)
+    if not 16 <= sequence_length <= longest:
+        raise DoesNotFit(
+            f"sequence_length: {sequence_length}; this model takes 16 to {longest} tokens"
+            f" (max_position_embeddings or, if smaller, its sliding_window, as engines attend to"
+            f" whole sequences; at most {MAX_TOKENS})"
+        )
+    demand = Demand(architecture, sequence_length, lora_rank)
+    division = divide(demand, fleet)
+    if division is None:
+        raise refusal(demand, fleet)
+    return Plan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
+
+
+def plan_trainer(demand: Demand, fleet: Fleet, *, beside: Engine | None) -> TrainerPlan:
+    """Return how all of some GPUs are to train a model.
+
+    Args:
+        demand: what is to be trained.
+        fleet: the GPUs; those of a node are one pod's.
+        beside: the engine on each of them, if they are shared.
+
+    Raises:
+        DoesNotFit: there is no way.
+    """
+    trainer = best_trainer(demand, fleet, beside=beside)
+    if trainer is None:
+        raise trainer_refusal(demand, fleet, beside)
+    reasons = (*_why_layout(demand, fleet, trainer), _why_tokens(demand, trainer))
+    return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, reasons)
+
+
+def _parallelism(layout: Layout) -> Parallelism:
+    return Parallelism(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+    )
+
+
+def _written(part: Part) -> dict[str, Any]:
+    return part.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _head_memory_gib(demand: Demand) -> int:
+    return _HEAD_MEMORY_GIB + -(-_COPIES_OF_STATE * _state(demand) // GIB)
+
+
+def _pod_memory_gib(gpus: int, weights: int, state: int) -> int:
+    return _POD_MEMORY_GIB + -(-2 * max(gpus * weights, state) // GIB)
+
+
+def _store_gib(passing: int) -> int:
+    """Return how much of a /dev/shm it takes for Ray's store to hold so many bytes."""
+    return ceil(passing / OBJECT_STORE_SHARE / GIB)
+
+
+def _state(demand: Demand) -> int:
+    return state_bytes(demand.architecture, demand.lora_rank)
+
+
+def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
+    return [
+        _why_these_gpus(fleet, division),
+        *_why_torch(demand),
+        *_why_layout(demand, fleet, division.trainer),
+        _why_tokens(demand, division.trainer),
+        _why_engines(demand, fleet, division),
+        *_why_adapted_in_part(demand),
+        *_why_memory(demand, division),
+        *_what_sharing_needs(division),
+    ]
+
+
+def _why_layout(demand: Demand, fleet: Fleet, trainer: Trainer) -> list[Reason]:
+    layout = trainer.layout
+    axes = ["tensor", "pipeline", "context", *(["expert"] if demand.architecture.experts else [])]
+    copies = f"what is left: {layout.gpus} that train / tensor x pipeline x context"
+    return [
+        *(_why_axis(demand, fleet, trainer, axis) for axis in axes),
+        Reason("data", str(layout.data), copies),
+    ]
+
+
+def _why_adapted_in_part(demand: Demand) -> list[Reason]:
+    if demand.lora_rank is None:
+        return []
+    reasons = []
+    if not demand.architecture.engines_adapt_attention:
+        why = "SGLang takes none of queries that are not compressed (q_lora_rank: null)"
+        reasons.append(Reason("adapters", "with train_attn=False", why))
+    if not demand.architecture.engines_adapt_mlp:
+        why = "SGLang takes none of the experts of this family, by their names (w1, w2, w3)"
+        reasons.append(Reason("adapters", "with train_mlp=False", why))
+    return reasons
+
+
+def _why_torch(demand: Demand) -> list[Reason]:
+    refused = demand.architecture.only_torch
+    if not refused:
+        return []
+    why = f"the megatron trainer refuses {refused}; a copy on each GPU"
+    return [Reason("trainer", "torch", why)]
+
+
+def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:
+    trainers = division.trainer.layout.gpus
+    if not division.colocated:
+        value = f"{trainers} train, {fleet.count - trainers} sample"
+        return Reason("GPUs", value, "of their own, so that nobody waits for the other's turn")
+    why = "one can't be divided" if fleet.count == 1 else "no part of them is enough for either"
+    return Reason("GPUs", f"{fleet.count} train and sample", f"{why}; they take turns (colocated)")
+
+
+def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reason:
+    value: int = getattr(trainer.layout, axis)
+    if value == 1:
+        return Reason(axis, "1", "not needed")
+    smaller = [divisor for divisor in divisors(value) if divisor < value][-1]
+    layout = _with(trainer.layout, axis, smaller)
+    reserve, kept = trainer.memory.reserve, trainer.memory.neighbour
+    tokens = micro_batch_tokens(demand, layout, fleet.gpu.memory - reserve - kept)
+    if tokens is None:
+        least = demand.training(
+            layout, demand.least_tokens(layout), reserve=reserve, neighbour=kept
+        )
+        need, has = gib(least.total), gib(fleet.gpu.memory)
+        return Reason(axis, str(value), f"with {smaller}, a GPU would need {need} and has {has}")
+    if tokens < trainer.tokens:
+        why = f"with {smaller}, a micro-batch would have {tokens} tokens only"
+        return Reason(axis, str(value), why)
+    return Reason(axis, str(value), f"with {smaller}, too little is left for the sampler")
+
+
+def _with(layout: Layout, axis: str, value: int) -> Layout:
+    """Return a layout with one axis changed, and as much data parallelism as that leaves."""
+    if axis == "expert":
+        return replace(layout, expert=value)
+    factor = getattr(layout, axis) // value
+    return replace(layout, data=layout.data * factor, **{axis: value})
+
+
+def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
+    why = (
+        "more would not be faster"
+        if trainer.tokens == demand.most_tokens(trainer.layout)
+        else f"what fits; their activations take {gib(trainer.memory.activations)} of each GPU"
+    )
+    return Reason("maxBatchTokens", str(trainer.tokens), why)
+
+
+def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> Reason:
+    sampler = division.sampler
+    gpus = sampler.engines * sampler.tensor
+    value = f"{sampler.engines} x {sampler.tensor} GPUs"
+    holds = f"one holds {sampler.sequences} sequences of {demand.sequence_length} tokens"
+    if sampler.tensor == 1:
+        return Reason("sampler", value, holds)
+    sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
+    smaller = max(size for size in sizes if size < sampler.tensor)
+    why = (
+        f"smaller ones would be more than the {MAX_ENGINES} of a session"
+        if gpus // smaller > MAX_ENGINES
+        else f"fewer GPUs would hold less than {FEW_SEQUENCES}"
+    )
+    return Reason("sampler", value, f"{holds}; {why}")
+
+
+def _why_memory(demand: Demand, division: Division) -> list[Reason]:
+    """Return what head and pods need of their nodes' memory, and which of it nodes seldom have."""
+    trainer, sampler = division.trainer, division.sampler
+    trains = _pod_memory_gib(trainer.gpus_per_pod, trainer.memory.weights, _state(demand))
+    samples = _pod_memory_gib(sampler.tensor, sampler.memory.weights, 0)
+    on_their_way = "for weights on their way to GPUs"
+    needs = [
+        ("head", _head_memory_gib(demand), "for what passes through it; the model is elsewhere"),
+        ("trainer pod", trains, f"{on_their_way}, or what is trained as it is handed over"),
+        ("engine" if division.colocated else "sampler pod", samples, on_their_way),
+    ]
+    unusual = f"; nodes with 8 GPUs usually have {_USUAL_NODE_GIB} at most"
+    return [
+        Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
+        for part, need, why in needs
+    ]
+
+
+def _what_sharing_needs(division: Division) -> list[Reason]:
+    if not division.colocated:
+        return []
+    why = f"needs Kubernetes 1.34 or newer, and a driver of devices that offers {DEVICE_CLASS}"
+    return [Reason("cluster", "claims of devices", why)]

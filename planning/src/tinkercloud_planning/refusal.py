@@ -1,0 +1,193 @@
+"""Why a model does not fit on some GPUs, and what would."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tinkercloud_crds.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
+from tinkercloud_planning.gpus import GIB, MEMORY_GIB, Fleet, Gpu, gpu
+from tinkercloud_planning.layouts import engine_sizes, layouts, pod_size
+from tinkercloud_planning.memory import GpuMemory, kv_bytes_per_token, sampling
+from tinkercloud_planning.search import Demand, Engine, can_sample, divide
+
+_SUGGESTED_RANK = 32
+_MOST_NODES = 8
+_SHORTEST_SEQUENCE = 512
+
+
+class DoesNotFit(ValueError):
+    """What was asked for can't be done on the GPUs there are; the message says what could."""
+
+
+def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
+    """Return the error for a demand that `divide` found no way for."""
+    if most := _most_gpus(demand, fleet):
+        return DoesNotFit(
+            f"{fleet} is more than one session of this model can use, and a plan uses all: there"
+            f" are at most {MAX_REPLICAS} trainer pods and {MAX_ENGINES} engines, each on one node"
+            f" ({fleet.per_node} GPUs). Take {most}x{fleet.gpu.name}"
+        )
+    model = demand.architecture
+    what = "a full fine-tune" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
+    remedies = _remedies(demand, fleet)
+    would = (
+        f"What would fit: {'; '.join(remedies)}."
+        if remedies
+        else "Nothing would that is known here; an engine has to fit one node."
+    )
+    return DoesNotFit(
+        f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
+        f" sequences of {demand.sequence_length} tokens does not fit on {fleet}."
+        f" {_needs(demand, fleet)} {would}"
+    )
+
+
+def trainer_refusal(demand: Demand, fleet: Fleet, beside: Engine | None) -> DoesNotFit:
+    """Return what to say when a model can't be trained on given GPUs, or beside an engine there."""
+    model = demand.architecture
+    needed = min(_training_needs(demand, fleet, beside), key=lambda memory: memory.total)
+    return DoesNotFit(
+        f"training this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
+        f" sequences of {demand.sequence_length} tokens does not fit on {fleet}: each GPU has"
+        f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)}). Take"
+        " more GPUs or shorter sequences"
+    )
+
+
+def engine_refusal(demand: Demand, kind: Gpu, gpus: int) -> DoesNotFit:
+    """Return what to say when an engine that has so many GPUs to itself can't sample a model."""
+    model = demand.architecture
+    if gpus not in engine_sizes(model, gpus):
+        problem = f"an engine can't divide this model ({model.model_type}) over so many"
+    else:
+        needed = _sampling_need(demand, Fleet(kind, gpus, per_node=gpus), gpus, None)
+        problem = (
+            f"an engine of this model ({model.model_type}, {model.parameters / 1e9:.1f}B"
+            f" parameters) with sequences of {demand.sequence_length} tokens would need"
+            f" {gib(needed.total)} of each {kind.name} ({describe(needed)}), which has"
+            f" {gib(kind.memory)}"
+        )
+    enough = next((n for n in range(1, MAX_GPUS + 1) if can_sample(demand, kind, n)), None)
+    remedy = (
+        f"take {enough}"
+        if enough is not None
+        else f"no number up to {MAX_GPUS} is enough: take larger GPUs, shorter sequences or"
+        " a smaller limits.maxLoraRank"
+    )
+    return DoesNotFit(f"{gpus}, but {problem}; {remedy}")
+
+
+def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
+    """Return how many of these GPUs are enough: a part of a node, or 1, 2, 4, 8 nodes."""
+    parts = [1 << power for power in range(fleet.per_node.bit_length())]
+    nodes = [fleet.per_node << power for power in range(_MOST_NODES.bit_length())]
+    counts = sorted({count for count in parts if count <= fleet.per_node} | {*nodes})
+    return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
+
+
+def _most_gpus(demand: Demand, fleet: Fleet) -> int | None:
+    """Return how many GPUs a session can use, if these are more; None if they are not too many."""
+    if fleet.count <= MAX_REPLICAS * fleet.per_node or fewest_gpus(demand, fleet) is None:
+        return None
+    nodes = range(MAX_REPLICAS + MAX_ENGINES, 0, -1)
+    counts = (count * fleet.per_node for count in nodes if count * fleet.per_node < fleet.count)
+    return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
+
+
+def describe(memory: GpuMemory) -> str:
+    """Return the parts of an estimate in words."""
+    parts = [(name.replace("_", " "), size) for name, size in memory.parts() if size]
+    return ", ".join(f"{name} {gib(size)}" for name, size in parts)
+
+
+def gib(size: int) -> str:
+    """Return bytes as people read them."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def _needs(demand: Demand, fleet: Fleet) -> str:
+    """Return what the least demanding ways of training and sampling take of a GPU."""
+    trains = min(_training_needs(demand, fleet, None), key=lambda memory: memory.total)
+    samples = min(
+        (_sampling_need(demand, fleet, tensor, None) for tensor in _engine_sizes(demand, fleet)),
+        key=lambda memory: memory.total,
+    )
+    has = f"A GPU has {gib(fleet.gpu.memory)}"
+    if max(trains.total, samples.total) > fleet.gpu.memory:
+        return (
+            f"{has}. Were all of them to train, each would need {gib(trains.total)}"
+            f" ({describe(trains)}); were all to sample, {gib(samples.total)}"
+            f" ({describe(samples)})."
+        )
+    trains, samples = min(
+        _needs_together(demand, fleet), key=lambda needs: max(memory.total for memory in needs)
+    )
+    return (
+        f"{has}. That is enough for training alone, or for sampling alone, but here they have to"
+        " take turns on the same GPUs, where the trainer keeps its weights and what it trains, and"
+        " the engine its slots for adapters (each is the other's neighbour):"
+        f" training would need {gib(trains.total)} ({describe(trains)}), sampling"
+        f" {gib(samples.total)} ({describe(samples)})."
+    )
+
+
+def _needs_together(demand: Demand, fleet: Fleet) -> Iterator[tuple[GpuMemory, GpuMemory]]:
+    """Yield what training, and sampling, take of a GPU that they share."""
+    for tensor in _engine_sizes(demand, fleet):
+        for trains in _training_needs(demand, fleet, Engine(tensor, demand.sampled_rank)):
+            yield trains, _sampling_need(demand, fleet, tensor, trains)
+
+
+def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list[GpuMemory]:
+    model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
+    kept = beside.kept(model) if beside else 0
+    return [
+        demand.training(layout, demand.least_tokens(layout), reserve=reserve, neighbour=kept)
+        for layout in layouts(model, fleet.count, pod_size(fleet.count, fleet.per_node))
+    ]
+
+
+def _engine_sizes(demand: Demand, fleet: Fleet) -> list[int]:
+    return engine_sizes(demand.architecture, pod_size(fleet.count, fleet.per_node))
+
+
+def _sampling_need(
+    demand: Demand, fleet: Fleet, tensor: int, beside: GpuMemory | None
+) -> GpuMemory:
+    model = demand.architecture
+    memory = sampling(
+        model,
+        tensor,
+        gpu=fleet.gpu,
+        reserve=fleet.gpu.reserve(2 if beside else 1),
+        lora_rank=demand.sampled_rank,
+        neighbour=beside.weights + beside.trained if beside else 0,
+    )
+    return replace(memory, kv_cache=demand.sequence_length * kv_bytes_per_token(model, tensor))
+
+
+def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
+    """Return changes that would each be enough."""
+    remedies = []
+    for kind in [fleet.gpu, *_larger_kinds(fleet.gpu)]:
+        if fewest := fewest_gpus(demand, replace(fleet, gpu=kind, count=1)):
+            remedies.append(f"{fewest}x{kind.name}")
+            break
+    if shorter := _longest_sequence(demand, fleet):
+        remedies.append(f"sequences of {shorter} tokens")
+    if demand.lora_rank is None and divide(replace(demand, lora_rank=_SUGGESTED_RANK), fleet):
+        remedies.append(f"LoRA of rank {_SUGGESTED_RANK}")
+    return remedies
+
+
+def _larger_kinds(kind: Gpu) -> list[Gpu]:
+    known = [gpu(name) for name in MEMORY_GIB]
+    return [other for other in known if other.memory > kind.memory]
+
+
+def _longest_sequence(demand: Demand, fleet: Fleet) -> int | None:
+    length = demand.sequence_length // 2
+    while length >= _SHORTEST_SEQUENCE:
+        if divide(replace(demand, sequence_length=length), fleet):
+            return length
+        length //= 2
+    return None

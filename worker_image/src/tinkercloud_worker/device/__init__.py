@@ -1,0 +1,1 @@
+"""The accelerator: its memory, matrix products and packed attention."""

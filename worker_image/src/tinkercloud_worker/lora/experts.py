@@ -1,0 +1,226 @@
+"""Adapters of the experts of a mixture, whose weights transformers keeps in two tensors of a layer.
+
+Which halves of an adapter experts share, and which are each one's own, says `lora`. What they share
+multiplies a position's hidden state once, and what it gets of all its experts once; the others are
+stacked as the weights are. Positions are sorted by the expert that they are sent to, so that one
+product computes a projection of all experts (`torch.nn.functional.grouped_mm`), and another one
+half of an adapter: how many launches there are does not depend on how many experts. What a position
+gets depends on no other.
+
+Over a base of lower precision A and B are rounded to it, as in other layers, and so is what a pass
+adds to each expert's gradient; gradients are added up in float32.
+
+Shape legend: N positions, K experts that each is sent to, S = N * K pairs of those, sorted by
+expert; E experts, D hidden size, F intermediate size, r rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
+from torch.nn.modules.conv import _ConvNd
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.linear import Term
+
+_MIXTRALS = frozenset({"minimax", "minimax_m2", "mixtral", "phimoe"})
+"""Families whose checkpoints, and vLLM and SGLang with them, have Mixtral's names for experts."""
+_ALIGNED_BYTES = 16
+"""Rows of factors start at multiples of this."""
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From hidden states [N, D], the experts of each [N, K] and their shares [N, K] to the sum of what
+the experts return [N, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """The experts of a layer, all in one module."""
+
+    name: str
+    """Of the module in the Hugging Face model."""
+    gate: Target
+    up: Target
+    down: Target
+
+    @property
+    def targets(self) -> tuple[Target, Target, Target]:
+        """Its weights that can be adapted."""
+        return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertTerms:
+    """An adapter's parts of a layer's experts; their A and B have a first dimension, [E] or [1]."""
+
+    gate: Term
+    up: Term
+    down: Term
+
+
+def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
+    """Return the experts of a model that can be adapted, in the order of its modules.
+
+    These are gated, without biases, gates before ups, and [out, in] each: what all mixtures have
+    that transformers computes by its common code, but for a few (`unadaptable_experts`).
+
+    Their adapters are named as the family's checkpoints name the weights of an expert, less its
+    number: `...mlp.experts.gate_proj`, and of Mixtral `...block_sparse_moe.experts.w1`.
+    """
+    family = model.config.get_text_config().model_type
+    return [
+        _fused(name, module, family)
+        for name, module in model.named_modules()
+        if _is_adaptable(module)
+    ]
+
+
+def unadaptable_experts(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
+    """Return the class of a model's experts that can't be adapted; None if all can."""
+    known = {each.name for each in experts}
+    for name, module in model.named_modules():
+        kept = module.named_parameters(recurse=False)
+        is_known = name in known or isinstance(module, _ConvNd)
+        if not is_known and any(weight.ndim == 3 for _, weight in kept):
+            return type(module).__name__
+    return None
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    form = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
+    return tuple(getattr(module, each, None) for each in form) == (True, True, False, False, False)
+
+
+def _fused(name: str, module: Any, family: str) -> FusedExperts:  # noqa: ANN401 - of 60 classes
+    count, hidden, width = module.down_proj.shape
+    leaves, prefix = ("gate_proj", "up_proj", "down_proj"), name
+    if family in _MIXTRALS:
+        leaves, prefix = ("w1", "w3", "w2"), name.replace(".mlp.", ".block_sparse_moe.")
+    gate, up, down = (f"{prefix}.{leaf}" for leaf in leaves)
+    return FusedExperts(
+        name,
+        Target(gate, hidden, width, "mlp", experts=count),
+        Target(up, hidden, width, "mlp", experts=count),
+        Target(down, width, hidden, "mlp", experts=count),
+    )
+
+
+def guard_gradients(experts: nn.Module) -> None:
+    """Compute the experts of a layer by `grouped_linear` in passes that train their weights.
+
+    Args:
+        experts: their module, of `find_experts`.
+    """
+    plain: Forward = experts.forward
+
+    # The names are transformers'.
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and cast("Tensor", experts.gate_up_proj).requires_grad:
+            return _computed(experts, None, hidden_states, top_k_index, top_k_weights)
+        return plain(hidden_states, top_k_index, top_k_weights)
+
+    # Assigned to the instance, so that the module stays what it is, names and all.
+    experts.forward = forward
+
+
+def with_terms(
+    experts: nn.Module, plain: Forward, parts: Sequence[tuple[slice, ExpertTerms | None]]
+) -> Forward:
+    """Return a forward function of a layer's experts with the terms of adapters.
+
+    Args:
+        experts: their module, of `find_experts`.
+        plain: its forward function without adapters.
+        parts: consecutive positions that cover the pass, and the terms of each.
+    """
+
+    def forward(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        results = []
+        for rows, terms in parts:
+            inputs = hidden_ND[rows], index_NK[rows], weights_NK[rows]
+            results.append(plain(*inputs) if terms is None else _computed(experts, terms, *inputs))
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    return forward
+
+
+def _computed(
+    experts: Any,  # noqa: ANN401 - of 60 classes
+    terms: ExpertTerms | None,
+    hidden_ND: Tensor,
+    index_NK: Tensor,
+    weights_NK: Tensor,
+) -> Tensor:
+    chosen, dtype = index_NK.shape[1], hidden_ND.dtype
+    numbers_S, order_S = torch.sort(index_NK.flatten(), stable=True)
+    positions_S = order_S // chosen
+    ends_E = _ends(numbers_S, experts.num_experts)
+
+    def added(term: Term) -> Tensor:
+        low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
+        return grouped_linear(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+
+    gate_up = grouped_linear(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
+    if terms is not None:
+        gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
+    inner_SF = cast("Tensor", experts._apply_gate(gate_up))
+
+    # Added up in the order of each position's experts, not in that of all pairs.
+    back_S = torch.empty_like(order_S).scatter_(
+        0, order_S, torch.arange(len(order_S), device=order_S.device)
+    )
+    shares_S1 = weights_NK.flatten()[order_S].unsqueeze(1)
+
+    def sums(values: Tensor) -> Tensor:
+        return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
+
+    whole_ND = sums(grouped_linear(inner_SF, experts.down_proj, ends_E))
+    if terms is None:
+        return whole_ND
+    low_Nr = sums(grouped_linear(inner_SF, terms.down.a, ends_E)) * terms.down.scale
+    return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
+
+
+def _ends(numbers_S: Tensor, count: int) -> Tensor:
+    """Return where the pairs of each expert end, int32 [E]."""
+    every_E = torch.arange(count, device=numbers_S.device)
+    return torch.searchsorted(numbers_S, every_E, right=True, out_int32=True)
+
+
+def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
+    """Return [S, out]: each row times the transposed weight of its expert.
+
+    Args:
+        x: [S, in], sorted by expert; experts may have no rows.
+        weights: [E, out, in], rounded to the type of x.
+        ends_E: int32, where each expert's rows end; the last ends are those of x.
+    """
+    if not len(x):
+        # torch can't go back through a product of no rows.
+        return grouped_linear(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[
+            :0
+        ]
+    step, out = _ALIGNED_BYTES // x.element_size(), weights.shape[1]
+    inner, outer = -x.shape[1] % step, -out % step
+    weights = weights.to(x.dtype)
+    if inner or outer:
+        weights = nn.functional.pad(weights, (0, inner, 0, outer))
+        x = nn.functional.pad(x, (0, inner))
+    weights = weights.view_as(weights)
+    if weights.requires_grad:
+        weights.register_hook(partial(_of_rows, ends_E))  # type: ignore[no-untyped-call]
+    return grouped_mm(x, weights.transpose(1, 2), offs=ends_E)[:, :out]
+
+
+def _of_rows(ends_E: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of experts' weights, zero where an expert has no rows.
+
+    On some GPUs torch's product leaves uninitialised memory there (pytorch#172439).
+    """
+    starts_E = nn.functional.pad(ends_E[:-1], (1, 0))
+    return gradient.masked_fill((starts_E == ends_E)[:, None, None], 0.0)

@@ -1,0 +1,77 @@
+"""The output layer, for a few rows at a time: float32 logits, and its backward pass.
+
+Shape legend: R positions, D hidden size, V vocabulary or a rank's part of it, r LoRA rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
+from tinkercloud_worker.device.matmul import addmm_float32_, matmul_float32
+from tinkercloud_worker.lora.parameters import gradient_of
+
+Adapters = Sequence[tuple[slice, Tensor, Tensor, float]]
+"""Rows, A [r, D], B [V, r] and scale of each adapter that adapts the output layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unembedding:
+    """The output layer a pass runs through: frozen or trained weight, adapters of some rows."""
+
+    linear: FrozenLinear
+    """[V, D]."""
+    adapters: Adapters
+    """Gradients are added to the `.grad` of A and B."""
+    gradients: tuple[Tensor, Tensor | None] | None = None
+    """Float32 [V, D] and [V]: what those of weight and bias are added to, if these are trained."""
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return float32 logits [R, V]."""
+        logits_RV = self.linear.matmul_float32(hidden_RD)
+        for rows, a, b, scale in self.adapters:
+            logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
+        return logits_RV
+
+    def backward(self, hidden_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
+        """Return the gradient [R, D] of the hidden states; add those of what is trained.
+
+        Args:
+            hidden_RD: what the logits were made of.
+            dlogits_RV: their gradient, in the hidden states' dtype.
+        """
+        if self.gradients is not None:
+            weight_gradient, bias_gradient = self.gradients
+            addmm_float32_(weight_gradient, dlogits_RV.T, hidden_RD)
+            if bias_gradient is not None:
+                bias_gradient.add_(dlogits_RV.sum(0, dtype=torch.float32))
+        dh_RD = self.linear.gradient(dlogits_RV)
+        for rows, a, b, scale in self.adapters:
+            own_h, own_dlogits = hidden_RD[rows], dlogits_RV[rows]
+            rounded_a, rounded_b = a.to(own_h.dtype), b.to(own_h.dtype)
+            back_Rr = own_dlogits @ rounded_b
+            gradient_of(b).add_(matmul_float32(own_dlogits.T, own_h @ rounded_a.T), alpha=scale)
+            gradient_of(a).add_(matmul_float32(back_Rr.T, own_h), alpha=scale)
+            dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
+        return dh_RD
+
+    def of_rows(self, rows: slice) -> "Unembedding":
+        """Return the layer for some of the rows, which are counted from 0 there."""
+        own = [
+            (slice(start, stop), a, b, scale)
+            for (adapted, a, b, scale) in self.adapters
+            if (start := max(adapted.start, rows.start) - rows.start)
+            < (stop := min(adapted.stop, rows.stop) - rows.start)
+        ]
+        return replace(self, adapters=own)
+
+    def of_active(self, active_R: Tensor) -> "Unembedding":
+        """Return the layer for the rows that are marked, which are counted from 0 there."""
+        before_R = [0, *active_R.cumsum(0).tolist()]
+        own = [
+            (slice(before_R[rows.start], before_R[rows.stop]), a, b, scale)
+            for (rows, a, b, scale) in self.adapters
+        ]
+        return replace(self, adapters=own)

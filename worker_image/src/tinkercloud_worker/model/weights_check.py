@@ -1,0 +1,372 @@
+"""Checks that a model's weight files hold the model that its configuration describes.
+
+transformers gives random values to weights that the files lack, and drops tensors that it has no
+place for. Both are refused here, unless there is a reason that is known. Names, shapes and dtypes
+are compared without reading values, so that whoever reads the files otherwise (megatron-core,
+inference engines) can rely on them too.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from tinkercloud_worker.model.architecture import (
+    BUILDING,
+    UnsupportedModelError,
+    keep_text,
+    model_class,
+    read_config,
+)
+from tinkercloud_worker.model.quantized import block_size, files_read, unquantized
+from tinkercloud_worker.model.weight_files import (
+    StoredTensor,
+    UnreadableWeights,
+    described_tensors,
+    listed,
+    stored_tensors,
+    weight_files,
+)
+
+_PLAIN = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_PACKED = frozenset(
+    {torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
+)
+"""Types of weights whose values mean something only with scales."""
+
+_DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias)$")
+"""Tensors that old files have, and that models compute for themselves."""
+_TOWERS = re.compile(
+    r"(^|\.)(visual|vision\w*|image\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector"
+    r"|multimodal_projector|mm_projector|patch_merge\w*)\."
+)
+"""Of vision-language models: parts that text never reaches."""
+_PREDICTORS = re.compile(r"(^|\.)mtp(_\w+)?\.")
+"""Layers that predict further tokens (MTP), where they have a name of their own."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
+_OF_PREDICTORS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens"})
+"""What such a layer has if it is numbered after the others, and no other layer has."""
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_HEAD = "lm_head.weight"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors that a weight in MXFP4 is made of."""
+_LONGEST_REASON = 300
+"""Characters of an error of transformers that a message has."""
+_LISTED_LAYERS = 5
+_THREADS = 4
+_PART_BYTES = 8 << 20
+"""Of a tensor that are read at once; a multiple of every dtype's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the tensors of files differ from those of a model."""
+
+    missing: Collection[str]
+    """Names of weights that no file has."""
+    unexpected: Collection[str]
+    """Names of tensors that the model has no place for."""
+    mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]
+    """Names of others, with their shapes in the files and in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a configuration says of a model's weights."""
+
+    layers: int
+    is_tied: bool
+    has_towers: bool
+    """Whether it is a vision-language model."""
+
+
+def expected_of(config: Any) -> Expected:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return what a Hugging Face configuration says."""
+    text = config.get_text_config()
+    return Expected(
+        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        is_tied=bool(getattr(config, "tie_word_embeddings", False)),
+        has_towers=text is not config,
+    )
+
+
+def differences(found: Comparison, expected: Expected) -> list[str]:
+    """Return what is wrong with a model's files, in words; nothing if they hold the model.
+
+    Not wrong are tensors that the text model does not use: buffers that it computes for itself,
+    layers that predict further tokens, towers for images and sound.
+    """
+    unexpected = sorted(set(found.unexpected) - set(_explained(found.unexpected, expected)))
+    missing = sorted(found.missing)
+    prefix = _common_prefix(unexpected, missing)
+    if prefix is not None:
+        return [
+            f"all names in the files begin with {prefix!r}, which the model's do not"
+            f" ({listed(unexpected)}); rename the tensors without it"
+        ]
+    wrong = []
+    if missing:
+        wrong.append(f"missing in the files: {listed(missing)}")
+    if missing == [_HEAD] and not expected.is_tied:
+        wrong.append(
+            "if the output layer is meant to be the embedding, set tie_word_embeddings to true in"
+            " config.json"
+        )
+    if unexpected:
+        wrong.append(f"in the files, but not in the model: {listed(unexpected)}")
+    shapes = [
+        f"{name} {list(theirs)} in the files, {list(ours)} by the configuration"
+        for name, theirs, ours in sorted(found.mismatched)
+    ]
+    if shapes:
+        wrong.append(f"of another shape: {listed(shapes)}")
+    return wrong + _layers(unexpected, missing, expected.layers)
+
+
+def _layers(unexpected: Sequence[str], missing: Sequence[str], layers: int) -> list[str]:
+    numbers = [int(match[1]) for name in unexpected if (match := _LAYER.search(name))]
+    more = [number for number in numbers if number >= layers]
+    if more:
+        return [f"num_hidden_layers is {layers}, but the files have layers up to {max(more)}"]
+    lost = [int(match[1]) for name in missing if (match := _LAYER.search(name))]
+    if len(lost) > 1 and len(lost) == len(missing):
+        few = sorted(set(lost))[:_LISTED_LAYERS]
+        return [f"num_hidden_layers is {layers}; weights of layers {few} are missing"]
+    return []
+
+
+def _explained(unexpected: Iterable[str], expected: Expected) -> list[str]:
+    names = list(unexpected)
+    leaves: dict[int, set[str]] = defaultdict(set)
+    for name in names:
+        if match := _LAYER.search(name):
+            leaves[int(match[1])].update(match[2].split("."))
+    predictors = {
+        number
+        for number, parts in leaves.items()
+        if number >= expected.layers and parts & _OF_PREDICTORS
+    }
+
+    def is_explained(name: str) -> bool:
+        match = _LAYER.search(name)
+        return bool(
+            _DERIVED.search(name)
+            or _PREDICTORS.search(name)
+            or (expected.has_towers and _TOWERS.search(name))
+            or (match and int(match[1]) in predictors)
+        )
+
+    return [name for name in names if is_explained(name)]
+
+
+def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
+    """Return what names must lose to be those that are missing, if it is the same of all."""
+    common = f"{unexpected[0]}." if unexpected and missing else ""
+    while common := common.rpartition(".")[0]:
+        if not all(name.startswith(f"{common}.") for name in unexpected):
+            continue
+        renamed = {name.removeprefix(f"{common}.") for name in unexpected}
+        if renamed & set(missing):
+            return f"{common}."
+    return None
+
+
+def wrong_experts(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return what is wrong with the experts of a mixture that files number one by one.
+
+    transformers stacks those that it finds, whatever their numbers are.
+
+    Args:
+        shapes: of all tensors in the files, by name.
+    """
+    experts: dict[tuple[str, str], dict[int, Sequence[int]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        if match := _EXPERT.fullmatch(name):
+            experts[match[1], match[3]][int(match[2])] = shape
+    wrong = []
+    for (before, after), numbered in experts.items():
+        lost = sorted(set(range(max(numbered) + 1)) - numbered.keys())
+        if lost:
+            wrong.append(f"missing in the files: {before}{lost[0]}{after}")
+        elif len({tuple(shape) for shape in numbered.values()}) > 1:
+            wrong.append(f"{before}*{after} is of several shapes")
+    return wrong
+
+
+def load_checked(
+    path: str,
+    kind: Any,  # noqa: ANN401 - a class, or one of transformers' that choose it
+    expected: Expected,
+    **source: Any,  # noqa: ANN401 - of several types
+) -> PreTrainedModel:
+    """Return a model, or its text, that transformers loads, if all of its weights are in the files.
+
+    Args:
+        path: of the folder, for messages.
+        kind: class of the model.
+        expected: what the folder's configuration says.
+        source: arguments of `from_pretrained` that say what is loaded, and how.
+
+    Raises:
+        UnsupportedModelError: its weights are not those of the files.
+    """
+    model: PreTrainedModel
+    try:
+        model, info = kind.from_pretrained(
+            **source, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        wrong = f"transformers can't convert the weights ({reason})"
+        raise _refusal(path, [wrong]) from error
+    removed = tuple(keep_text(model))
+    compared = Comparison(
+        [name for name in info["missing_keys"] if not name.startswith(removed)],
+        [name for name in info["unexpected_keys"] if not name.startswith(removed)],
+        [each for each in info["mismatched_keys"] if not each[0].startswith(removed)],
+    )
+    _refuse(path, differences(compared, expected))
+    return model
+
+
+def _refuse(path: str, wrong: Sequence[str]) -> None:
+    if wrong:
+        raise _refusal(path, wrong)
+
+
+def _refusal(path: str, wrong: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: the files do not hold the model that config.json describes: {'; '.join(wrong)}."
+        " Fetch the model again, or correct config.json or the files"
+    )
+
+
+def check_weights(path: str) -> None:
+    """Check names, shapes and dtypes of a folder's weights against its configuration.
+
+    Only headers are read. Weights quantized otherwise than in blocks of float8 are checked when
+    they are loaded.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        UnsupportedModelError: the weights are not those of the model; the message names them.
+    """
+    config = read_config(path)
+    if (Path(path) / "adapter_config.json").exists():
+        _refuse(path, ["adapter_config.json: the folder holds an adapter; merge it into its base"])
+    block = block_size(config)
+    try:
+        tensors = described_tensors(files_read(path, config))
+    except UnreadableWeights as error:
+        raise _refusal(path, [str(error)]) from error
+    if block is not None:
+        tensors, wrong = unquantized(tensors, block)
+        _refuse(path, wrong)
+    elif getattr(config, "quantization_config", None):
+        _refuse(path, _unpaired(tensors))
+        return
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = wrong_experts(shapes) + _packed(tensors)
+    _refuse(path, wrong)
+    config.__dict__.pop("quantization_config", None)
+    _compare(path, config, tensors)
+
+
+def _unpaired(names: Collection[str]) -> list[str]:
+    pairs = ((_BLOCKS, _SCALES), (_SCALES, _BLOCKS))
+    lost = [
+        other
+        for name in names
+        for end, other_end in pairs
+        if name.endswith(end) and (other := name.removesuffix(end) + other_end) not in names
+    ]
+    return [f"missing in the files: {listed(lost)}"] if lost else []
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
+    packed = [f"{name} ({each.dtype})" for name, each in tensors.items() if each.dtype in _PACKED]
+    if not packed:
+        return []
+    return [
+        f"quantized, but config.json has no quantization_config that says how: {listed(packed)}"
+    ]
+
+
+def _compare(path: str, config: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - as above
+    """Have transformers find the place of each tensor, without values."""
+    kind, own_config = model_class(config)
+    with BUILDING:
+        load_checked(
+            path,
+            kind,
+            expected_of(config),
+            pretrained_model_name_or_path=None,
+            config=own_config,
+            state_dict=tensors,
+            dtype=torch.float32,
+            device_map={"": "meta"},
+        )
+
+
+def check_finite(path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that weights are numbers.
+
+    Args:
+        path: of the folder, for the message.
+        tensors: that were read, with the names that the message is to have.
+
+    Raises:
+        UnsupportedModelError: some are NaN or infinite.
+    """
+    broken = [name for name, tensor in tensors if not _is_finite(tensor)]
+    if broken:
+        _refuse(path, [f"NaN or infinite values in {listed(broken)}"])
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # Without a tensor of flags that is as large.
+    least, greatest = torch.aminmax(tensor if tensor.dtype in _PLAIN else tensor.float())
+    return bool(torch.isfinite(least) and torch.isfinite(greatest))
+
+
+def check_values(path: str) -> None:
+    """Read all weights of safetensors files, and check that they are numbers.
+
+    For folders that only inference engines read, which do not check. It takes as long as reading
+    the files does.
+
+    Raises:
+        UnsupportedModelError: some are NaN or infinite.
+    """
+    files = weight_files(path)
+    if files[0].suffix != ".safetensors":
+        return
+
+    tensors = stored_tensors(files)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        finite = dict(zip(tensors, pool.map(_is_stored_finite, tensors.values()), strict=True))
+    broken = [name for name, is_finite in finite.items() if not is_finite]
+    if broken:
+        _refuse(path, [f"NaN or infinite values in {listed(broken)}"])
+
+
+def _is_stored_finite(stored: StoredTensor) -> bool:
+    """Whether all values are numbers; a part of them is in memory at a time."""
+    parts = (
+        bytearray(stored.read(start, min(_PART_BYTES, stored.size - start)))
+        for start in range(0, stored.size, _PART_BYTES)
+    )
+    return all(_is_finite(torch.frombuffer(part, dtype=stored.dtype)) for part in parts)

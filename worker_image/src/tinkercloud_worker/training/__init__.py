@@ -1,0 +1,1 @@
+"""Steps shared by all trainers: batches of micro-batches, Adam, replicas."""

@@ -1,0 +1,269 @@
+"""Models under training as flat vectors, and their optimizer.
+
+This is what all trainers share, whatever computes their gradients: a model is a `Trainable` and its
+AdamW, whose state is two flat moments and a step count.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.ranks import Sharding
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora.parameters import Trainable, norm_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, as torch names them."""
+BYTES_PER_PARAMETER = 16
+"""Of a model under training: weight, gradient and two moments in float32."""
+_PART = 1 << 24
+"""Elements of a vector that are copied at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class TrainedModel:
+    """One model under training."""
+
+    lora: LoraConfig | None
+    trainable: Trainable
+    sharding: Sharding | None = None
+    """How it is divided over ranks; None: the trainable is all of it, by its own names."""
+    grad_norm: float | None = None
+    """Of the summed gradient, where ranks have to compute it together."""
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Start with no moments and no steps."""
+        self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Memory that the model is going to take and may not have taken yet.
+
+        The system counts a page of zeros only once it is written.
+        """
+        flat = self.trainable.flat
+        return 0 if self.optimizer.state[flat] else (BYTES_PER_PARAMETER - 4) * flat.numel()
+
+    def begin_moments(self) -> None:
+        """Allocate the moments. AdamW allocates one by one: a full GPU would leave it with one."""
+        flat = self.trainable.flat
+        if not self.optimizer.state[flat]:
+            moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
+            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
+
+
+def new_adapter(
+    targets: Sequence[adapters.Target], config: LoraConfig, device: torch.device | None = None
+) -> TrainedModel:
+    """Return a fresh adapter of those of the targets that the configuration selects.
+
+    Raises:
+        InvalidRequest: it selects none.
+    """
+    selected = adapters.select(targets, config)
+    trainable = Trainable(adapters.layout(selected, config.rank), device)
+    seed = config.seed if config.seed is not None else torch.seed()
+    for target in selected:
+        a = adapters.initial_a(target, config.rank, seed)
+        trainable.tensors[target.a_name].detach().copy_(a)
+    return TrainedModel(config, trainable)
+
+
+class AdamTrainer(ABC):
+    """The part of `engine.trainer.Trainer` that needs no pass of the model."""
+
+    def __init__(self, limits: TokenLimits, dtype: torch.dtype = torch.float32) -> None:
+        """Make a trainer without models.
+
+        Args:
+            limits: of what it trains on.
+            dtype: of passes: the base's.
+        """
+        self.limits = limits
+        self.base_fingerprint: str | None = None
+        self._dtype = dtype
+        self._models: dict[str, TrainedModel] = {}
+
+    @abstractmethod
+    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
+        """Return a model that begins from the base's weights."""
+
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
+        """See `Trainer.add_model`."""
+        self._models[model_id] = self._new_model(lora_config)
+
+    def remove_model(self, model_id: str) -> None:
+        """See `Trainer.remove_model`."""
+        self._models.pop(model_id, None)
+
+    def memory_bytes(self, model_id: str) -> int:
+        """See `Trainer.memory_bytes`."""
+        model = self._models.get(model_id)
+        if model is None:
+            return 0
+        flat = model.trainable.flat
+        moments = [value for value in model.optimizer.state.get(flat, {}).values() if value.dim()]
+        return sum(tensor.nbytes for tensor in (flat, model.trainable.gradient, *moments))
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """See `Trainer.optim_step`."""
+        model = self._models[model_id]
+        gradient = model.trainable.gradient
+        norm = float(norm_of(gradient)) if model.grad_norm is None else model.grad_norm
+        if not np.isfinite(norm):
+            gradient.zero_()
+            raise InvalidRequest(
+                "the accumulated gradient holds a NaN or an infinity; it was dropped and the"
+                " weights are unchanged. Check learning_rate, advantages and logprobs"
+            )
+        model.begin_moments()
+        if params.grad_clip_norm and norm > params.grad_clip_norm:
+            gradient.mul_(params.grad_clip_norm / norm)
+        (group,) = model.optimizer.param_groups
+        group.update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        model.optimizer.step()
+        gradient.zero_()
+        return {"grad_norm": norm, "step": float(_step(model))}
+
+    def discard_gradient(self, model_id: str) -> None:
+        """See `Trainer.discard_gradient`."""
+        self._models[model_id].trainable.gradient.zero_()
+
+    def release_memory(self) -> None:
+        """See `Trainer.release_memory`."""
+        accelerator.release_memory()
+
+    def stop_waiting(self) -> None:  # noqa: B027 - what the interface asks, done by doing nothing
+        """See `Trainer.stop_waiting`: nothing here waits for other processes to start."""
+
+    def snapshot(self, model_id: str) -> WeightsSnapshot:
+        """See `Trainer.snapshot`."""
+        model = self._models[model_id]
+        return WeightsSnapshot(model.lora, self._to_cpu(model, model.trainable.flat.detach()))
+
+    def published(self, model_id: str) -> WeightsSnapshot:
+        """See `RankTrainer.published`."""
+        model = self._models[model_id]
+        flat = model.trainable.flat.detach()
+        return WeightsSnapshot(model.lora, self._to_cpu(model, flat, self._published_dtype(model)))
+
+    def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
+        """See `Trainer.publication`."""
+        weights = self.published(model_id)
+        return lambda: weights
+
+    def export_state(self, model_id: str) -> TrainingState:
+        """See `Trainer.export_state`."""
+        return state_of(self._models[model_id], self._to_cpu)
+
+    def import_state(self, model_id: str, state: TrainingState) -> None:
+        """See `Trainer.import_state`."""
+        model = self._models[model_id]
+        flat = model.trainable.flat
+        fresh = torch.empty_like(model.trainable.gradient)
+        _fill(fresh, model, state.weights.tensors, "checkpoint")
+        moments: dict[str, Tensor] = {}
+        for moment in MOMENTS if state.moments is not None else ():
+            moments[moment] = torch.empty_like(fresh)
+            _fill(moments[moment], model, _moment(state.moments, moment), "optimizer state")
+        flat.detach().copy_(fresh)
+        model.trainable.gradient.zero_()
+        model.reset_optimizer()
+        if moments and state.step:
+            step = torch.tensor(float(state.step), device=flat.device)
+            model.optimizer.state[flat] = {"step": step, **moments}
+
+    def export_gradient(self, model_id: str) -> Gradient | None:
+        """See `Trainer.export_gradient`."""
+        model = self._models[model_id]
+        gradient = model.trainable.gradient
+        return self._to_cpu(model, gradient) if gradient.any() else None
+
+    def import_gradient(self, model_id: str, gradient: Gradient) -> None:
+        """See `Trainer.import_gradient`."""
+        model = self._models[model_id]
+        _fill(model.trainable.gradient, model, gradient, "gradient")
+
+    def _published_dtype(self, model: TrainedModel) -> torch.dtype:
+        return self._dtype if model.lora is None else torch.float32
+
+    def _to_cpu(
+        self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Mapping[str, Tensor]:
+        """Return a copy of a flat buffer's tensors on the CPU, rounded to a dtype.
+
+        At ranks: what this rank has to return. What leaves a trainer must take no GPU memory, which
+        another process may be using meanwhile.
+        """
+        return model.trainable.layout.views(on_cpu(flat, dtype))
+
+
+def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a vector on the CPU, cast there: casting on the GPU would allocate there."""
+    if flat.dtype == dtype:
+        return flat.to("cpu", copy=True)
+    copy = torch.empty(flat.shape, dtype=dtype)
+    for start in range(0, len(flat), _PART):
+        copy[start : start + _PART].copy_(flat[start : start + _PART].cpu())
+    return copy
+
+
+def state_of(
+    model: TrainedModel, whole: Callable[[TrainedModel, Tensor], Mapping[str, Tensor]]
+) -> TrainingState:
+    """Return a copy of a model's state.
+
+    Args:
+        model: the model.
+        whole: copies the whole tensors of a model and a flat buffer; empty at ranks that do not
+            return them.
+    """
+    weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
+    state = model.optimizer.state[model.trainable.flat]
+    moments: dict[str, Tensor] = {}
+    for moment in MOMENTS:
+        # What is not there yet takes no memory of a GPU for being zero.
+        flat = state[moment] if state else torch.zeros(model.trainable.gradient.shape)
+        moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
+    return TrainingState(weights, moments, _step(model))
+
+
+def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copy this rank's part of a model's whole tensors into a flat buffer."""
+    layout = model.trainable.layout
+    if model.sharding is None:
+        layout.fill(flat, tensors, what)
+    else:
+        layout.put(flat, model.sharding.shard(tensors, what))
+
+
+def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tensor]:
+    suffix = f".{moment}"
+    return {
+        name.removesuffix(suffix): tensor
+        for name, tensor in (moments or {}).items()
+        if name.endswith(suffix)
+    }
+
+
+def _step(model: TrainedModel) -> int:
+    state = model.optimizer.state[model.trainable.flat]
+    return int(state["step"]) if state else 0

@@ -1,0 +1,126 @@
+"""Examples as packs, laid one after another, and their results in the request's order.
+
+Shape legend: N positions of one example, R positions of a pack, K targets per position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, bin_pack, padded_lengths
+from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.losses import LossInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pack:
+    """Examples that run together, one after another, and what a loss needs of their positions."""
+
+    sequences: PackedSequences
+    targets_RK: Tensor
+    inputs: LossInputs
+    examples: Sequence[tuple[int, Example]]
+    """Each with its index in the request."""
+
+    def split(self, values_RK: Tensor) -> list[tuple[int, FloatArray]]:
+        """Cut per-position values into per-example arrays in the client's shape."""
+        array = values_RK.cpu().numpy()
+        parts, start = [], 0
+        for index, example in self.examples:
+            stop, width = start + len(example.tokens), example.targets.shape[1]
+            part = array[start:stop, :width]
+            parts.append((index, part[:, 0] if example.is_flat else part))
+            start = stop
+        return parts
+
+
+def pack_all(
+    batch: Batch, max_tokens: int, device: torch.device, pad_to_multiple_of: int = 1
+) -> list[Pack]:
+    """Divide a batch into packs of at most so many tokens; a longer example is one of its own.
+
+    Args:
+        batch: the examples.
+        max_tokens: of a pack.
+        device: of its tensors.
+        pad_to_multiple_of: each example counts as padded to a multiple of so many tokens.
+    """
+    lengths = [len(example.tokens) for example in batch.examples]
+    return [
+        _pack([(index, batch.examples[index]) for index in group], device)
+        for group in bin_pack(padded_lengths(lengths, pad_to_multiple_of), max_tokens)
+    ]
+
+
+def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack:
+    ids = np.concatenate([example.tokens for _, example in examples]).astype(np.int64)
+    lengths = tuple(len(example.tokens) for _, example in examples)
+    width = max(example.targets.shape[1] for _, example in examples)
+    numbers = torch.repeat_interleave(torch.arange(len(examples)), torch.tensor(lengths))
+    return Pack(
+        sequences=PackedSequences(torch.from_numpy(ids).to(device), lengths),
+        targets_RK=_stack([example.targets for _, example in examples], width).to(device),
+        inputs=LossInputs(
+            {
+                name: _stack([example.inputs[name] for _, example in examples], width).to(device)
+                for name in examples[0][1].inputs
+            },
+            datum_of_row=numbers.to(device),
+            num_data=len(examples),
+        ),
+        examples=examples,
+    )
+
+
+def _stack(arrays: Sequence[npt.NDArray[ScalarT]], width: int) -> Tensor:
+    """Concatenate [N, K] arrays along N; narrower ones get columns of zeros, which weigh 0."""
+    padded = [np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays]
+    return torch.from_numpy(np.concatenate(padded))
+
+
+class PassOutput:
+    """Collects the results of micro-batches in the request's order."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[Pack, Tensor, Tensor]] = []
+        self._expert_tokens_LE: Tensor | None = None
+
+    def add(
+        self, pack: Pack, lp_RK: Tensor, loss_sum: Tensor, expert_tokens_LE: Tensor | None = None
+    ) -> None:
+        """Add the results of a pack, which may not be computed yet.
+
+        Args:
+            pack: what ran.
+            lp_RK: its logprobs.
+            loss_sum: its summed loss, a scalar.
+            expert_tokens_LE: what experts were sent of it, int64; see `LossOutput`.
+        """
+        self._passes.append((pack, lp_RK, loss_sum))
+        if expert_tokens_LE is not None:
+            self.count(expert_tokens_LE)
+
+    def count(self, expert_tokens_LE: Tensor) -> None:
+        """Add what experts were sent."""
+        so_far_LE = self._expert_tokens_LE
+        self._expert_tokens_LE = (
+            expert_tokens_LE if so_far_LE is None else so_far_LE + expert_tokens_LE
+        )
+
+    def finish(self, batch: Batch) -> LossOutput:
+        """Return the whole batch's result."""
+        parts = dict(part for pack, lp_RK, _ in self._passes for part in pack.split(lp_RK))
+        loss = sum(float(loss_sum) for _, _, loss_sum in self._passes)
+        metrics = {"loss:sum": loss, "tokens:sum": float(batch.num_tokens)}
+        tokens_LE = self._expert_tokens_LE
+        return LossOutput(
+            [parts[index] for index in sorted(parts)],
+            metrics,
+            None if tokens_LE is None else tokens_LE.cpu().numpy(),
+        )
