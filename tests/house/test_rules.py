@@ -15,6 +15,7 @@ ROOMS = (
     "crds",
     "examples",
     "operator",
+    "planning",
     "protocol",
     "tests",
     "tools",
