@@ -298,6 +298,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> N
     sessions.make_ready("one")
     where = ("-n", sessions.namespace, "-l", "tinkercloud.dev/component=head")
     pod = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").strip()
+    node = sessions.cluster.kubectl("get", "pods", *where, "-o", "jsonpath={..nodeName}").strip()
 
     # What the node lifecycle controller does to the pods of a node that has fallen silent; that of
     # this cluster would take an hour, since nodes that are played send no heartbeats.
@@ -306,7 +307,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> N
     sessions.cluster.kubectl("patch", pod, *options, f"--patch={patch}")
 
     sessions.wait_for_reason("one", "NodeNotReady")
-    assert "its node obstacles-0 is not ready" in sessions.condition("one", "Ready")["message"]
+    assert f"its node {node} is not ready" in sessions.condition("one", "Ready")["message"]
 
 
 def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions) -> None:

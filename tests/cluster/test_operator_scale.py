@@ -18,6 +18,8 @@ from tinkercloud_testing.cluster.operators import (
 from tinkercloud_testing.cluster.scale import Load, measure, prepare
 
 LOAD = Load(sessions=200, creates_per_second=5, steady_seconds=30, patience_seconds=600)
+SETTINGS = {"last_checkpoint_seconds": 1, "starts_in_order": False}
+"""In order of arrival they would start one after the other: about one session a second here."""
 MOST_WRITES_PER_SECOND = 0.2
 MOST_MEMORY_BYTES = 300_000_000
 
@@ -30,8 +32,7 @@ def operator(
     with cluster.a_namespace("scale") as namespace:
         prepare(cluster, kwok, namespace, LOAD.sessions)
         kubeconfig = operator_account(cluster, namespace, cluster_folder)
-        patience = {"last_checkpoint_seconds": 1}
-        with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
+        with an_operator(kubeconfig, namespace, cluster_folder, **SETTINGS) as running:
             yield running
             sys.stdout.write(running.program.last_words(10))
 
