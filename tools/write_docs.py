@@ -1,6 +1,6 @@
 """Write the pages of docs/ that are derived from the code; with --check, only compare.
 
-docs/configuration.md      from `Settings` of the API server and of the operator
+docs/operate/configuration.md      from `Settings` of the API server and of the operator
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from tinkercloud_api.settings import CONFIG_FILE_VARIABLE, ENV_PREFIX, Settings
 from tinkercloud_operator import settings as operator
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).parent.parent / "docs" / "operate" / "configuration.md"
 HEAD = f"""# Configuration
 
 <!-- Written by `make docs` from the settings' own definitions. Do not edit. -->

@@ -10,9 +10,9 @@ from tinkercloud_crds.conditions import Reason
 from tinkercloud_operator.settings import ENV_PREFIX, Settings
 
 DOCS = Path(__file__).parents[2] / "docs"
-OPERATIONS = (DOCS / "operations.md").read_text()
-CONFIGURATION = (DOCS / "configuration.md").read_text()
-ENGINES = (DOCS / "engines.md").read_text()
+OPERATIONS = (DOCS / "operate" / "operations.md").read_text()
+CONFIGURATION = (DOCS / "operate" / "configuration.md").read_text()
+ENGINES = (DOCS / "contribute" / "evidence.md").read_text()
 LOCK = tomllib.loads((DOCS.parent / "uv.lock").read_text())
 
 
