@@ -1,7 +1,7 @@
 # Everything a contributor or a new user runs. `make help` lists it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check sbom bench bench-gpu clean
+.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs docs-site diagrams generate check sbom bench bench-gpu clean
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -19,6 +19,7 @@ SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py te
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
   test_cookbook.py test_suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
+MKDOCS_PACKAGES := mkdocs-material==9.8.2 pymdown-extensions==13.1.2 markdown==3.11.3
 # Most tests wait for programs they have started, so even two cores have time for two at once.
 # A cluster that is not ours is shared by all tests.
 WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
@@ -77,6 +78,12 @@ type: .venv/.installed ## check types
 
 docs: .venv/.installed ## write the generated pages of docs/
 	@$(BIN)/python tools/write_docs.py
+
+docs-site: .venv/.installed ## build the documentation as a website into build/site; broken links fail
+	@NO_MKDOCS_2_WARNING=1 .uv/bin/uv tool run --quiet --from mkdocs==1.6.1 $(MKDOCS_PACKAGES:%=--with %) mkdocs build --strict
+
+diagrams: ## draw docs/images/*.dot (needs Graphviz)
+	@for file in docs/images/*.dot; do dot -Tsvg $$file -o $${file%.dot}.svg; done
 
 generate: docs ## write everything that is generated: pages of docs/, definitions of custom resources
 	@$(BIN)/python -m tinkercloud_crds.generate

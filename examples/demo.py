@@ -101,7 +101,7 @@ def restart_server() -> None:
     pid_file = Path(os.environ.get("TINKERCLOUD_STATE_DIR", ".run")) / "server.pid"
     if not pid_file.exists():
         sys.exit(f"{pid_file} is missing: run the demo where `make run` was started.")
-    pid = int(pid_file.read_text())
+    pid = int(pid_file.read_text().split()[0])  # the next line is the URL
     console.print(f"  restarting the server (process {pid})")
     os.kill(pid, signal.SIGHUP)
     while common.is_healthy():

@@ -1,4 +1,4 @@
-"""docs/operate/planning.md says what steps took on a GPU, as recorded, and what is estimated for them."""
+"""docs/operate/planning.md states the recorded and the estimated memory of steps on a GPU."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/operate/planning.md says for 29 public models what is planned on six fleets, and it is true."""
+"""The table of plans for 29 public models in docs/operate/planning.md is true."""
 
 import json
 from pathlib import Path
