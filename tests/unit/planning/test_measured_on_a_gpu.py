@@ -46,7 +46,7 @@ def test_the_page_has_the_recorded_peaks_and_what_is_estimated_for_them() -> Non
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     models = [peak["model"].removeprefix("Qwen/") for peak in MEASURED["peaks"]]
 
-    assert f"(../{RECORD})" in section
+    assert f"(../../{RECORD})" in section
     assert rows == [
         [
             "" if name == before else name,
