@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 # OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
-# Containers often forbid bytecode. But tests start hundreds of programs, each of which would compile torch's source anew.
+# Containers often forbid bytecode. But tests start hundreds of programs, each of which would compile torch's source again.
 unexport PYTHONDONTWRITEBYTECODE
 export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
 
@@ -28,7 +28,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-install: .venv/.installed ## install everything but CUDA libraries a CPU wheel makes unnecessary
+install: .venv/.installed ## install everything, without CUDA libraries if there is a CPU wheel of torch
 
 .venv/.installed: tools/install.sh $(PYTHON_FILES)
 	@echo "Installing (the first time: torch, some gigabytes) ..." >&2
@@ -46,26 +46,26 @@ run: .venv/.installed $(MODEL_FOLDER) ## serve a real small language model on 12
 demo: .venv/.installed ## train, sample and resume against `make run`, in a second terminal
 	@$(BIN)/python examples/demo.py
 
-test: .venv/.installed ## run all tests that need no cluster and one rank
+test: .venv/.installed ## run all tests that need neither a cluster nor several ranks
 	@$(PYTEST) tests/house tests/unit
 	@$(PYTEST) tests/chaos tests/conformance
 
-test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
+test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
 
-test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
+test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled once (needs Linux and root)
 	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
 
-test-faults: .venv/.installed ## let the API server fail, kill the operator at every write, make 200 sessions
+test-faults: .venv/.installed ## inject Kubernetes API failures, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
 e2e: .venv/.installed $(MODEL_FOLDER) ## install, train (in trainer pods too), upgrade, resume and uninstall on that Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
 
-scale: .venv/.installed ## measure the operator with 1,000 sessions on played nodes
+scale: .venv/.installed ## measure the operator with 1,000 sessions on simulated nodes
 	@$(BIN)/python -m benchmarks.operator_scale
 
 lint: .venv/.installed ## check style, imports and layering
@@ -76,7 +76,7 @@ lint: .venv/.installed ## check style, imports and layering
 type: .venv/.installed ## check types
 	@$(BIN)/mypy
 
-docs: .venv/.installed ## write the generated pages of docs/
+docs: .venv/.installed ## write the generated pages of docs/ and the tutorial notebook
 	@$(BIN)/python tools/write_docs.py
 
 docs-site: .venv/.installed ## build the documentation as a website into build/site; broken links fail
@@ -85,23 +85,23 @@ docs-site: .venv/.installed ## build the documentation as a website into build/s
 diagrams: ## draw docs/images/*.dot (needs Graphviz)
 	@for file in docs/images/*.dot; do dot -Tsvg $$file -o $${file%.dot}.svg; done
 
-generate: docs ## write everything that is generated: pages of docs/, definitions of custom resources
+generate: docs ## write all generated files: pages, custom resource definitions, charts, manifests
 	@$(BIN)/python -m tinkercloud_crds.generate
 	@$(BIN)/python tools/charts.py
 	@$(BIN)/python tools/render_deploy.py
 
-check: lint type ## lint, types, and that everything generated is fresh
+check: lint type ## run lint and type, and check that generated files are up to date
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
 
-sbom: .venv/.installed ## write what the images install, and under which licences, to build/sbom
+sbom: .venv/.installed ## write the software bill of materials and licences of the images to build/sbom
 	@tools/sbom.sh build/sbom
 
 bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks
 
-bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, that the command works
+bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU, or test the command without one
 	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove the environment and the state of `make run`
