@@ -49,7 +49,7 @@ def figures() -> set[str]:
 
 def pages_of_navigation(entries: list[Any]) -> list[str]:
     """Return the pages of a navigation, in order."""
-    pages = []
+    pages: list[str] = []
     for entry in entries:
         (target,) = entry.values() if isinstance(entry, dict) else (entry,)
         pages += pages_of_navigation(target) if isinstance(target, list) else [target]
