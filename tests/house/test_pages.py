@@ -91,3 +91,13 @@ def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
 
     assert len(listed) == len(set(listed))
     assert set(listed) - WRITTEN_ELSEWHERE == pages - WRITTEN_ELSEWHERE
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+    folders = ("*/src", "tests", "benchmarks", "tools")
+    paths = [str(path) for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
+    modules = [path.replace("tinkercloud_", "") for path in paths]
+
+    assert [name for name in named if not any(m.endswith(f"/{name}") for m in modules)] == []
