@@ -96,7 +96,8 @@ version for users is [Supported](../supported.md).
 Anything that is not marked H200 has not run on a GPU. M, N, G and P are [figures of the GPU
 command](gpu-benchmarks.md); S1-S30 compare [SGLang itself on a CPU](sglang-on-cpu.md), by a command
 whose results are committed and which CI does not repeat. A *whole model* is one that is trained by
-full fine-tuning, as opposed to an adapter.
+full fine-tuning, as opposed to an adapter. TP2 means two ranks of tensor parallelism; likewise PP
+pipeline, CP context, EP expert and DP data parallelism.
 """  # noqa: E501
 COLUMNS = {"torch": "torch", "megatron": "megatron", "sglang": "`sglang` engines", "vllm": "vLLM"}
 
