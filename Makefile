@@ -99,3 +99,13 @@ bench-gpu: .venv/.installed ## check and measure the engine on this machine's GP
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run
+
+.PHONY: docs-site diagrams
+MKDOCS_PACKAGES := mkdocs-material==9.8.2 pymdown-extensions==13.1.2 markdown==3.11.3
+
+docs-site: .venv/.installed ## build the documentation as a website into build/site; broken links fail
+	@NO_MKDOCS_2_WARNING=1 .uv/bin/uv tool run --quiet --from mkdocs==1.6.1 $(MKDOCS_PACKAGES:%=--with %) \
+	  mkdocs build --strict
+
+diagrams: ## draw the pictures of docs/images (needs Graphviz)
+	@for file in docs/images/*.dot; do dot -Tsvg $$file -o $${file%.dot}.svg; done

@@ -1,4 +1,4 @@
-"""What the examples share: finding the server, making data, waiting."""
+"""Helpers of the examples: the address of the server, keys, data, waiting."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def ensure_key() -> None:
 
 
 def is_healthy() -> bool:
-    """Return whether the server answers that it is."""
+    """Return whether the server reports that it is healthy."""
     try:
         with urllib.request.urlopen(f"{BASE_URL}/healthz", timeout=5) as response:  # noqa: S310
             return response.status == 200
@@ -40,7 +40,7 @@ def is_healthy() -> bool:
 
 
 def wait_until_healthy(seconds: float = 120) -> None:
-    """Wait for the server; say so where it does not answer at once."""
+    """Wait for the server, with a message if it does not answer at once."""
     deadline = time.monotonic() + seconds
     if not is_healthy():
         print(
@@ -53,7 +53,7 @@ def wait_until_healthy(seconds: float = 120) -> None:
 
 
 def completion_datum(prompt: list[int], completion: list[int]) -> types.Datum:
-    """Return a supervised example: the loss counts on the completion only."""
+    """Return a supervised example whose loss covers the completion only."""
     tokens = [*prompt, *completion]
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
     return types.Datum(

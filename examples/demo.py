@@ -1,7 +1,7 @@
 """`make demo`: three examples against a running server, with live progress and a plot.
 
-1. supervised fine-tuning on pig latin; 2. a policy-gradient loop; 3. a saved state that is resumed
-after the server was stopped and started again.
+1. supervised fine-tuning on pig latin; 2. a policy-gradient loop; 3. a checkpoint that resumes
+after a restart of the server.
 """
 
 import os
@@ -29,7 +29,7 @@ console = Console()
 
 
 def watch(title: str, label: str, values: Iterator[float], steps: int) -> list[float]:
-    """Show values as they come."""
+    """Show each value as it arrives and return all of them."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -80,7 +80,7 @@ def step_losses(training: tinker.TrainingClient, data: list[types.Datum]) -> lis
 
 
 def resume(run: PigLatin) -> tuple[list[float], list[float]]:
-    console.rule("3. Save, stop and start the server, resume")
+    console.rule("3. Save, restart the server, resume")
     path = run.training.save_state("demo", overwrite=True).result().path
     console.print(f"  saved {path}")
     uninterrupted = step_losses(run.training, run.data)
@@ -91,17 +91,17 @@ def resume(run: PigLatin) -> tuple[list[float], list[float]]:
     for one, other in zip(uninterrupted, resumed, strict=True):
         console.print(f"  loss without restart {one!r}, resumed {other!r}")
     if resumed != uninterrupted:
-        sys.exit("The resumed run went another way.")
-    console.print("  the very same losses")
+        sys.exit("The resumed run diverged from the uninterrupted one.")
+    console.print("  identical losses")
     return uninterrupted, resumed
 
 
 def restart_server() -> None:
-    """Have the server of this machine stop, its heads too, and start again (SIGHUP)."""
+    """Restart the local server and its heads (SIGHUP)."""
     pid_file = Path(os.environ.get("TINKERCLOUD_STATE_DIR", ".run")) / "server.pid"
     if not pid_file.exists():
         sys.exit(f"{pid_file} is missing: run the demo where `make run` was started.")
-    pid = int(pid_file.read_text())
+    pid = int(pid_file.read_text().split()[0])  # the next line is the URL
     console.print(f"  restarting the server (process {pid})")
     os.kill(pid, signal.SIGHUP)
     while common.is_healthy():

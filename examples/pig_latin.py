@@ -15,7 +15,7 @@ PROBES = ["banana", "pencil", "monkey"]
 
 
 def pig_latin(word: str) -> str:
-    """Return a word that begins with a consonant, in pig latin."""
+    """Return a word that begins with a consonant in pig latin."""
     return f"{word[1:]}{word[0]}ay"
 
 
@@ -46,7 +46,7 @@ class PigLatin:
     def train(self, steps: int) -> Iterator[float]:
         """Yield the mean loss per token of each step."""
         for _ in range(steps):
-            # Both requests are sent before the first is waited for.
+            # Both requests are sent before the first result is awaited.
             step = self.training.forward_backward(self.data, "cross_entropy")
             applied = self.training.optim_step(types.AdamParams(learning_rate=2e-3))
             loss = step.result().metrics["loss:sum"] / self.num_targets
@@ -55,7 +55,7 @@ class PigLatin:
             yield loss
 
     def answers(self) -> dict[str, str]:
-        """Return what the model says, without chance, to a few words."""
+        """Return the greedy answers to a few words."""
         sampler = self.training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=10, temperature=0, stop=["\n"])
         futures = {

@@ -1,7 +1,7 @@
 """Reinforcement learning: a small policy-gradient loop with the `importance_sampling` loss.
 
-The model is asked for a colour, in one word. It is rewarded for naming one within six tokens; at
-first it mostly talks about the question.
+The prompt asks for a colour in one word. The reward is 1 if the first six tokens name one; at first
+the model mostly talks about the question.
 """
 
 import re
@@ -61,7 +61,7 @@ class PolicyGradient:
         return float(not COLOURS.isdisjoint(re.findall(r"[a-z]+", text)))
 
     def datum(self, sequence: types.SampledSequence, advantage: float) -> types.Datum:
-        """Return a rollout as training data: prompt tokens have no advantage."""
+        """Return a rollout as training data; prompt tokens have advantage zero."""
         tokens = [*self.prompt, *sequence.tokens]
         nothing = [0.0] * (len(self.prompt) - 1)
         return types.Datum(

@@ -1,31 +1,44 @@
-"""Write the pages of docs/ that are derived from the code; with --check, only compare.
+"""Write the pages of docs/ that are derived from code and data; with --check, only compare.
 
-docs/configuration.md      from `Settings` of the API server and of the operator
+docs/operate/configuration.md   from `Settings` of the API server and of the operator
+docs/contribute/evidence.md     from docs/contribute/evidence.yaml
+examples/tutorial.ipynb         from docs/use/tutorial.md
 """
 
 import json
+import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tinkercloud_api.settings import CONFIG_FILE_VARIABLE, ENV_PREFIX, Settings
 from tinkercloud_operator import settings as operator
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
-HEAD = f"""# Configuration
+ROOT = Path(__file__).parent.parent
+CONFIGURATION = ROOT / "docs" / "operate" / "configuration.md"
+EVIDENCE = ROOT / "docs" / "contribute" / "evidence.md"
+TUTORIAL = ROOT / "docs" / "use" / "tutorial.md"
+NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
+EVIDENCE_DATA = EVIDENCE.with_suffix(".yaml")
+CONFIGURATION_HEAD = f"""# Configuration
 
 <!-- Written by `make docs` from the settings' own definitions. Do not edit. -->
 
-Of the API server and the `tinkercloud` command, and [of the operator](#the-operator).
+This page lists the settings of the API server and the `tinkercloud` command, and
+[those of the operator](#the-operator).
 
 ## The API server
 
 Every setting is an environment variable; lists and tables are JSON in variables, such as
 `TINKERCLOUD_MODELS='{{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}}'`. The same names, in lower case
-and without the prefix, are keys of a TOML file named by `{CONFIG_FILE_VARIABLE}`; nested ones are
-tables there:
+and without the prefix, are keys of a TOML file named by `{CONFIG_FILE_VARIABLE}`; nested settings
+are tables there:
 
 ```toml
 port = 8001
@@ -37,35 +50,69 @@ port = 8001
 max_lora_rank = 64
 ```
 
-Options of `tinkercloud serve` are stronger than the environment, which is stronger than the file.
-A key that is not listed here is refused, wherever it stands.
+Options of `tinkercloud serve` take precedence over the environment, which takes precedence over
+the file. A key that is not listed here is refused, whatever its source.
 
-With `TINKERCLOUD_PROVIDER=kubernetes` heads are started by the operator, and are told what
-BaseModels and the operator say. So what is for heads is refused there, by a message that says where
-it is set: `models`, `preload`, `orphan_grace_seconds`, `head_start_seconds`, `trainer`, `sampler`,
-`limits` but `max_body_bytes` (which may be lowered), and `timings` but `long_poll_seconds`.
+With `TINKERCLOUD_PROVIDER=kubernetes` the operator starts the heads and configures them from
+BaseModels and its own settings. The API server then refuses settings for heads, with a message
+that says where to set them instead: `models`, `preload`, `orphan_grace_seconds`,
+`head_start_seconds`, `trainer`, `sampler`, `limits` except `max_body_bytes` (which may be lowered),
+and `timings` except `long_poll_seconds`.
 
 """
 OPERATOR_HEAD = """
 ## The operator
 
-Environment variables alone; lists and tables are JSON. The chart sets most of them from its values;
+Environment variables only; lists and tables are JSON. The chart sets most of them from its values;
 `operator.env` sets the others. A variable with this prefix that is not listed here is refused.
 
 """
-TABLE = """\
+SETTINGS_TABLE = """\
 | Environment variable | Default | Meaning |
 | --- | --- | --- |
 """
-OF_THE_PLACE = {
+MACHINE_DEFAULTS = {
     "state_dir": "a folder in the user's data home",
     "identity": "the name of the pod",
 }
-"""Defaults that each machine has its own of."""
+"""Defaults that differ between machines."""
+
+EVIDENCE_HEAD = """# Evidence
+
+<!-- Written by `make docs` from evidence.yaml. Do not edit. -->
+
+Each claim about trainers and samplers, with its verdict and the tests that prove it. The short
+version for users is [Supported](../supported.md).
+
+| Verdict | Meaning |
+| --- | --- |
+| **CPU** | proven on a CPU: the linked test or figure runs a real model, real ranks, a real server |
+| **H200** | proven on one H200 by `python -m benchmarks.gpu` on 2026-11-20 with torch 2.11. [Later changes](gpu-benchmarks.md#since-then), and the torch 2.13 of our images, have run on CPUs only |
+| **definitions** | tested against [the other program's own definitions](sglang-on-cpu.md#tests-against-definitions), but that program has not run |
+| **unproven** | written, but nobody has seen it work |
+| **refused** | refused by an error that names it |
+| **not written** | not implemented. An empty cell claims nothing; `-` means not applicable |
+
+Anything that is not marked H200 has not run on a GPU. M, N, G and P are [figures of the GPU
+command](gpu-benchmarks.md); S1-S30 compare [SGLang itself on a CPU](sglang-on-cpu.md), by a command
+whose results are committed and which CI does not repeat. A *whole model* is one that is trained by
+full fine-tuning, as opposed to an adapter. TP2 means two ranks of tensor parallelism; likewise PP
+pipeline, CP context, EP expert and DP data parallelism.
+"""  # noqa: E501
+COLUMNS = {"torch": "torch", "megatron": "megatron", "sglang": "`sglang` engines", "vllm": "vLLM"}
+
+
+def configuration() -> str:
+    """Return the page of all settings."""
+    tables = [
+        SETTINGS_TABLE + "\n".join(rows(model, prefix)) + "\n"
+        for model, prefix in ((Settings, ENV_PREFIX), (operator.Settings, operator.ENV_PREFIX))
+    ]
+    return CONFIGURATION_HEAD + tables[0] + OPERATOR_HEAD + tables[1]
 
 
 def rows(model: type[BaseModel], prefix: str) -> list[str]:
-    """Return a line of the table for each setting."""
+    """Return one table row for each setting."""
     lines = []
     for name, field in model.model_fields.items():
         variable = f"{prefix}{name.upper()}"
@@ -73,13 +120,13 @@ def rows(model: type[BaseModel], prefix: str) -> list[str]:
         if isinstance(nested, type) and issubclass(nested, BaseModel):
             lines += rows(nested, f"{variable}__")
         else:
-            shown = OF_THE_PLACE.get(name) or default(field)
+            shown = MACHINE_DEFAULTS.get(name) or default(field)
             lines.append(f"| `{variable}` | {shown} | {meaning(field)} |")
     return lines
 
 
 def default(field: FieldInfo) -> str:
-    """Return what a field is when nobody sets it."""
+    """Return the default of a field as Markdown."""
     value = field.get_default(call_default_factory=True)
     if value is None:
         return ""
@@ -91,18 +138,81 @@ def meaning(field: FieldInfo) -> str:
     return " ".join((field.description or "").split()).replace("|", "\\|")
 
 
+def evidence() -> str:
+    """Return the page of all claims."""
+    areas = yaml.safe_load(EVIDENCE_DATA.read_text())["areas"]
+    return EVIDENCE_HEAD + "".join(area_section(area) for area in areas)
+
+
+def area_section(area: Mapping[str, Any]) -> str:
+    """Return the section of one area: a table of claims by engine."""
+    columns = [key for key in COLUMNS if any(key in row for row in area["rows"])]
+    head = " | ".join(["Claim", *(COLUMNS[key] for key in columns)])
+    lines = [f"| {head} |", "| --- " * (len(columns) + 1) + "|"]
+    for row in area["rows"]:
+        cells = [row["claim"], *(claim_cell(row[key]) if key in row else "" for key in columns)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return f"\n## {area['title']}\n\n" + "\n".join(lines) + "\n"
+
+
+def claim_cell(claim: Mapping[str, Any]) -> str:
+    """Return a verdict and links to what proves it."""
+    links = []
+    for path in claim.get("by", []):
+        name = Path(path).stem.removeprefix("test_")
+        links.append(f"[{name}]({os.path.relpath(ROOT / path, EVIDENCE.parent)})")
+    return " · ".join([claim["says"], *links])
+
+
+def notebook() -> str:
+    """Return the tutorial as a notebook: a cell of code for each block of Python."""
+    parts = re.split(r"^```python\n(.*?)^```\n", TUTORIAL.read_text(), flags=re.M | re.S)
+    cells = []
+    for number, part in enumerate(parts):
+        is_code = number % 2 == 1
+        source = part.strip() if is_code else outside_docs(part.strip())
+        cell: dict[str, Any] = {
+            "cell_type": "code" if is_code else "markdown",
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": source.splitlines(keepends=True),
+        }
+        if is_code:
+            cell |= {"execution_count": None, "outputs": []}
+        cells.append(cell)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    content = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def outside_docs(markdown: str) -> str:
+    """Return Markdown of the tutorial with its links as seen from the notebook's folder."""
+
+    def link(match: re.Match[str]) -> str:
+        if "://" in match[1]:
+            return match[0]
+        return f"]({os.path.relpath(TUTORIAL.parent / match[1], NOTEBOOK.parent)})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
+
+
 def main() -> None:
-    """Write the pages, or say which are stale."""
-    tables = [
-        TABLE + "\n".join(rows(model, prefix)) + "\n"
-        for model, prefix in ((Settings, ENV_PREFIX), (operator.Settings, operator.ENV_PREFIX))
-    ]
-    text = HEAD + tables[0] + OPERATOR_HEAD + tables[1]
+    """Write the pages, or name those that are stale."""
+    pages = {CONFIGURATION: configuration(), EVIDENCE: evidence(), NOTEBOOK: notebook()}
     if "--check" in sys.argv:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            sys.exit(f"{PAGE} is stale: run `make docs`")
+        stale = [
+            path for path, text in pages.items() if not path.exists() or path.read_text() != text
+        ]
+        if stale:
+            sys.exit(f"stale, run `make docs`: {', '.join(map(str, stale))}")
         return
-    PAGE.write_text(text)
+    for path, text in pages.items():
+        path.write_text(text)
 
 
 main()

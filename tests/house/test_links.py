@@ -1,9 +1,15 @@
-"""Links of the pages lead somewhere, whichever way Markdown writes them."""
+"""Links and code blocks of the pages are valid."""
 
+import ast
+import json
 import re
+import shlex
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -12,43 +18,70 @@ PAGES = sorted(
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def text(page: Path) -> str:
-    """Return a page without its blocks of code, in which brackets are no links."""
+def commands(block: str) -> None:
+    """Parse the commands of a block of console or shell; lines of output are skipped."""
+    for line in re.sub(r"\\\n", " ", block).splitlines():
+        if line.startswith("$ "):
+            shlex.split(line.removeprefix("$ ").replace("'{{", "'"), comments=True)
+
+
+PARSERS: dict[str, Callable[[str], object]] = {
+    "python": ast.parse,
+    "yaml": lambda block: list(yaml.safe_load_all(block)),
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "console": commands,
+    "sh": lambda block: None,
+}
+"""How the blocks of each language are checked. Python of the tutorial also runs in a test."""
+
+
+def prose(page: Path) -> str:
+    """Return a page without its code blocks, in which brackets are not links."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def definitions(page: Path) -> list[tuple[str, str]]:
     """Return name and target of each `[name]: target`."""
-    return re.findall(r"^\[([^\]]+)\]:\s*(\S+)", text(page), re.MULTILINE)
+    return re.findall(r"^\[([^\]]+)\]:\s*(\S+)", prose(page), re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what GitHub makes of the headings."""
-    headings = re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
+    """Return the anchors that GitHub generates from the headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def leads_somewhere(page: Path, target: str) -> bool:
+def is_valid(page: Path, target: str) -> bool:
+    """Return whether the target of a link exists. Addresses elsewhere are not checked."""
     if "://" in target:
         return True
     file, _, anchor = target.partition("#")
-    there = page.parent / file if file else page
-    return there.exists() and (not anchor or (there.suffix == ".md" and anchor in anchors(there)))
+    path = page.parent / file if file else page
+    return path.exists() and (not anchor or (path.suffix == ".md" and anchor in anchors(path)))
 
 
 @each_page
-def test_every_link_leads_to_a_file_that_is_there_and_a_heading_that_it_has(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", text(page))
+def test_every_link_leads_to_an_existing_file_and_heading(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page))
     targets += [target for _, target in definitions(page)]
 
-    assert [target for target in targets if not leads_somewhere(page, target)] == []
+    assert [target for target in targets if not is_valid(page, target)] == []
 
 
 @each_page
 def test_every_reference_has_one_definition_and_every_definition_is_used(page: Path) -> None:
-    used = set(re.findall(r"\]\[([^\]]+)\]", text(page)))
+    used = set(re.findall(r"\]\[([^\]]+)\]", prose(page)))
     defined = [name for name, _ in definitions(page)]
 
-    assert used - set(defined) == set(), "define it"
-    assert set(defined) - used == set(), "use it, or leave it out"
-    assert len(defined) == len(set(defined)), f"one of each: {sorted(defined)}"
+    assert used - set(defined) == set(), "references without a definition"
+    assert set(defined) - used == set(), "definitions without a reference"
+    assert len(defined) == len(set(defined)), f"duplicate definitions: {sorted(defined)}"
+
+
+@each_page
+def test_every_code_block_parses_as_its_language(page: Path) -> None:
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+    for language, block in blocks:
+        PARSERS[language.strip() or "console"](block)

@@ -1,19 +1,59 @@
-"""What the pages of docs/ promise to tell, they tell."""
+"""The pages of docs/ cover the code that they describe."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_operator.settings import ENV_PREFIX, Settings
 
-DOCS = Path(__file__).parents[2] / "docs"
-OPERATIONS = (DOCS / "operations.md").read_text()
-CONFIGURATION = (DOCS / "configuration.md").read_text()
-ENGINES = (DOCS / "engines.md").read_text()
-LOCK = tomllib.loads((DOCS.parent / "uv.lock").read_text())
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OPERATIONS = (DOCS / "operate" / "operations.md").read_text()
+CONFIGURATION = (DOCS / "operate" / "configuration.md").read_text()
+GPU_BENCHMARKS = (DOCS / "contribute" / "gpu-benchmarks.md").read_text()
+EVIDENCE = yaml.safe_load((DOCS / "contribute" / "evidence.yaml").read_text())
+LOCK = tomllib.loads((ROOT / "uv.lock").read_text())
+NAVIGATION = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+VERDICTS = (
+    "CPU", "H200", "definitions", "unproven", "refused", "not written", "not compared",
+    "not tested", "-",
+)  # fmt: skip
+WRITTEN_ELSEWHERE = {"understand/suspend-and-resume.md"}
+"""Pages of the navigation that need not exist yet."""
+
+
+def claims() -> list[tuple[str, dict[str, Any]]]:
+    """Return each claim about an engine with its name."""
+    return [
+        (f"{row['claim']} ({engine})", claim)
+        for area in EVIDENCE["areas"]
+        for row in area["rows"]
+        for engine, claim in row.items()
+        if engine != "claim"
+    ]
+
+
+def figures() -> set[str]:
+    """Return the ids of all committed measurements, without the letter of a variant."""
+    results = (ROOT / "benchmarks" / "results").glob("*.json")
+    contents = [json.loads(path.read_text()) for path in results]
+    ids = {m["id"] for content in contents for m in content.get("measurements", [])}
+    return ids | {each.rstrip("ab") for each in ids}
+
+
+def pages_of_navigation(entries: list[Any]) -> list[str]:
+    """Return the pages of a navigation, in order."""
+    pages: list[str] = []
+    for entry in entries:
+        (target,) = entry.values() if isinstance(entry, dict) else (entry,)
+        pages += pages_of_navigation(target) if isinstance(target, list) else [target]
+    return pages
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -26,9 +66,38 @@ def test_every_setting_of_the_operator_is_explained(name: str) -> None:
     assert f"| `{ENV_PREFIX}{name.upper()}` |" in CONFIGURATION
 
 
-def test_what_a_gpu_is_measured_with_is_what_is_locked() -> None:
-    told = dict(re.findall(r"([\w-]+)==(\S+)", ENGINES.partition("## On a GPU")[2]))
+def test_the_versions_to_measure_a_gpu_with_are_those_of_the_lockfile() -> None:
+    commands = GPU_BENCHMARKS.partition("## Running the command")[2]
+    documented = dict(re.findall(r"([\w-]+)==(\S+)", commands))
     locked = {each["name"]: each["version"] for each in LOCK["package"] if "version" in each}
 
-    assert {"einops", "liger-kernel", "mbridge", "megatron-core"} <= told.keys()
-    assert told == {name: locked[name] for name in told}
+    assert {"einops", "liger-kernel", "mbridge", "megatron-core"} <= documented.keys()
+    assert documented == {name: locked[name] for name in documented}
+
+
+@pytest.mark.parametrize(("name", "claim"), claims(), ids=[name for name, _ in claims()])
+def test_every_claim_has_a_known_verdict_and_evidence_that_exists(
+    name: str, claim: dict[str, Any]
+) -> None:
+    assert claim["says"].startswith(VERDICTS), name
+    assert [path for path in claim.get("by", []) if not (ROOT / path).exists()] == []
+    cited = {a + b for a, b in re.findall(r"\b([GMNPS])(\d+m?)\b", claim["says"])}
+    assert cited <= figures()
+
+
+def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
+    listed = pages_of_navigation(NAVIGATION)
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+    assert len(listed) == len(set(listed))
+    assert set(listed) - WRITTEN_ELSEWHERE == pages - WRITTEN_ELSEWHERE
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+    folders = ("*/src", "tests", "benchmarks", "tools")
+    paths = [str(path) for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
+    modules = [path.replace("tinkercloud_", "") for path in paths]
+
+    assert [name for name in named if not any(m.endswith(f"/{name}") for m in modules)] == []

@@ -415,7 +415,7 @@ def _unknown(path: str) -> str:
     file = os.environ.get(CONFIG_FILE_VARIABLE)
     where = f"{path} in {file}" if file else path
     name = f"environment variable {given}" if given else where
-    return f"{name} is not a setting; the settings are listed in docs/configuration.md"
+    return f"{name} is not a setting; the settings are listed in docs/operate/configuration.md"
 
 
 def _wants_of_json() -> Iterator[str]:

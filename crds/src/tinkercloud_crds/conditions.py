@@ -53,7 +53,7 @@ SESSION_STEPS: Sequence[ConditionType] = (
 
 
 class Reason(StrEnum):
-    """Why a condition has its status. docs/operations.md says what to do about each."""
+    """Why a condition has its status. docs/operate/operations.md says what to do about each."""
 
     ACCEPTED = "Accepted"
     """The specification can be served."""

@@ -138,6 +138,6 @@ def load_settings() -> Settings:
         if name.startswith(ENV_PREFIX) and name.upper().split("__")[0] not in known:
             raise UnknownSettingError(
                 f"environment variable {name} is not a setting of the operator; the settings are"
-                " listed in docs/configuration.md"
+                " listed in docs/operate/configuration.md"
             )
     return Settings()

@@ -1,6 +1,6 @@
 """What a micro-batch takes for each of its tokens while its layers are computed again.
 
-What is assumed of the trainers, and what of it was measured, is told in docs/planning.md. In short:
+docs/operate/planning.md explains the assumptions and which of them were measured. In short:
 only the inputs of layers are kept for the backward pass and the rest is computed again, one layer
 at a time; with tensor parallelism sequences are split between layers too; ranks that divide
 sequences gather a layer's keys and values.

@@ -1,11 +1,11 @@
 """What one GPU must hold, for training and for sampling.
 
 What is assumed of the engines, and which of the figures have been measured, is told in
-docs/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a gradient and
-two moments in float32: adapters on every rank, but for what experts have each for itself, which is
-where the expert is, other models as the base is, and rounded once more in a pass; activations are
-those of `activations`; logits exist a few rows at a time, and are gone when the first layer is
-computed again.
+docs/operate/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a
+gradient and two moments in float32: adapters on every rank, but for what experts have each for
+itself, which is where the expert is, other models as the base is, and rounded once more in a pass;
+activations are those of `activations`; logits exist a few rows at a time, and are gone when the
+first layer is computed again.
 """
 
 from collections.abc import Iterator

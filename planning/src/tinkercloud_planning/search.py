@@ -3,7 +3,7 @@
 The rules, in order: trainer and sampler have GPUs of their own if that is possible; a copy of the
 model spans as few GPUs as hold it, so that the others train more data; a cut that needs less
 communication comes before one that needs more (tensor inside a node, then pipeline, then context;
-experts are shared out between ranks that are there anyway). docs/planning.md explains them.
+experts are shared out between ranks that are there anyway). docs/operate/planning.md explains them.
 """
 
 from collections.abc import Iterator

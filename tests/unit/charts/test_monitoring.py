@@ -85,7 +85,7 @@ def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
 def test_every_series_is_explained_to_those_who_run_it(program: ModuleType) -> None:
     families = [family for metric in metrics_of(program) for family in metric.describe()]
     names = [each.name + ("_total" if each.type == "counter" else "") for each in families]
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operate" / "operations.md").read_text()
 
     assert [name for name in names if f"`{name}`" not in page] == []
 

@@ -86,7 +86,7 @@ def test_the_notes_and_the_page_install_the_release_of_kuberay_that_the_chart_wo
     (kuberay,) = chart["dependencies"]
     options = ("--namespace", NAMESPACE, "--dry-run=client")
     notes = helm("install", "tinker", str(CHART), *options).partition("NOTES:")[2]
-    page = (ROOT / "docs" / "installation.md").read_text()
+    page = (ROOT / "docs" / "operate" / "installation.md").read_text()
 
     commands = [
         line for line in (notes + page).splitlines() if "helm install kuberay-operator" in line

@@ -1,4 +1,4 @@
-"""docs/planning.md says what steps took on a GPU, as recorded, and what is estimated for them."""
+"""docs/operate/planning.md states the recorded and the estimated memory of steps on a GPU."""
 
 import json
 from pathlib import Path
@@ -40,13 +40,13 @@ def cell(peak: dict[str, Any], trainer: str) -> str:
 
 
 def test_the_page_has_the_recorded_peaks_and_what_is_estimated_for_them() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "operate" / "planning.md").read_text()
     section = page.split("**On a GPU**", 1)[1].split("\nWhat is planned", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     models = [peak["model"].removeprefix("Qwen/") for peak in MEASURED["peaks"]]
 
-    assert f"(../{RECORD})" in section
+    assert f"(../../{RECORD})" in section
     assert rows == [
         [
             "" if name == before else name,

@@ -69,7 +69,7 @@ def test_a_model_is_split_over_as_few_gpus_as_hold_it() -> None:
 
 
 def test_the_page_shows_what_a_session_is_told_of_its_plan() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "kubernetes-sessions.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "operate" / "kubernetes-sessions.md").read_text()
     shown = page.split(".status.plan}'\n", 1)[1].split("...\n", 1)[0]
     base_model = an_open_base_model(gpusPerReplica=8).model_copy(
         update={"max_context_length": 32768}

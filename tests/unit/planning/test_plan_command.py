@@ -29,7 +29,7 @@ CONFIGS: dict[str, Any] = {
         (Path(__file__).parent / "public_models.json").read_text()
     ).items()
 }
-PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "operate" / "planning.md"
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
 NO_HUB = "http://127.0.0.1:9"
 

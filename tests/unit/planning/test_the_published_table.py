@@ -1,4 +1,4 @@
-"""docs/planning.md says for 29 public models what is planned on six fleets, and it is true."""
+"""The table of plans for 29 public models in docs/operate/planning.md is true."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tinkercloud_planning.gpus import parse
 from tinkercloud_planning.search import Demand, Division, divide
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "planning.md"
+PAGE = HERE.parents[2] / "docs" / "operate" / "planning.md"
 MODELS = json.loads((HERE / "public_models.json").read_text())
 AXES = ("tensor", "pipeline", "context", "expert", "data")
 

@@ -1,1 +1,4 @@
-"""A real Kubernetes cluster on this machine, for tests; docs/cluster-tests.md is its manual."""
+"""A real Kubernetes cluster on this machine, for tests.
+
+Its manual is docs/contribute/cluster-tests.md.
+"""

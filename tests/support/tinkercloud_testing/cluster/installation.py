@@ -140,7 +140,7 @@ def make_volumes(folder: Path) -> Path:
 def an_installation(
     cluster: Cluster, folder: Path, values: Mapping[str, Any], **secrets: Mapping[str, str]
 ) -> Iterator[Installation]:
-    """Install what a user would, in the order that docs/installation.md gives.
+    """Install what a user would, in the order that docs/operate/installation.md gives.
 
     Args:
         cluster: where KubeRay is, and a node that has the images.

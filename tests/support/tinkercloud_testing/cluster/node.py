@@ -115,7 +115,9 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
         PermissionError: This is not root.
     """
     if os.geteuid() != 0:
-        raise PermissionError("a real node needs root; docs/cluster-tests.md tells what else works")
+        raise PermissionError(
+            "a real node needs root; docs/contribute/cluster-tests.md tells what else works"
+        )
     subprocess.run([str(ROOT / "tools" / "cluster" / "install_node.sh")], check=True)
     folder.mkdir()
     with locked(_ONLY_ONE), _cgroup(), _box(folder) as box:

@@ -1,0 +1,55 @@
+"""The tutorial runs as it is written, as a page and as a notebook."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.servers import API_KEY, Server
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "use" / "tutorial.md"
+NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
+
+
+def code_of_the_page() -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+
+
+def code_of_the_notebook() -> str:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+@pytest.mark.parametrize("code", [code_of_the_page(), code_of_the_notebook()], ids=["page", "book"])
+def test_the_tutorial_lowers_the_loss_raises_the_reward_and_draws_both(
+    server: Server, tmp_path: Path, code: str
+) -> None:
+    report = "\nimport json; print(json.dumps([losses[0], losses[-1], rewards[0], rewards[-1]]))"
+    result = subprocess.run(
+        [sys.executable, "-c", code + report],
+        env={
+            **os.environ,
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": API_KEY,
+            "HF_ENDPOINT": f"{server.url}/hf",
+            "HF_HOME": str(tmp_path / "hf"),
+            "MODEL": "tiny/llama",
+            "MPLBACKEND": "Agg",
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr[-4000:]
+    first_loss, last_loss, first_reward, last_reward = json.loads(result.stdout.splitlines()[-1])
+    assert last_loss < 0.9 * first_loss
+    assert last_reward > first_reward
+    assert (tmp_path / "tutorial.png").stat().st_size > 10_000
