@@ -6,13 +6,9 @@ import signal
 import pytest
 import tinker
 
-from tinkercloud_api.providers.cluster_api import (
-    ClusterApi,
-    ClusterUnreachable,
-    Listing,
-    ResourceVersionGone,
-)
 from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_kube.client import Client, Page
+from tinkercloud_kube.errors import Expired, Unavailable
 from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.provider_world import World, a_base_model, now
 from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
@@ -99,13 +95,13 @@ def test_training_goes_on_while_kubernetes_is_away(
     assert step(world.a_training_client(server)) > 0
 
 
-async def begun(api: ClusterApi, plural: str) -> Listing:
+async def listed(api: Client, kind: str) -> Page:
     """List what a control plane stores, once it has read that; before, it answers 429."""
     async with asyncio.timeout(60):
         while True:
             try:
-                return await api.list_all(plural)
-            except ClusterUnreachable:
+                return await api.list_all(kind)
+            except Unavailable:
                 await asyncio.sleep(0.1)
 
 
@@ -113,11 +109,11 @@ async def test_a_watch_from_too_long_ago_is_told_so(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
-    api = await ClusterApi.connect(world.namespace)
-    await begun(api, "trainingsessions")
+    api = await Client.connect(world.namespace, "a test")
+    await listed(api, "TrainingSession")
 
-    with pytest.raises(ResourceVersionGone):
-        _seen = [event async for event in api.watch("trainingsessions", "1", seconds=5)]
+    with pytest.raises(Expired):
+        _seen = [event async for event in api.watch("TrainingSession", 1, seconds=5)]
 
     await api.close()
 
@@ -126,17 +122,17 @@ async def test_a_watch_that_falls_silent_is_taken_for_dead(
     world: World, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
-    api = await ClusterApi.connect(world.namespace)
-    listing = await begun(api, "basemodels")
+    api = await Client.connect(world.namespace, "a test")
+    listing = await listed(api, "BaseModel")
     process = control_plane.api_server.process
     assert process is not None
-    events = api.watch("basemodels", listing.resource_version, seconds=2)
+    events = api.watch("BaseModel", listing.version, seconds=2)
     world.cluster.apply(a_base_model("awaited", world.namespace, "tiny/awaited"))
     first = await anext(events)
 
     process.send_signal(signal.SIGSTOP)
 
-    with pytest.raises(ClusterUnreachable):
+    with pytest.raises(Unavailable):
         _more = [event async for event in events]
     process.send_signal(signal.SIGCONT)
     assert first.object["metadata"]["name"] == "awaited"
