@@ -14,13 +14,13 @@ import obstore
 from tinkercloud_api import state_folder
 from tinkercloud_api.catalog.database import CatalogUnreachableError, open_database
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError, resolve
 from tinkercloud_api.settings import Settings
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.object_store import open_store
 
 _LOW_DISK_BYTES = 5 << 30
 
