@@ -73,7 +73,7 @@ _ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
 """Headers that must not be repeated: readers differ in which one they use."""
 
 
-def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
+def check_repeated_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Check that no header is repeated that may occur only once.
 
     Raises:

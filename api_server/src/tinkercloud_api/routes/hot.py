@@ -23,8 +23,8 @@ from tinkercloud_api.http import (
     answer_error,
     beginning_of,
     chained,
+    check_repeated_headers,
     reading_to_the_end,
-    refuse_doubled,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.routes import unloading
@@ -102,7 +102,7 @@ class HotPaths:
             Unauthenticated: the key is missing, unknown or revoked.
             Overloaded: too many unknown ones came from the same address.
         """
-        refuse_doubled(scope["headers"])
+        check_repeated_headers(scope["headers"])
         path: str = scope["path"]
         if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
             return None
