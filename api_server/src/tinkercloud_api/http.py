@@ -85,7 +85,7 @@ def check_repeated_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
             raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
 
 
-def reading_to_the_end(
+def drain_before_answering(
     scope: Scope, receive: Receive, send: Send, discard: Discard
 ) -> tuple[Receive, Send]:
     """Wrap a connection so that no answer is sent before the body has been read.

@@ -24,7 +24,7 @@ from tinkercloud_api.http import (
     beginning_of,
     chained,
     check_repeated_headers,
-    reading_to_the_end,
+    drain_before_answering,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.routes import unloading
@@ -137,12 +137,12 @@ class HotPaths:
         try:
             principal = await self._authenticate(scope)
         except WireError as error:
-            _, send = reading_to_the_end(scope, receive, send, DISCARD_WITHOUT_KEY)
+            _, send = drain_before_answering(scope, receive, send, DISCARD_WITHOUT_KEY)
             # Whoever has no key keeps no connection.
             await answer_error(send, error, {"connection": "close"})
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
-        receive, send = reading_to_the_end(scope, receive, send, discard)
+        receive, send = drain_before_answering(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
             await self._app(scope, receive, send)
