@@ -268,7 +268,7 @@ class Client:
         return await self._apply(f"{path}/status", manifest)
 
     async def merge(self, ref: ObjectRef, patch: Manifest) -> Json:
-        """Change fields of an object, whoever owns them (JSON merge patch).
+        """Change fields of an object, also fields that others own (JSON merge patch).
 
         Raises:
             NotFound: the object does not exist.

@@ -1,4 +1,4 @@
-"""Heads that go and come, and a Kubernetes that is away: runs go on, or are told."""
+"""Heads are replaced and Kubernetes becomes unavailable: runs continue, or fail with the reason."""
 
 import asyncio
 import signal
@@ -65,12 +65,12 @@ def test_a_session_suspended_for_idleness_is_resumed_by_the_next_request(
     world.say(name, idle, (ConditionType.READY, "False", Reason.SUSPENDED, ""), endpoint=None)
     asleep = now()
 
-    going_on = training.forward_backward([a_datum()], "cross_entropy")
+    pending = training.forward_backward([a_datum()], "cross_entropy")
     wait_until(lambda: last_activity(world, name) > asleep, "the session to be wanted again")
     head.start()
     world.make_ready(name, head, incarnation="pod-b.0")
     training.optim_step(ADAM).result()
-    losses += [going_on.result().metrics["loss:sum"], step(training)]
+    losses += [pending.result().metrics["loss:sum"], step(training)]
 
     assert losses == expected
 
@@ -79,7 +79,7 @@ def last_activity(world: World, name: str) -> str:
     return str(world.session(name)["metadata"]["annotations"]["tinkercloud.dev/last-activity"])
 
 
-def test_training_goes_on_while_kubernetes_is_away(
+def test_training_continues_while_kubernetes_is_unavailable(
     world: World, server: Server, control_plane: ControlPlane
 ) -> None:
     training = world.a_training_client(server)
@@ -105,7 +105,7 @@ async def listed(api: Client, kind: str) -> Page:
                 await asyncio.sleep(0.1)
 
 
-async def test_a_watch_from_too_long_ago_is_told_so(
+async def test_a_watch_from_an_old_resource_version_is_expired(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
@@ -118,7 +118,7 @@ async def test_a_watch_from_too_long_ago_is_told_so(
     await api.close()
 
 
-async def test_a_watch_that_falls_silent_is_taken_for_dead(
+async def test_a_silent_watch_is_considered_dead(
     world: World, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))

@@ -1,4 +1,4 @@
-"""What clients of the API server are told when Kubernetes rejects a request."""
+"""How clients of the API server see it when Kubernetes rejects a request."""
 
 import pytest
 
