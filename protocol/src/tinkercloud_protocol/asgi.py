@@ -87,7 +87,7 @@ async def respond(
     content_type: str = JSON,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Send a complete answer. It has a content-length: the SDK does not accept a 400 without one."""
+    """Send a complete answer with its length; the SDK does not trust a 400 without one."""
     fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
     encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
