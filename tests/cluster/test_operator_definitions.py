@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.decide.definitions import is_undeclared
 from tinkercloud_testing.cluster import kuberay as current_kuberay
 from tinkercloud_testing.cluster.client import Cluster, Refused
 from tinkercloud_testing.cluster.control_plane import a_control_plane

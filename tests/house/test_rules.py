@@ -14,6 +14,7 @@ ROOMS = (
     "benchmarks",
     "crds",
     "examples",
+    "kube",
     "operator",
     "planning",
     "protocol",

@@ -14,12 +14,13 @@ from tinkercloud_api.auth import Principal, Role
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun
-from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.providers.base import HeadRoute, Placement
 from tinkercloud_api.router import Router
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.providers import OneHead
 
 SPEC = ModelSpec(owner="me", lora=None).model_dump(mode="json")

@@ -21,11 +21,12 @@ from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, Timings
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, served
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle

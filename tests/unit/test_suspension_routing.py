@@ -13,7 +13,7 @@ import pytest
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
-from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.providers.base import HeadRoute, Placement, Waiting
 from tinkercloud_api.router import Router
 from tinkercloud_protocol import routes
@@ -28,6 +28,7 @@ from tinkercloud_protocol.launch import (
     Saved,
     Timings,
 )
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama

@@ -13,10 +13,11 @@ from aiohttp import web
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, Session
-from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_api.router import Router
 from tinkercloud_protocol.launch import SamplerSpec
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.providers import OneHead
 
 PATH = "tinker://s:train:0/sampler_weights/x"

@@ -23,10 +23,9 @@ from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_k
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
-from tinkercloud_api.checkpoints import Checkpoints, open_store
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
 from tinkercloud_api.head_client import open_session
-from tinkercloud_api.http import Receive, Scope, Send
 from tinkercloud_api.limits import BodyLimit
 from tinkercloud_api.measuring import Measured, metrics_server
 from tinkercloud_api.openapi import describe
@@ -48,7 +47,9 @@ from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.waiters import Waiters
+from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.object_store import open_store
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,6 @@ everybody may read a checkpoint, and when it expires, if that was changed after 
 """
 
 import asyncio
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import structlog
-from obstore.store import ObjectStore, from_url
+from obstore.store import ObjectStore
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
@@ -31,7 +30,6 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
-from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import (
     CheckpointKind,
     CheckpointPath,
@@ -48,13 +46,6 @@ _NAMED_TO_DELETE = 3
 _LOOKS_AT_ONCE = 16
 """Manifests that one request reads at a time. If more of one folder are to be looked at, the folder
 is listed first."""
-
-
-def open_store(url: str) -> ObjectStore:
-    """Open the object store at a URL; credentials come from the environment."""
-    if url.startswith("file:"):
-        return from_url(url, mkdir=True, automatic_cleanup=True)
-    return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
 _PROBE_SECONDS = 30.0

@@ -28,11 +28,11 @@ from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, o
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.objects import Objects
 from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
 from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.object_store import open_store
 
 T = TypeVar("T")
 

@@ -14,12 +14,13 @@ import obstore
 from tinkercloud_api import state_folder
 from tinkercloud_api.catalog.database import CatalogUnreachableError, open_database
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import ModelNotFoundError, resolve
-from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
 from tinkercloud_api.settings import Settings
-from tinkercloud_crds.labels import BASE_MODELS
+from tinkercloud_crds import labels
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.object_store import open_store
 
 _LOW_DISK_BYTES = 5 << 30
 
@@ -141,12 +142,12 @@ def _worker() -> Finding:
 
 async def _cluster(settings: Settings) -> Finding:
     try:
-        api = await ClusterApi.connect(settings.namespace)
+        api = await Client.connect(settings.namespace, labels.API_FIELD_MANAGER)
         try:
-            offered = await api.list_all(BASE_MODELS)
+            offered = await api.list_all("BaseModel")
         finally:
             await api.close()
-    except (ClusterRefused, ClusterUnreachable) as error:
+    except KubernetesError as error:
         return Finding("cluster", is_good=False, detail=str(error))
     detail = f"{len(offered.items)} BaseModels in namespace {settings.namespace}"
     return Finding("cluster", is_good=True, detail=detail)

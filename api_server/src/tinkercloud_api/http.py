@@ -1,61 +1,26 @@
-"""What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
+"""HTTP of the API server's hot paths: bounded bodies, streamed bodies, and answers to errors."""
 
 import asyncio
-import io
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-import orjson
-import zstandard
-
+from tinkercloud_protocol import asgi
+from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, WireError
-from tinkercloud_protocol.futures import JSON
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 
 _BEGINNING_BYTES = 64 << 10
-"""Of a body that is too long: what it is about stands there."""
+"""How much of a body is kept when the body is too long: it names what the request is about."""
 
 
-def refuse_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
-    """Check that a body comes as it is, or in an encoding that is accepted.
-
-    Raises:
-        InvalidRequest: it does not.
-    """
-    encoding = headers.get("content-encoding", "identity")
-    if encoding not in {"identity", *accepted}:
-        raise InvalidRequest(
-            f"content-encoding {encoding!r} is not accepted: use {' or '.join([*accepted, 'none'])}"
-        )
-
-
-class HotRequest:
-    """A request on a hot path; its body is read at most once."""
+class HotRequest(asgi.Request):
+    """A request on a hot path."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._receive = receive
+        super().__init__(scope, receive)
         self.beginning = b""
-        """Of the body, as far as it was read, some chunks at most."""
-        self.path: str = scope["path"]
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        """Beginning of the body as far as it has been read, at most a few chunks."""
 
     async def body(self, max_bytes: int) -> bytes:
         """Return the whole body.
@@ -64,7 +29,7 @@ class HotRequest:
             BodyTooLarge: it is longer than `max_bytes`.
             InvalidRequest: it is compressed.
         """
-        refuse_encoding(self.headers)
+        asgi.check_encoding(self.headers)
         chunks, size = [], 0
         async for chunk in self.chunks():
             chunks.append(chunk)
@@ -75,24 +40,9 @@ class HotRequest:
                 raise BodyTooLarge(f"body is larger than {max_bytes} bytes")
         return b"".join(chunks)
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the body as it arrives.
-
-        Raises:
-            InvalidRequest: the client hung up.
-        """
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise InvalidRequest("the client hung up before its request was complete")
-            if chunk := message.get("body", b""):
-                yield chunk
-            if not message.get("more_body"):
-                return
-
 
 async def beginning_of(chunks: AsyncIterator[bytes], size: int) -> bytes:
-    """Read at least so many bytes, or all there are."""
+    """Read at least `size` bytes, or everything if there are fewer."""
     beginning = b""
     async for chunk in chunks:
         beginning += chunk
@@ -101,21 +51,8 @@ async def beginning_of(chunks: AsyncIterator[bytes], size: int) -> bytes:
     return beginning
 
 
-def decompressed_beginning(beginning: bytes, size: int) -> bytes:
-    """Return the first bytes of what a zstd stream that begins so holds.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(beginning)) as reader:
-            return reader.read(size)
-    except zstandard.ZstdError as error:
-        raise InvalidRequest(f"body is not valid zstd: {error}") from None
-
-
 async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield what was read already, and the rest."""
+    """Yield what has been read already, then the rest."""
     yield first
     async for chunk in rest:
         yield chunk
@@ -123,7 +60,7 @@ async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """How much of a body that nobody wants is received all the same, and for how long."""
+    """How much of an unwanted body is received anyway, and for how long."""
 
     max_bytes: int
     max_seconds: float
@@ -133,14 +70,14 @@ DISCARD = Discard(256 << 20, 600.0)
 DISCARD_WITHOUT_KEY = Discard(8 << 20, 10.0)
 """More than the SDK sends in one request."""
 _ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
-"""Headers that must not come twice: readers differ in which one they take."""
+"""Headers that must not be repeated: readers differ in which one they use."""
 
 
-def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Check that no header came twice of which there can be one.
+def check_repeated_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Check that no header is repeated that may occur only once.
 
     Raises:
-        InvalidRequest: one did.
+        InvalidRequest: one is.
     """
     names = Counter(name for name, _ in headers if name in _ONCE)
     for name, count in names.items():
@@ -148,26 +85,26 @@ def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
             raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
 
 
-def reading_to_the_end(
+def drain_before_answering(
     scope: Scope, receive: Receive, send: Send, discard: Discard
 ) -> tuple[Receive, Send]:
-    """Return a connection's two ends such that no answer is sent before the body was read.
+    """Wrap a connection so that no answer is sent before the body has been read.
 
-    A client that uploads when its connection is closed sees a reset, not the answer that says
-    why; so what nobody wants to read is received and thrown away first, within a bound. Beyond it
-    the connection is closed with the answer.
+    A client that is still uploading when its connection is closed sees a reset instead of the
+    answer. So the rest of an unwanted body is received and discarded first, within a bound. Beyond
+    that bound the connection is closed together with the answer.
     """
     names = {name for name, _ in scope["headers"]}
     has_more = bool(names & {b"content-length", b"transfer-encoding"})
     discarded = 0
 
-    async def counted() -> MutableMapping[str, Any]:
+    async def counted() -> Message:
         nonlocal has_more
         message = await receive()
         has_more = message["type"] == "http.request" and bool(message.get("more_body"))
         return message
 
-    async def late(message: MutableMapping[str, Any]) -> None:
+    async def late(message: Message) -> None:
         nonlocal discarded
         with suppress(TimeoutError):
             async with asyncio.timeout(discard.max_seconds):
@@ -180,20 +117,11 @@ def reading_to_the_end(
     return counted, late
 
 
-async def answer(
-    send: Send, body: bytes, *, status: int = 200, headers: dict[str, str] | None = None
-) -> None:
-    """Send a whole JSON answer. It carries its length: the SDK mistrusts a 400 without one."""
-    fields = {"content-type": JSON, "content-length": str(len(body)), **(headers or {})}
-    encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
-
-
 async def answer_error(
     send: Send, error: WireError, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Send what an error becomes."""
+    """Send the answer that an error becomes."""
     retry = {"retry-after": "1"} if error.status in {429, 503} else {}
-    body = orjson.dumps({"detail": error.message})
-    await answer(send, body, status=error.status, headers={**retry, **(headers or {})})
+    await asgi.respond(
+        send, asgi.error_body(error), status=error.status, headers={**retry, **(headers or {})}
+    )

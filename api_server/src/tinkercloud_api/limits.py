@@ -6,7 +6,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from tinkercloud_api.http import Receive, Scope, Send, answer_error, refuse_encoding
+from tinkercloud_api.http import answer_error
+from tinkercloud_protocol.asgi import Receive, Scope, Send, check_encoding
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest
 
 
@@ -28,7 +29,7 @@ class BodyLimit:
         headers = dict(scope["headers"])
         if (encoding := headers.get(b"content-encoding")) is not None:
             try:
-                refuse_encoding({"content-encoding": encoding.decode("latin-1")})
+                check_encoding({"content-encoding": encoding.decode("latin-1")})
             except InvalidRequest as error:
                 await answer_error(send, error)
                 return

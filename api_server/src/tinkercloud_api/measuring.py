@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp
 
 from tinkercloud_api import metrics
-from tinkercloud_api.http import Receive, Scope, Send
+from tinkercloud_protocol.asgi import Receive, Scope, Send
 
 _UNKNOWN_ROUTE = "other"
 _NO_ANSWER = "aborted"

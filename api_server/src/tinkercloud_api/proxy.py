@@ -9,9 +9,9 @@ import structlog
 
 from tinkercloud_api import head_client, metrics
 from tinkercloud_api.head_client import HeadResponse, HeadUnreachable
-from tinkercloud_api.http import Send, answer
 from tinkercloud_api.providers.base import HeadRoute
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.asgi import Send, respond
 from tinkercloud_protocol.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -80,7 +80,7 @@ class Proxy:
                     raise StaleRoute("the session head was replaced; send the request again")
                 substitute = (replace or {}).get(response.status)
                 if substitute is not None:
-                    await answer(send, substitute[1], status=substitute[0])
+                    await respond(send, substitute[1], status=substitute[0])
                 else:
                     await _relay(send, response)
 

@@ -22,7 +22,6 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import has_checkpoints
-from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import resolve
 from tinkercloud_api.objects import Objects
 from tinkercloud_api.providers.base import SessionProvider
@@ -31,6 +30,7 @@ from tinkercloud_api.providers.local import LocalProvider
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.object_store import open_store
 
 log = structlog.get_logger(__name__)
 

@@ -2,18 +2,20 @@
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from contextlib import suppress
 
 import aiohttp
 import structlog
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from tinkercloud_operator.run.cluster import Cluster, ClusterError
+from tinkercloud_crds import labels
+from tinkercloud_kube.client import Client, credentials
+from tinkercloud_kube.errors import KubernetesError
+from tinkercloud_operator import metrics
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.handlers import WatchingFailed, watch
 from tinkercloud_operator.run.head_client import Heads
@@ -24,6 +26,8 @@ from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
 
+_REQUEST_SECONDS = 30.0
+"""Limit of one request to Kubernetes."""
 _RETRY_SECONDS = 1.0
 _GATHER_SECONDS = 2.0
 """Watches often begin anew together: for how long others are waited for before all is listed."""
@@ -31,7 +35,7 @@ _GATHER_SECONDS = 2.0
 
 async def run(settings: Settings) -> None:
     """Operate until a stop signal."""
-    configuration = await _credentials()
+    configuration = await credentials()
     # Any number of heads may be asked at the same time.
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -39,7 +43,14 @@ async def run(settings: Settings) -> None:
         aiohttp.ClientSession(connector=connector) as http,
     ):
         leadership = Leadership(api, settings)
-        cluster = Cluster(api, settings.namespace, leadership.may_act)
+        cluster = Client(
+            api,
+            settings.namespace,
+            manager=labels.OPERATOR_FIELD_MANAGER,
+            timeout_seconds=_REQUEST_SECONDS,
+            may_send=leadership.may_act,
+            count=_count_request,
+        )
         probes = Probes(leadership, settings)
         server = await probes.serve()
 
@@ -61,17 +72,8 @@ async def run(settings: Settings) -> None:
             await leading
 
 
-async def _credentials() -> client.Configuration:
-    """Return the pod's service account; outside a cluster, what KUBECONFIG names."""
-    # Else a netrc file and the environment are read for every request.
-    configuration = client.Configuration(client_session_kwargs={"trust_env": False})
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
-    else:
-        await config.load_kube_config(  # type: ignore[no-untyped-call]
-            client_configuration=configuration
-        )
-    return configuration
+def _count_request(verb: str, code: str) -> None:
+    metrics.API_REQUESTS.labels(verb, code).inc()
 
 
 class StopSignal(asyncio.Event):
@@ -85,7 +87,7 @@ class StopSignal(asyncio.Event):
 
 
 async def _lead(
-    cluster: Cluster,
+    cluster: Client,
     heads: Heads,
     probes: Probes,
     settings: Settings,
@@ -145,7 +147,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
         controller.needs_resync.clear()
         try:
             await controller.resync()
-        except ClusterError as error:
+        except KubernetesError as error:
             if str(error) != told:
                 log.warning("could not list everything; trying again", error=str(error))
             told = str(error)

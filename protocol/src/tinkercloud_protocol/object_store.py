@@ -1,6 +1,12 @@
-"""How the object store of checkpoints is reached, the same in the API server and in heads."""
+"""Access to the object store of checkpoints, the same in the API server and in heads.
 
+It needs this package's extra `store`.
+"""
+
+import os
 from collections.abc import Mapping
+
+from obstore.store import ObjectStore, from_url
 
 _ENDPOINT_VARIABLES = (
     "AWS_ENDPOINT",
@@ -10,15 +16,25 @@ _ENDPOINT_VARIABLES = (
     "AZURE_STORAGE_ENDPOINT",
     "GOOGLE_BASE_URL",
 )
-"""By which object stores' clients are configured with an address of their own."""
+"""Environment variables that set the address of an object store."""
 
 
 def allows_http(environment: Mapping[str, str]) -> bool:
-    """Return whether an object store may be reached by HTTP: only if it is asked for.
+    """Return whether an object store may be reached over plain HTTP: only on request.
 
-    An endpoint that begins with `http://` asks for it, and so does Azure's emulator. Credentials
-    of workload identities come over HTTP in any case, from the machine itself.
+    An endpoint that starts with `http://` requests it, and so does Azure's emulator. Credentials of
+    workload identities come over HTTP in any case, from the machine itself.
     """
     endpoints = [environment.get(name, "") for name in _ENDPOINT_VARIABLES]
     is_emulator = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in {"1", "true"}
     return is_emulator or any(each.startswith("http://") for each in endpoints)
+
+
+def open_store(url: str) -> ObjectStore:
+    """Open the object store at a URL; credentials come from the environment.
+
+    A local folder is created if it does not exist.
+    """
+    if url.startswith("file:"):
+        return from_url(url, mkdir=True, automatic_cleanup=True)
+    return from_url(url, client_options={"allow_http": allows_http(os.environ)})

@@ -1,4 +1,4 @@
-"""Heads that go and come, and a Kubernetes that is away: runs go on, or are told."""
+"""Heads are replaced and Kubernetes becomes unavailable: runs continue, or fail with the reason."""
 
 import asyncio
 import signal
@@ -6,13 +6,9 @@ import signal
 import pytest
 import tinker
 
-from tinkercloud_api.providers.cluster_api import (
-    ClusterApi,
-    ClusterUnreachable,
-    Listing,
-    ResourceVersionGone,
-)
 from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_kube.client import Client, Page
+from tinkercloud_kube.errors import Expired, Unavailable
 from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.provider_world import World, a_base_model, now
 from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
@@ -69,12 +65,12 @@ def test_a_session_suspended_for_idleness_is_resumed_by_the_next_request(
     world.say(name, idle, (ConditionType.READY, "False", Reason.SUSPENDED, ""), endpoint=None)
     asleep = now()
 
-    going_on = training.forward_backward([a_datum()], "cross_entropy")
+    pending = training.forward_backward([a_datum()], "cross_entropy")
     wait_until(lambda: last_activity(world, name) > asleep, "the session to be wanted again")
     head.start()
     world.make_ready(name, head, incarnation="pod-b.0")
     training.optim_step(ADAM).result()
-    losses += [going_on.result().metrics["loss:sum"], step(training)]
+    losses += [pending.result().metrics["loss:sum"], step(training)]
 
     assert losses == expected
 
@@ -83,7 +79,7 @@ def last_activity(world: World, name: str) -> str:
     return str(world.session(name)["metadata"]["annotations"]["tinkercloud.dev/last-activity"])
 
 
-def test_training_goes_on_while_kubernetes_is_away(
+def test_training_continues_while_kubernetes_is_unavailable(
     world: World, server: Server, control_plane: ControlPlane
 ) -> None:
     training = world.a_training_client(server)
@@ -99,44 +95,44 @@ def test_training_goes_on_while_kubernetes_is_away(
     assert step(world.a_training_client(server)) > 0
 
 
-async def begun(api: ClusterApi, plural: str) -> Listing:
+async def listed(api: Client, kind: str) -> Page:
     """List what a control plane stores, once it has read that; before, it answers 429."""
     async with asyncio.timeout(60):
         while True:
             try:
-                return await api.list_all(plural)
-            except ClusterUnreachable:
+                return await api.list_all(kind)
+            except Unavailable:
                 await asyncio.sleep(0.1)
 
 
-async def test_a_watch_from_too_long_ago_is_told_so(
+async def test_a_watch_from_an_old_resource_version_is_expired(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
-    api = await ClusterApi.connect(world.namespace)
-    await begun(api, "trainingsessions")
+    api = await Client.connect(world.namespace, "a test")
+    await listed(api, "TrainingSession")
 
-    with pytest.raises(ResourceVersionGone):
-        _seen = [event async for event in api.watch("trainingsessions", "1", seconds=5)]
+    with pytest.raises(Expired):
+        _seen = [event async for event in api.watch("TrainingSession", 1, seconds=5)]
 
     await api.close()
 
 
-async def test_a_watch_that_falls_silent_is_taken_for_dead(
+async def test_a_silent_watch_is_considered_dead(
     world: World, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
-    api = await ClusterApi.connect(world.namespace)
-    listing = await begun(api, "basemodels")
+    api = await Client.connect(world.namespace, "a test")
+    listing = await listed(api, "BaseModel")
     process = control_plane.api_server.process
     assert process is not None
-    events = api.watch("basemodels", listing.resource_version, seconds=2)
+    events = api.watch("BaseModel", listing.version, seconds=2)
     world.cluster.apply(a_base_model("awaited", world.namespace, "tiny/awaited"))
     first = await anext(events)
 
     process.send_signal(signal.SIGSTOP)
 
-    with pytest.raises(ClusterUnreachable):
+    with pytest.raises(Unavailable):
         _more = [event async for event in events]
     process.send_signal(signal.SIGCONT)
     assert first.object["metadata"]["name"] == "awaited"

@@ -25,12 +25,13 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     Timings,
 )
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.thread import NoBackground
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend

@@ -13,9 +13,10 @@ import uvicorn
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, SamplerSpec
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle

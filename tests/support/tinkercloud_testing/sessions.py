@@ -7,8 +7,9 @@ from typing import Any
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Condition
+from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
-from tinkercloud_operator.children.pods import Build, Names
+from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import Shape, resolve
 from tinkercloud_operator.spec.snapshot import Node, Observed, Pod

@@ -11,12 +11,12 @@ from tinkercloud_api.providers.session_status import (
     Session,
     Usable,
     asleep_since,
-    moment,
     read_base_model,
     read_session,
     standing,
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
+from tinkercloud_crds.times import parse_time
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import QueueState
 
@@ -153,7 +153,7 @@ def test_only_a_session_suspended_for_idleness_is_asleep() -> None:
     idle = a_session(a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE))
     running = a_session(a_condition(ConditionType.SUSPENDED, "False", Reason.RUNNING))
 
-    assert asleep_since(idle) == moment("2026-01-02T00:00:00Z")
+    assert asleep_since(idle) == parse_time("2026-01-02T00:00:00Z")
     assert asleep_since(running) is None
 
 

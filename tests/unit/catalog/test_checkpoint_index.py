@@ -19,11 +19,12 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
-from tinkercloud_api.checkpoints import Checkpoints, latest, open_store
+from tinkercloud_api.checkpoints import Checkpoints, latest
 from tinkercloud_api.objects import Objects
 from tinkercloud_protocol.checkpoints import Manifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.servers import free_port
 

@@ -23,10 +23,11 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore
 from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module
-from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 
 PATH = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "step-1")
 OLD = {"a.bin": b"old a", "b.bin": b"old b", "dropped.bin": b"old only"}

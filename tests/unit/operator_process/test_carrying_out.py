@@ -7,11 +7,11 @@ import aiohttp
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_kube.errors import Conflict, Rejected, Unavailable
 from tinkercloud_operator import metrics
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide.actions import Delete, DeleteSession, Plan
 from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.run.cluster import Conflict, Refused, Unreachable
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.head_client import Heads
 from tinkercloud_operator.run.save_requests import Questions
@@ -101,7 +101,7 @@ async def test_what_is_refused_is_said_and_tried_again(operator: Operator) -> No
     operator.api.refused["one-config"] = 422
 
     assert await operator.look(), "the status is to say it"
-    with pytest.raises(Refused, match="refused by the test"):
+    with pytest.raises(Rejected, match="refused by the test"):
         await operator.look()
 
     assert operator.ready["reason"] == "ApplyFailed"
@@ -115,10 +115,10 @@ async def test_a_refusal_that_is_never_worded_the_same_is_said_and_tried_again_l
     await operator.look()
 
     operator.api.explanation = "refused, request 1"
-    with pytest.raises(Refused, match="request 1"):
+    with pytest.raises(Rejected, match="request 1"):
         await operator.look()
     operator.api.explanation = "refused, request 2"
-    with pytest.raises(Refused, match="request 2"):
+    with pytest.raises(Rejected, match="request 2"):
         await operator.look()
 
     assert operator.ready["reason"] == "ApplyFailed"
@@ -141,7 +141,7 @@ async def test_a_refusal_that_is_over_is_not_said_any_longer(operator: Operator)
 async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator, status: int) -> None:
     operator.api.refused["one-config"] = status
 
-    with pytest.raises(Unreachable):
+    with pytest.raises(Unavailable):
         await operator.look()
 
     assert operator.executor.refusal("one") is None
@@ -160,7 +160,7 @@ async def test_a_secret_of_an_earlier_session_is_neither_used_nor_taken(operator
     operator.api.put(SECRET, {"data": {"token": "old"}}, ownerReferences=OF_ANOTHER)
 
     await operator.look()
-    with pytest.raises(Refused, match="Secret one-token is not this session's"):
+    with pytest.raises(Rejected, match="Secret one-token is not this session's"):
         await operator.look()
 
     assert token(operator.api) == "old"
@@ -263,7 +263,7 @@ async def test_what_is_refused_is_announced(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
 
     await operator.look()
-    with pytest.raises(Refused):
+    with pytest.raises(Rejected):
         await operator.look()
 
     events = [item for item in operator.api.objects.values() if "involvedObject" in item]

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 
+from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_kube.errors import NotLeading
 from tinkercloud_operator.run import leader
-from tinkercloud_operator.run.cluster import Cluster, NotLeading, ObjectRef
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, MemoryApi
@@ -95,7 +96,9 @@ async def test_a_lease_that_does_not_answer_is_not_held(
 async def test_whoever_does_not_lead_asks_the_api_server_nothing(
     connection: Connection, leadership: Leadership
 ) -> None:
-    cluster = Cluster(connection.client, NAMESPACE, leadership.may_act)
+    cluster = Client(
+        connection.client, NAMESPACE, manager="an operator", may_send=leadership.may_act
+    )
 
     with pytest.raises(NotLeading, match="the Lease is not held"):
         await cluster.delete(ObjectRef("RayCluster", "one"), "uid-of-one")

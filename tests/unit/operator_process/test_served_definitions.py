@@ -7,10 +7,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tinkercloud_kube.errors import Rejected
 from tinkercloud_operator import __main__ as process
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run import controller as controller_module
-from tinkercloud_operator.run.cluster import Refused
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.head_client import Heads
 from tinkercloud_operator.run.leader import Leadership
@@ -125,7 +125,7 @@ async def test_an_undeclared_field_is_refused_although_the_answer_is_500(
     connection.api.refused["one"] = 500
     connection.api.explanation = "failed to create ...: .spec.x: field not declared in schema"
 
-    with pytest.raises(Refused, match="field not declared"):
+    with pytest.raises(Rejected, match="field not declared"):
         await connection.cluster.apply({"kind": "RayCluster", "metadata": {"name": "one"}})
 
 

@@ -67,7 +67,7 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
         open_session() as session,
     ):
         server = Server(session, listening.sockets[0].getsockname()[1])
-        request = HotRequest({"path": path, "headers": []}, receive)
+        request = HotRequest({"method": "POST", "path": path, "headers": []}, receive)
         principal = Principal(1, "key", "me", Role.USER)
         call = Call(cast("Context", server), request, send, principal)
         await HANDLERS[path](call)

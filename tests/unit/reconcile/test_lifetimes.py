@@ -8,7 +8,6 @@ import pytest
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, timestamp
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_operator.decide.lifetime import Decision, Wanted, decide, last_use
-from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.sessions import NOON, a_pod, a_session, a_status, observed
 
@@ -272,12 +271,3 @@ def test_without_a_word_on_idleness_a_session_stays_as_it_is(
     status = a_status([since(ConditionType.SUSPENDED, suspended, 0, Reason.IDLE)])
 
     assert decide(at(10**9, status=status), None, None).wanted is wanted
-
-
-@pytest.mark.parametrize("text", [None, "", "soon", "2026-01-01", "2026-01-01T12:00:00"])
-def test_what_is_no_moment_is_none(text: str | None) -> None:
-    assert parse_time(text) is None
-
-
-def test_a_moment_that_kubernetes_wrote_is_read() -> None:
-    assert parse_time("2026-01-01T12:00:00Z") == NOON

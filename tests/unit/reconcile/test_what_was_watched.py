@@ -76,6 +76,21 @@ def test_a_child_concerns_its_session(watched: Watched) -> None:
     assert children(watched).keys() == {SERVICE}
 
 
+def test_a_child_that_changes_its_session_concerns_both_and_belongs_to_the_new_one(
+    watched: Watched,
+) -> None:
+    watched.note("TrainingSession", session("two"))
+    watched.note("Service", service(7))
+
+    concerned = watched.note("Service", service(8, session="two"))
+
+    found = look(watched, "two")
+    assert concerned == {"one", "two"}
+    assert children(watched) == {}
+    assert found is not None
+    assert found.children.keys() == {SERVICE}
+
+
 def test_a_late_event_does_not_hide_what_came_after_it(watched: Watched) -> None:
     watched.note("Service", service(7, port=2))
 
@@ -494,7 +509,7 @@ def test_of_a_pod_only_its_state_is_kept(watched: Watched) -> None:
     metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
     watched.note("Pod", stored({"metadata": metadata, "spec": {"a": "lot"}, "status": {}}))
 
-    [kept] = watched._all("Pod")
+    [kept] = watched._child_objects["Pod"].values()
     assert kept["spec"] == {}
 
 

@@ -19,11 +19,11 @@ from obstore.exceptions import PreconditionError
 from obstore.store import ObjectStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing import wrong_folders
 from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker import fetch_model
-from tinkercloud_worker.checkpoints.store import open_store
 
 SOURCE = "hub:acme/tiny"
 CLUTTER = ("pytorch_model.bin", "modeling_acme.py", "consolidated.safetensors", "onnx/model.json")

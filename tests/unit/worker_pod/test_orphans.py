@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Timings
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 

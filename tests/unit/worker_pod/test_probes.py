@@ -19,12 +19,13 @@ from tinkercloud_protocol.launch import (
     Timings,
     TrainerConfig,
 )
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker import metrics
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend

@@ -20,10 +20,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.launch import HeadConfig, Listen
+from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker import logs
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.head.app import HeadApp

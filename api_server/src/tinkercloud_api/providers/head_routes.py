@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import aiohttp
 
 from tinkercloud_api.providers.base import HeadRoute
-from tinkercloud_api.providers.cluster_api import ClusterApi
 from tinkercloud_api.providers.session_status import Session, Usable
 from tinkercloud_crds import labels
+from tinkercloud_crds.names import Names
+from tinkercloud_kube.client import Client
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import HeadStatus
 
@@ -33,7 +34,7 @@ class _Known:
 class HeadRoutes:
     """Routes of live heads. Belongs to one event loop."""
 
-    def __init__(self, api: ClusterApi, client: aiohttp.ClientSession) -> None:
+    def __init__(self, api: Client, client: aiohttp.ClientSession) -> None:
         self._api = api
         self._client = client
         self._known: dict[str, _Known] = {}
@@ -53,8 +54,7 @@ class HeadRoutes:
 
         Raises:
             HeadSilent: it does not answer, or its token is not there.
-            ClusterUnreachable: its token can't be read now.
-            ClusterRefused: its token may not be read.
+            KubernetesError: its token could not be read.
         """
         known = self.known(session, usable)
         if known is not None:
@@ -67,7 +67,7 @@ class HeadRoutes:
         return await asyncio.shield(task)
 
     async def _ask(self, session: Session, usable: Usable) -> HeadRoute:
-        secret = f"{session.name}-token"
+        secret = Names(session.name).token_secret
         token = (await self._api.secret(secret)).get(labels.TOKEN_KEY, b"").decode().strip()
         if not token:
             raise HeadSilent(f"Secret {secret} has no entry {labels.TOKEN_KEY!r}")

@@ -10,9 +10,11 @@ model, else by one that all such samplers of the owner share.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -20,10 +22,9 @@ from pydantic import ValidationError
 from tinkercloud_api.head_client import open_session
 from tinkercloud_api.providers import session_spec
 from tinkercloud_api.providers.base import HeadFailed, HeadRoute, Placement, ServedModel, Waiting
-from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
+from tinkercloud_api.providers.cluster_errors import wire_error
 from tinkercloud_api.providers.head_routes import HeadRoutes, HeadSilent
 from tinkercloud_api.providers.session_activity import Stamps
-from tinkercloud_api.providers.session_cache import Cache, pause_seconds
 from tinkercloud_api.providers.session_status import (
     BaseModel,
     Over,
@@ -33,12 +34,17 @@ from tinkercloud_api.providers.session_status import (
     read_session,
     standing,
 )
-from tinkercloud_crds.labels import BASE_MODELS, TRAINING_SESSIONS
+from tinkercloud_crds import labels
+from tinkercloud_kube import errors
+from tinkercloud_kube.client import Client, Manifest, ObjectRef
+from tinkercloud_kube.informer import Informer, pause_seconds
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
+
+ObjectT = TypeVar("ObjectT")
 
 
 class KubernetesProvider:
@@ -62,14 +68,16 @@ class KubernetesProvider:
 
     async def start(self) -> None:
         """See `SessionProvider.start`. Returns once everything has been listed."""
-        self._api = await ClusterApi.connect(self._namespace)
+        self._api = await Client.connect(self._namespace, labels.API_FIELD_MANAGER)
         self._client = open_session()
-        self._sessions = Cache(self._api, TRAINING_SESSIONS, read_session, self._forget)
-        self._base_models = Cache(self._api, BASE_MODELS, read_base_model, _ignore)
+        self._sessions = Informer(
+            self._api, "TrainingSession", readable(read_session), self._forget
+        )
+        self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
         self._routes = HeadRoutes(self._api, self._client)
         self._stamps = Stamps(self._api)
-        for cache in (self._sessions, self._base_models):
-            self._watching.append(asyncio.create_task(cache.run()))
+        for informer in (self._sessions, self._base_models):
+            self._watching.append(asyncio.create_task(informer.run()))
         log.info("waiting for Kubernetes", namespace=self._namespace)
         await self._sessions.is_filled.wait()
         await self._base_models.is_filled.wait()
@@ -162,13 +170,15 @@ class KubernetesProvider:
             name = session.name if session is not None else _name(placement)
             try:
                 route = await self._step(placement, session)
-            except (ClusterUnreachable, HeadSilent) as error:
+            except (errors.Unavailable, errors.Conflict, HeadSilent) as error:
                 failures += 1
                 self._troubles[name] = str(error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_seconds(failures)):
                         await self._sessions.changed(name, session)
                 continue
+            except errors.KubernetesError as error:
+                raise wire_error(error) from None
             self._troubles.pop(name, None)
             if route is not None:
                 return route
@@ -202,7 +212,8 @@ class KubernetesProvider:
         if base_model is None:
             raise NotFound(f"base model {placement.base_model!r} is not served here any more")
         manifest = session_spec.training_session(placement, base_model, datetime.now(UTC))
-        await self._api.create(TRAINING_SESSIONS, manifest)
+        with suppress(errors.AlreadyExists):
+            await self._api.create(manifest, is_strict=True)
         log.info("training session wanted", session=_name(placement), target=placement.target)
 
     async def _replace(self, placement: Placement, session: Session, state: Over) -> None:
@@ -216,14 +227,19 @@ class KubernetesProvider:
         if placement.model is not None:
             raise state.error
         if not session.is_deleted:
-            await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
+            await self._delete(session)
 
     async def _withdraw(self, placement: Placement, session: Session) -> None:
         """Delete a session that was refused, unless it has run or was declared by somebody else."""
         is_declared = placement.choices.session is not None
         if is_declared or session.is_deleted or session.incarnation is not None:
             return
-        await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
+        await self._delete(session)
+
+    async def _delete(self, session: Session) -> None:
+        """Delete a session, unless a newer one has its name by now."""
+        with suppress(errors.Conflict):
+            await self._api.delete(ObjectRef("TrainingSession", session.name), session.uid)
 
     def waiting(self, placement: Placement) -> Waiting:
         """See `SessionProvider.waiting`."""
@@ -262,9 +278,9 @@ class KubernetesProvider:
         if session is not None:
             return session
         try:
-            manifest = await self._api.get(TRAINING_SESSIONS, name)
-        except (ClusterUnreachable, ClusterRefused) as error:
-            raise Unavailable(str(error)) from None
+            manifest = await self._api.find(ObjectRef("TrainingSession", name))
+        except errors.KubernetesError as error:
+            raise Unavailable(wire_error(error).message) from None
         try:
             return read_session(manifest) if manifest is not None else None
         except ValidationError as error:
@@ -297,9 +313,9 @@ class KubernetesProvider:
         if session is None or not _belongs(session, placement):
             return
         try:
-            await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
-        except (ClusterUnreachable, ClusterRefused) as error:
-            raise Unavailable(str(error)) from None
+            await self._delete(session)
+        except errors.KubernetesError as error:
+            raise Unavailable(wire_error(error).message) from None
         self._sessions.forget(session.name)
 
     def _forget(self, name: str) -> None:
@@ -308,8 +324,21 @@ class KubernetesProvider:
         self._troubles.pop(name, None)
 
 
-def _ignore(_name: str) -> None:
-    """Nothing is kept of a BaseModel besides the copy."""
+def readable(read: Callable[[Manifest], ObjectT]) -> Callable[[Manifest], ObjectT | None]:
+    """Return a reader that logs an object it cannot read and returns None for it.
+
+    A later version of the server may have written the object; other objects are not affected.
+    """
+
+    def read_or_skip(manifest: Manifest) -> ObjectT | None:
+        try:
+            return read(manifest)
+        except ValidationError as error:
+            name = manifest["metadata"]["name"]
+            log.warning("ignoring an unreadable object", name=name, error=describe(error))
+            return None
+
+    return read_or_skip
 
 
 def _name(placement: Placement) -> str:

@@ -11,10 +11,11 @@ from datetime import UTC, datetime, timedelta
 
 import structlog
 
-from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
 from tinkercloud_api.providers.session_status import Session, asleep_since
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
+from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_kube.errors import KubernetesError, NotFound
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +28,7 @@ _AFTER_FAILURE_SECONDS = 5.0
 class Stamps:
     """Writes of the last-activity annotation. Belongs to one event loop."""
 
-    def __init__(self, api: ClusterApi) -> None:
+    def __init__(self, api: Client) -> None:
         self._api = api
         self._not_before: dict[str, float] = {}
         """Monotonic time before which a session is not written again by this process."""
@@ -63,8 +64,11 @@ class Stamps:
     async def _write(self, name: str, moment: datetime) -> None:
         stamp = {labels.LAST_ACTIVITY: timestamp(moment)}
         try:
-            await self._api.annotate(labels.TRAINING_SESSIONS, name, stamp)
-        except (ClusterUnreachable, ClusterRefused) as error:
+            ref = ObjectRef("TrainingSession", name)
+            await self._api.merge(ref, {"metadata": {"annotations": stamp}})
+        except NotFound:
+            return
+        except KubernetesError as error:
             self._not_before[name] = time.monotonic() + _AFTER_FAILURE_SECONDS
             log.warning("could not say that a session is used", session=name, error=str(error))
 

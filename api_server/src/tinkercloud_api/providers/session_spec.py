@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import Placement
 from tinkercloud_api.providers.choices import PREFIX, Choices
-from tinkercloud_api.providers.cluster_api import Manifest
 from tinkercloud_api.providers.session_status import BaseModel, Session
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import Lora, RestoreFrom, TrainingSessionSpec
+from tinkercloud_kube.client import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId

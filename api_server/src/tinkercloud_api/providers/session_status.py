@@ -1,14 +1,15 @@
 """What a TrainingSession's status means for those who wait for it. Pure functions."""
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from tinkercloud_api.providers.base import HeadFailed, Waiting
-from tinkercloud_api.providers.cluster_api import Manifest
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
+from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_kube.client import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.futures import QueueState
 
@@ -29,7 +30,6 @@ class Session:
 
     name: str
     uid: str
-    resource_version: str
     generation: int
     """Of the specification; what a status says of another one is out of date."""
     created_at: str
@@ -47,7 +47,6 @@ class BaseModel:
     """What the provider keeps of a BaseModel."""
 
     name: str
-    resource_version: str
     spec: BaseModelSpec
     is_offered: bool
 
@@ -76,11 +75,10 @@ def read_session(manifest: Manifest) -> Session:
     return Session(
         name=metadata["name"],
         uid=metadata["uid"],
-        resource_version=metadata["resourceVersion"],
         generation=metadata["generation"],
         created_at=metadata["creationTimestamp"],
         is_deleted="deletionTimestamp" in metadata,
-        last_activity=moment(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY)),
+        last_activity=parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY)),
         spec=TrainingSessionSpec.model_validate(manifest["spec"]),
         conditions=tuple(map(Condition.model_validate, status.get("conditions", ()))),
         endpoint=status.get("endpoint"),
@@ -97,19 +95,9 @@ def read_base_model(manifest: Manifest) -> BaseModel:
     ready = find(conditions, ConditionType.READY)
     return BaseModel(
         name=manifest["metadata"]["name"],
-        resource_version=manifest["metadata"]["resourceVersion"],
         spec=BaseModelSpec.model_validate(manifest["spec"]),
         is_offered=ready is None or ready.status != "False",
     )
-
-
-def moment(text: str | None) -> datetime | None:
-    """Read an RFC 3339 time; None if it is none."""
-    try:
-        parsed = datetime.fromisoformat(text or "")
-    except ValueError:
-        return None
-    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
 def standing(session: Session) -> Standing:
@@ -147,7 +135,7 @@ def asleep_since(session: Session) -> datetime | None:
     suspended = find(session.conditions, ConditionType.SUSPENDED)
     if session.spec.suspend or suspended is None or suspended.status != "True":
         return None
-    return moment(suspended.last_transition_time) if suspended.reason == Reason.IDLE else None
+    return parse_time(suspended.last_transition_time) if suspended.reason == Reason.IDLE else None
 
 
 def _current(session: Session, kind: ConditionType) -> Condition | None:

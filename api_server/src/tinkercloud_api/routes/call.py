@@ -8,9 +8,10 @@ from urllib.parse import quote
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
-from tinkercloud_api.http import HotRequest, Send
+from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.proxy import StaleRoute
+from tinkercloud_protocol.asgi import Send
 from tinkercloud_protocol.errors import Unavailable
 
 _HOLD_SECONDS = 45.0

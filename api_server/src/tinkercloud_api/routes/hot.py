@@ -20,17 +20,11 @@ from tinkercloud_api.http import (
     DISCARD,
     DISCARD_WITHOUT_KEY,
     HotRequest,
-    Receive,
-    Scope,
-    Send,
-    answer,
     answer_error,
     beginning_of,
     chained,
-    decompressed_beginning,
-    reading_to_the_end,
-    refuse_doubled,
-    refuse_encoding,
+    check_repeated_headers,
+    drain_before_answering,
 )
 from tinkercloud_api.providers.base import HeadRoute, Waiting
 from tinkercloud_api.routes import unloading
@@ -46,6 +40,7 @@ from tinkercloud_api.routes.refusing import (
 from tinkercloud_api.throttle import Throttle
 from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
+from tinkercloud_protocol.asgi import Receive, Scope, Send, check_encoding, decompress, respond
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -107,7 +102,7 @@ class HotPaths:
             Unauthenticated: the key is missing, unknown or revoked.
             Overloaded: too many unknown ones came from the same address.
         """
-        refuse_doubled(scope["headers"])
+        check_repeated_headers(scope["headers"])
         path: str = scope["path"]
         if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
             return None
@@ -142,12 +137,12 @@ class HotPaths:
         try:
             principal = await self._authenticate(scope)
         except WireError as error:
-            _, send = reading_to_the_end(scope, receive, send, DISCARD_WITHOUT_KEY)
+            _, send = drain_before_answering(scope, receive, send, DISCARD_WITHOUT_KEY)
             # Whoever has no key keeps no connection.
             await answer_error(send, error, {"connection": "close"})
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
-        receive, send = reading_to_the_end(scope, receive, send, discard)
+        receive, send = drain_before_answering(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
             await self._app(scope, receive, send)
@@ -161,12 +156,12 @@ class HotPaths:
             log.exception("request failed unexpectedly", path=call.request.path)
             if call.has_answered:
                 raise
-            await answer(send, _INTERNAL_ERROR, status=500)
+            await respond(send, _INTERNAL_ERROR, status=500)
 
 
 async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the head of its model; JSON of old SDKs fails in its place."""
-    refuse_encoding(call.request.headers, accepted=("zstd",))
+    check_encoding(call.request.headers, accepted=("zstd",))
     if call.request.headers.get("content-type", "").startswith(futures.JSON):
         await refuse_in_place(call, InvalidRequest(OLD_SDK))
         return
@@ -174,7 +169,7 @@ async def forward_backward(call: Call) -> None:
         prefix = await beginning_of(chunks, envelope.PREFIX_BYTES)
         encoding = call.request.headers.get("content-encoding", "identity")
         is_plain = encoding != "zstd"
-        plain = prefix if is_plain else decompressed_beginning(prefix, envelope.PREFIX_BYTES)
+        plain = prefix if is_plain else decompress(prefix, envelope.PREFIX_BYTES)
         model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
         route = await route_run(call, model_id)
         await call.forward(route, model_id, chained(prefix, chunks))
@@ -232,7 +227,7 @@ async def load_weights(call: Call, body: bytes) -> None:
     if request.model_id is None:
         runs = call.server.training_runs
         request_id = await runs.create_from_checkpoint(request, call.principal)
-        await answer(call.send, futures.promise(request_id))
+        await respond(call.send, futures.promise(request_id))
         return
     try:
         await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
@@ -286,7 +281,7 @@ async def cancel_future(call: Call) -> None:
         async with asyncio.timeout(_RETRY_SECONDS):
             route = await call.server.router.head_of_sample(target)
     except (WireError, TimeoutError):
-        await answer(call.send, b"{}")
+        await respond(call.send, b"{}")
         return
     await call.forward(route, target, body)
 
@@ -297,7 +292,7 @@ async def retrieve_future(call: Call) -> None:
     name = parse_json(RetrieveFutureRequest, body).request_id
     if (model_id := unloading.unloaded_model(name)) is not None:
         await call.server.router.authorize_run(model_id, call.principal)
-        await answer(call.send, (await unloading.result_of(model_id, call.server)).body)
+        await respond(call.send, (await unloading.result_of(model_id, call.server)).body)
         return
     request_id = RequestId.parse(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)
@@ -310,12 +305,12 @@ async def retrieve_future(call: Call) -> None:
                 # The SDK asks again without any delay of its own.
                 await asyncio.sleep(_RETRY_SECONDS)
                 pending = futures.pending(str(request_id), reason=error.message)
-                await answer(call.send, pending, status=futures.PENDING_STATUS)
+                await respond(call.send, pending, status=futures.PENDING_STATUS)
     except Dismissed:
         # This server is stopping: the client asks again, the next one or another replica.
         if not call.has_answered:
             pending = futures.pending(str(request_id))
-            await answer(call.send, pending, status=futures.PENDING_STATUS)
+            await respond(call.send, pending, status=futures.PENDING_STATUS)
 
 
 async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> None:
@@ -328,7 +323,7 @@ async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> 
         await _answer_pending(call, request_id, router.why_waiting(target))
         return
     except WireError as error:
-        await answer(call.send, futures.failed_with(error).body)
+        await respond(call.send, futures.failed_with(error).body)
         return
     await call.forward(route, target, body, silence_seconds=_poll_seconds(call))
 
@@ -342,7 +337,7 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
         await _answer_pending(call, request_id, router.why_sampler_waits(target))
         return
     except WireError as error:
-        await answer(call.send, futures.failed_with(error).body)
+        await respond(call.send, futures.failed_with(error).body)
         return
     # A head that does not know the request is not the one it was sent to: on 410 the SDK sends
     # the sample again.
@@ -373,7 +368,7 @@ async def _in_a_poll(call: Call, head: Awaitable[HeadRoute]) -> HeadRoute:
 
 async def _answer_pending(call: Call, request_id: RequestId, waiting: Waiting) -> None:
     body = futures.pending(str(request_id), waiting.queue_state, waiting.reason)
-    await answer(call.send, body, status=futures.PENDING_STATUS)
+    await respond(call.send, body, status=futures.PENDING_STATUS)
 
 
 async def _forward_save(

@@ -4,16 +4,16 @@ Restricted Pod Security throughout: no root, no privileges, a read-only root fil
 service account token.
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.names import Names
 from tinkercloud_crds.placement import Placement, TopologyAffinity
 from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import Devices, Shape
+from tinkercloud_operator.spec.resolved import Shape
 
 Json = dict[str, Any]
 
@@ -43,61 +43,6 @@ OUTLIVE_HEAD: Json = {
 }
 """The lifecycle of what a head still needs while it finishes what runs and saves what it knows:
 when a node is drained, all are told to stop at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of a session's children. Each ends in a word of its own, so none can collide."""
-
-    session: str
-
-    @property
-    def ray_cluster(self) -> str:
-        """RayCluster; KubeRay derives its own children's names from it."""
-        return self.session
-
-    @property
-    def head_service(self) -> str:
-        """Service of the head."""
-        return f"{self.session}-head"
-
-    @property
-    def ray_head_service(self) -> str:
-        """KubeRay's own Service of the head, whose name resolves until the head's pod is gone."""
-        return f"{self.ray_cluster}-head-svc"
-
-    @property
-    def engines(self) -> str:
-        """Service of the sampler pods' engines."""
-        return f"{self.session}-samplers"
-
-    @property
-    def head_config(self) -> str:
-        """ConfigMap with the head's configuration."""
-        return f"{self.session}-config"
-
-    @property
-    def token_secret(self) -> str:
-        """Secret with the head's token."""
-        return f"{self.session}-token"
-
-    def claim_template(self, devices: Devices) -> str:
-        """Return the name of the ResourceClaimTemplate.
-
-        What one says can't be changed, so one that says something else has another name.
-        """
-        content = f"{devices.count} of {devices.class_name}"
-        return f"{self.session}-{hashlib.sha256(content.encode()).hexdigest()[:8]}-gpus"
-
-    @property
-    def network_policy(self) -> str:
-        """NetworkPolicy of all pods."""
-        return self.session
-
-    @property
-    def disruption_budget(self) -> str:
-        """PodDisruptionBudget of all pods."""
-        return self.session
 
 
 def model_path(base_model: BaseModelSpec) -> str:
@@ -133,7 +78,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
     }
     devices = build.shape.devices
     if devices is not None and component != "head":
-        template = build.names.claim_template(devices)
+        template = build.names.claim_template(devices.class_name, devices.count)
         spec["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": template}]
     if source.volume is None:
         needs_weights = component != "head" or build.shape.head_computes

@@ -10,7 +10,7 @@ names a Secret has one, and no Secret is ever read to find that out.
 from collections.abc import Mapping
 from typing import Any
 
-from tinkercloud_operator.children.pods import Names
+from tinkercloud_crds.names import Names
 from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 
 

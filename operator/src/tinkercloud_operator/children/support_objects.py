@@ -206,7 +206,7 @@ def claim_templates(build: Build) -> list[Json]:
         {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaimTemplate",
-            "metadata": {"name": build.names.claim_template(devices)},
+            "metadata": {"name": build.names.claim_template(devices.class_name, devices.count)},
             "spec": {
                 "spec": {"devices": {"requests": [{"name": GPU_CLAIM, "exactly": exactly}]}},
             },

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from tinkercloud_crds.conditions import Reason, timestamp
-from tinkercloud_operator.spec.quantities import parse_time
+from tinkercloud_crds.times import parse_time
 from tinkercloud_operator.spec.snapshot import Manifest, Observed, Pod
 
 SILENT = timedelta(minutes=5)

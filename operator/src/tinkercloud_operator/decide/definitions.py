@@ -21,8 +21,6 @@ KUBERAY_MINIMUM = "1.6"
 """Oldest KubeRay whose RayClusters have everything that sessions need."""
 _KUBERAY_FIELDS = {"spec": {"authOptions": {"mode": "token", "secretName": ""}}}
 """Fields of a RayCluster that older versions of KubeRay do not declare."""
-_UNDECLARED = "field not declared in schema"
-"""The API server's words about a field that it can't apply."""
 _NAMED_FIELDS = 6
 """In a message, at most."""
 
@@ -30,11 +28,6 @@ _OWN: Mapping[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "BaseModel": (BaseModelSpec, BaseModelStatus),
     "TrainingSession": (TrainingSessionSpec, TrainingSessionStatus),
 }
-
-
-def is_undeclared(message: str) -> bool:
-    """Whether an answer of the API server says that a definition lacks a field."""
-    return _UNDECLARED in message
 
 
 def schema_of(document: Mapping[str, Any], kind: str) -> Schema | None:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
-from tinkercloud_operator.spec.quantities import parse_time
+from tinkercloud_crds.times import parse_time
 from tinkercloud_operator.spec.snapshot import Observed
 
 _WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)

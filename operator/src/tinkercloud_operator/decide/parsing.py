@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.spec.quantities import parse_quantity, parse_time
+from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, Trouble
 
 _WAITING: Mapping[str, Reason] = {
@@ -253,8 +254,3 @@ def base_model(manifest: Manifest) -> BaseModelSpec | None:
         return BaseModelSpec.model_validate(manifest.get("spec", {}))
     except ValidationError:
         return None
-
-
-def moment(text: str | None) -> datetime | None:
-    """Return a timestamp of Kubernetes."""
-    return None if text is None else datetime.fromisoformat(text)

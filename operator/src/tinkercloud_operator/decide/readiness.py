@@ -11,8 +11,9 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
+from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_operator.decide.deadlines import overdue
-from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM, is_undeclared
+from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM
 from tinkercloud_operator.decide.lifetime import Decision, Wanted
 from tinkercloud_operator.decide.node_fit import never_fits, without_kin
 from tinkercloud_operator.spec.pinned import changes

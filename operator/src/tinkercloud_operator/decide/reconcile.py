@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.children import engines, support_objects
-from tinkercloud_operator.children.pods import Build, Json, Names
+from tinkercloud_operator.children.pods import Build, Json
 from tinkercloud_operator.children.raycluster import kept, ray_cluster
 from tinkercloud_operator.decide.actions import (
     Action,

@@ -13,8 +13,8 @@ from tinkercloud_crds.conditions import (
     moved,
     timestamp,
 )
+from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
-from tinkercloud_operator.children.pods import Names
 from tinkercloud_operator.decide.lifetime import Decision, Wanted
 from tinkercloud_operator.decide.readiness import Finding, steps_to_ready
 from tinkercloud_operator.spec.resolved import Refusal, Shape

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 import structlog
 
+from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_operator.decide.base_model_status import offer_status
-from tinkercloud_operator.run.cluster import ClusterError
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
@@ -47,7 +47,7 @@ class BaseModels:
             name = await self._queue.take()
             try:
                 await self._look_at(name)
-            except ClusterError as error:
+            except KubernetesError as error:
                 log.warning("will look again", base_model=name, error=str(error))
                 self._queue.failed(name)
             except Exception:

@@ -8,11 +8,12 @@ import structlog
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Reason
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.errors import KubernetesError, Rejected
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.run.base_models import BaseModels
-from tinkercloud_operator.run.cluster import Cluster, ClusterError, Refused
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
 from tinkercloud_operator.run.head_client import Heads
@@ -44,14 +45,14 @@ _MAX_ROUNDS = 4
 """Times a session is looked at in a row when what is refused changes what there is to say."""
 
 
-class DefinitionsMissing(ClusterError):
+class DefinitionsMissing(KubernetesError):
     """The definitions of our own resources are not installed."""
 
 
 class Controller:
     """One term of leadership: everything it has seen, and its workers. Belongs to one loop."""
 
-    def __init__(self, cluster: Cluster, heads: Heads, settings: Settings) -> None:
+    def __init__(self, cluster: Client, heads: Heads, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
         self.served = frozenset({*OWN_KINDS, *_OPTIONAL_KINDS})
@@ -111,7 +112,7 @@ class Controller:
 
         Raises:
             DefinitionsMissing: the definitions of our own resources are not installed.
-            ClusterError: something could not be listed; what was, counts.
+            KubernetesError: something could not be listed; what was, counts.
         """
         kinds = (*OWN_KINDS, *_OPTIONAL_KINDS)
         self.served = frozenset([kind for kind in kinds if await self._cluster.serves(kind)])
@@ -155,7 +156,7 @@ class Controller:
             try:
                 with metrics.RECONCILE_SECONDS.time():
                     await self._look_at(name)
-            except ClusterError as error:
+            except KubernetesError as error:
                 metrics.RECONCILES.labels("retried").inc()
                 log.warning("will look again", session=name, error=str(error))
                 self.queue.failed(name)
@@ -179,7 +180,7 @@ class Controller:
             try:
                 if await self._definitions.refresh():
                     self.needs_resync.set()
-            except ClusterError as error:
+            except KubernetesError as error:
                 log.info("served definitions could not be read", error=str(error))
 
     async def watch_cordons(self) -> None:
@@ -191,10 +192,10 @@ class Controller:
         while self._settings.leaves_cordoned_nodes:
             try:
                 await self._look_at_cordons()
-            except Refused as error:
+            except Rejected as error:
                 log.info("nodes can't be listed, so cordons are not seen", error=str(error))
                 return
-            except ClusterError as error:
+            except KubernetesError as error:
                 log.info("nodes could not be listed", error=str(error))
             await asyncio.sleep(_CORDONS_SECONDS)
 
@@ -265,7 +266,7 @@ class Controller:
         try:
             listed = [item async for page in self._cluster.pages("Node") for item in page.items]
             nodes = tuple(map(parsing.node, listed))
-        except Refused:
+        except Rejected:
             nodes = None
         self._nodes = (moment, nodes)
         return nodes

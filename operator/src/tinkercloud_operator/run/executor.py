@@ -12,9 +12,11 @@ import structlog
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, find, timestamp
+from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_kube.errors import Conflict, NotFound, Rejected
 from tinkercloud_operator import metrics
-from tinkercloud_operator.children.pods import Names
 from tinkercloud_operator.children.secret_marker import witness
 from tinkercloud_operator.decide.actions import (
     Action,
@@ -28,7 +30,6 @@ from tinkercloud_operator.decide.actions import (
     Plan,
     WitnessSecret,
 )
-from tinkercloud_operator.run.cluster import Cluster, Conflict, NotThere, ObjectRef, Refused
 from tinkercloud_operator.run.save_requests import Questions
 from tinkercloud_operator.spec.snapshot import Manifest, Observed
 
@@ -49,7 +50,7 @@ class Executor:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Client,
         questions: Questions,
         note_child: Callable[[str, Manifest], object],
         note_own: Callable[[str, Manifest], object],
@@ -74,7 +75,7 @@ class Executor:
         """Carry a plan out; return whether the session is to be looked at again at once.
 
         Raises:
-            ClusterError: something could not be done. If it was refused, the status says so.
+            KubernetesError: something could not be done. If it was refused, the status says so.
         """
         refusal = None
         for actions in plan.stages:
@@ -102,7 +103,7 @@ class Executor:
             if isinstance(result, BaseException):
                 raise result
 
-    def _remember(self, session: str, refusal: Refused | None) -> bool:
+    def _remember(self, session: str, refusal: Rejected | None) -> bool:
         """Take note of what was refused, or that nothing was; return whether that is news.
 
         Other words are none: some who refuse never use the same twice.
@@ -148,14 +149,14 @@ class Executor:
         """Return the session's Secret.
 
         Raises:
-            Refused: it is not this session's.
-            ClusterError: it could not be read.
+            Rejected: it is not this session's.
+            KubernetesError: it could not be read.
         """
         name = Names(observed.name).token_secret
         secret = await self._cluster.get(ObjectRef("Secret", name))
         owners = secret["metadata"].get("ownerReferences", [])
         if all(owner["uid"] != observed.uid for owner in owners):
-            raise Refused(
+            raise Rejected(
                 f"Secret {name} is not this session's: it belongs to an earlier one of this name"
                 " that is still going, or to somebody else; it is tried again"
             )
@@ -183,7 +184,7 @@ class Executor:
                 now = {"resourceVersion": metadata["resourceVersion"], "finalizers": left}
                 patched = await self._cluster.merge(ref, {"metadata": now})
                 self._note_own("TrainingSession", patched)
-        except NotThere:
+        except NotFound:
             # The answer to letting go may be older than what was seen of the session's deletion.
             log.debug("gone already", session=observed.name)
 
@@ -199,7 +200,7 @@ class Executor:
         """Write the status of a session or a BaseModel, unless it is gone.
 
         Raises:
-            ClusterError: it could not be written.
+            KubernetesError: it could not be written.
         """
         manifest = {
             "apiVersion": labels.API_VERSION,
@@ -209,7 +210,7 @@ class Executor:
         }
         try:
             self._note_own(kind, await self._cluster.apply_status(manifest))
-        except NotThere:
+        except NotFound:
             log.debug("gone before its status was written", kind=kind, name=name)
 
     async def _announce(self, observed: Observed, action: Announce) -> None:
@@ -218,17 +219,17 @@ class Executor:
         name = f"{observed.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         try:
             await self._cluster.create(_event(observed, action, name))
-        except (Conflict, Refused):
+        except (Conflict, Rejected):
             log.debug("no new Event", session=observed.name, reason=action.reason)
 
 
-def _first_refusal(results: Sequence[BaseException | None]) -> Refused | None:
+def _first_refusal(results: Sequence[BaseException | None]) -> Rejected | None:
     """Return what was refused, if anything; raise what failed for another reason."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:
-        if not isinstance(error, Refused):
+        if not isinstance(error, Rejected):
             raise error
-    return next((error for error in errors if isinstance(error, Refused)), None)
+    return next((error for error in errors if isinstance(error, Rejected)), None)
 
 
 def _became_ready(observed: Observed, status: TrainingSessionStatus) -> bool:

@@ -5,8 +5,8 @@ from datetime import datetime
 from typing import Any
 
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType
+from tinkercloud_crds.times import parse_time
 from tinkercloud_operator import metrics
-from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Manifest
 
 _STEPS = frozenset({*SESSION_STEPS, ConditionType.READY, ConditionType.SUSPENDED})

@@ -1,15 +1,15 @@
 """Asks session heads to save what they hold."""
 
-import base64
 from dataclasses import dataclass
 
 import aiohttp
 import structlog
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.children.pods import Names
+from tinkercloud_crds.names import Names
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_operator.decide.actions import AskHead
-from tinkercloud_operator.run.cluster import Cluster, ClusterError, ObjectRef
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import Saved
 
@@ -26,7 +26,7 @@ class Answer:
 class Heads:
     """Talks to session heads with their own tokens. Belongs to one event loop."""
 
-    def __init__(self, cluster: Cluster, client: aiohttp.ClientSession) -> None:
+    def __init__(self, cluster: Client, client: aiohttp.ClientSession) -> None:
         self._cluster = cluster
         self._client = client
 
@@ -46,7 +46,7 @@ class Heads:
             if question.what == "suspend":
                 return Answer(latest_checkpoint=None)
             saved = Saved.model_validate_json(body)
-        except (aiohttp.ClientError, TimeoutError, ClusterError, KeyError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
             log.warning(
                 "a head did not save its state",
                 session=session,
@@ -57,5 +57,5 @@ class Heads:
         return Answer(saved.checkpoints[-1] if saved.checkpoints else None)
 
     async def _token(self, session: str) -> str:
-        secret = await self._cluster.get(ObjectRef("Secret", Names(session).token_secret))
-        return base64.b64decode(secret["data"][labels.TOKEN_KEY]).decode()
+        secret = await self._cluster.secret(Names(session).token_secret)
+        return secret[labels.TOKEN_KEY].decode()

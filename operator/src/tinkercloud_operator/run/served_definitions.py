@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import structlog
 
 from tinkercloud_crds import labels
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.errors import NotFound, Rejected
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide.definitions import (
     Schema,
@@ -17,7 +19,6 @@ from tinkercloud_operator.decide.definitions import (
     own_gap,
     schema_of,
 )
-from tinkercloud_operator.run.cluster import Cluster, NotThere, Refused
 from tinkercloud_operator.spec.snapshot import Manifest
 
 log = structlog.get_logger(__name__)
@@ -30,7 +31,7 @@ _OWN = f"apis/{labels.API_VERSION}"
 class Served:
     """Served definitions, compared with what is needed. Belongs to one event loop."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Client) -> None:
         self.kuberay_gap: str | None = None
         """What RayClusters lack, the version that KubeRay has, and the one that is needed."""
         self.own_gaps: Mapping[str, str] = {}
@@ -45,7 +46,7 @@ class Served:
         """Read what has changed; return whether a gap has opened or closed.
 
         Raises:
-            ClusterError: it could not be asked; what was known is kept.
+            KubernetesError: it could not be asked; what was known is kept.
         """
         before = (self.kuberay_gap, self.own_gaps)
         try:
@@ -53,7 +54,7 @@ class Served:
             for api in (_KUBERAY, _OWN):
                 if self._known.get(api) != editions.get(api, ""):
                     await self._read(api, editions.get(api, ""))
-        except (NotThere, Refused) as error:
+        except (NotFound, Rejected) as error:
             log.info("served definitions can't be read", error=str(error))
         for kind in OWN_KINDS:
             metrics.DEFINITIONS_OUTDATED.labels(kind).set(kind in self.own_gaps)

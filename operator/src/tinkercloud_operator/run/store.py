@@ -1,28 +1,29 @@
-"""All that has been seen of the cluster, kept in memory; no I/O.
+"""Everything the operator has observed in the cluster, kept in memory; no I/O.
 
-Objects come from three sides: watch events, answers to our own writes, and full lists. The newest
-resource version counts, whichever side it came from, so that a late event never hides our own
-write. A full list also removes what has vanished while no watch was looking.
+Objects arrive from three sides: watch events, answers to the operator's own writes, and complete
+lists. `tinkercloud_kube.objects` decides which state of an object counts; this module keeps the
+indexes by session.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_kube.objects import Change, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.session_index import Owners, age, is_live
-from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import ChildKey, Done, Manifest, Node, Observed, Pod
 
 Metadata = Mapping[str, Any]
-K = TypeVar("K")
 
 CHILD_KINDS = (
     "RayCluster",
@@ -54,65 +55,53 @@ class Surroundings:
     cordoned: frozenset[str] = frozenset()
 
 
+def _kept(kind: str, manifest: Manifest) -> Manifest:
+    interned: Manifest = parsing.interned(parsing.slim(kind, manifest))
+    return interned
+
+
+def _objects_of(kind: str) -> Objects[Manifest]:
+    return Objects(partial(_kept, kind))
+
+
 @dataclass(slots=True)
 class Watched:
-    """The objects of one namespace. Every method that takes objects returns whom they concern."""
+    """The objects of one namespace. Methods that take objects return the sessions affected."""
 
-    sessions: dict[str, Manifest] = field(default_factory=dict)
+    sessions: Objects[Manifest] = field(default_factory=partial(_objects_of, "TrainingSession"))
     """By name."""
-    base_models: dict[str, Manifest] = field(default_factory=dict)
+    base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
     """By name."""
+    _child_objects: dict[str, Objects[Manifest]] = field(
+        default_factory=lambda: {kind: _objects_of(kind) for kind in ("Pod", *CHILD_KINDS)}
+    )
+    """By kind."""
     _owners: Owners = field(default_factory=Owners)
     _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
-    """By session."""
+    """Children by session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
-    """By session: its last pod that has failed, which may be gone."""
+    """By session: its last failed pod, which may be gone."""
     _turns: start_order.Turns = field(default_factory=start_order.Turns)
-    _gone: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Resource versions of deleted objects, by kind and uid, until the next list."""
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
-        """Take note of one object; return the sessions to look at."""
-        metadata = manifest["metadata"]
-        version, known = _version(manifest), self._find(kind, metadata)
-        if self._gone.get((kind, metadata["uid"]), 0) >= version:
-            return set()
-        if known is not None:
-            is_another = known["metadata"]["uid"] != metadata["uid"]
-            if is_another if is_gone else _version(known) >= version:
-                return set()
-        if is_gone:
-            self._gone[kind, metadata["uid"]] = version
-        turns = self._put(kind, manifest, is_gone=is_gone)
-        return self._concerned(kind, manifest) | turns
+        """Note the state of one object; return the sessions to reconcile."""
+        change = self._objects(kind).note(manifest, is_gone=is_gone)
+        return set() if change is None else self._apply(kind, manifest, change)
 
     def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[str]:
-        """Take note of all objects of a kind there were; return the sessions to look at.
+        """Note a complete list of a kind; return the sessions to reconcile.
 
         Args:
             kind: of the objects.
-            manifests: all of them.
-            version: resource version of that moment; what is known to be later is kept.
+            manifests: all objects of the kind at one moment.
+            version: resource version of that moment; objects known to be newer are kept.
         """
-        concerned: set[str] = set()
-        present = set()
-        for manifest in manifests:
-            present.add(manifest["metadata"]["uid"])
-            concerned |= self.note(kind, manifest)
-        vanished = [
-            item
-            for item in self._all(kind)
-            if _uid(item) not in present and _version(item) <= version
-        ]
-        for manifest in vanished:
-            concerned |= self._put(kind, manifest, is_gone=True)
-            concerned |= self._concerned(kind, manifest)
-        self._gone = {
-            key: gone_at
-            for key, gone_at in self._gone.items()
-            if key[0] != kind or gone_at > version
-        }
-        return concerned
+        affected: set[str] = set()
+        for change in self._objects(kind).replace(manifests, version):
+            manifest = change.after if change.after is not None else change.before
+            if manifest is not None:
+                affected |= self._apply(kind, manifest, change)
+        return affected
 
     def observed(self, name: str, surroundings: Surroundings) -> Observed | None:
         """Return what is known of a session; None if it does not exist, or can't be read."""
@@ -121,10 +110,13 @@ class Watched:
             return None
         metadata = manifest["metadata"]
         annotations = metadata.get("annotations", {})
+        created = parse_time(metadata["creationTimestamp"])
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
             status = parsing.session_status(manifest)
         except ValidationError:
+            return None
+        if created is None:
             return None
         everything = self._children.get(name, {})
         children = {
@@ -139,7 +131,7 @@ class Watched:
             namespace=metadata["namespace"],
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
-            created=datetime.fromisoformat(metadata["creationTimestamp"]),
+            created=created,
             deleted=parse_time(metadata.get("deletionTimestamp")),
             has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
             is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
@@ -221,39 +213,55 @@ class Watched:
             concerned |= self._owners.siblings(manifest)
         return concerned
 
-    def _find(self, kind: str, metadata: Metadata) -> Manifest | None:
-        name = metadata["name"]
+    def _objects(self, kind: str) -> Objects[Manifest]:
         if kind == "TrainingSession":
-            return self.sessions.get(name)
-        if kind == "BaseModel":
-            return self.base_models.get(name)
-        return self._children.get(_session_of(kind, metadata), {}).get(ChildKey(kind, name))
+            return self.sessions
+        return self.base_models if kind == "BaseModel" else self._child_objects[kind]
 
-    def _put(self, kind: str, manifest: Manifest, *, is_gone: bool) -> set[str]:
-        """Keep an object, or forget it; return the sessions whose turn may have come."""
-        metadata = manifest["metadata"]
-        name, session = metadata["name"], _session_of(kind, metadata)
-        kept = None if is_gone else parsing.interned(parsing.slim(kind, manifest))
+    def _apply(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
+        """Update the indexes after a change; return the sessions to reconcile."""
+        affected: set[str] = set()
         if kind == "TrainingSession":
-            known = self.sessions.get(name)
-            if known is not None:
-                self._owners.remove(known)
-            if kept is not None:
-                self._owners.put(kept)
-            _set(self.sessions, name, kept)
-            if is_gone:
-                self._failures.pop(name, None)
-        elif kind == "BaseModel":
-            _set(self.base_models, name, kept)
+            self._index_session(change)
+        elif kind != "BaseModel":
+            affected = self._index_child(kind, manifest, change)
+        if kind in _PLACING:
+            affected |= self._next_turns(_session_of(kind, manifest["metadata"]))
+        return affected | self._concerned(kind, manifest)
+
+    def _index_session(self, change: Change[Manifest]) -> None:
+        if change.before is not None:
+            self._owners.remove(change.before)
+        if change.after is not None:
+            self._owners.put(change.after)
         else:
-            children = self._children.setdefault(session, {})
-            _set(children, ChildKey(kind, name), kept)
-            if not children:
-                del self._children[session]
-            if kind == "Pod" and session in self.sessions:
-                self._remember(session, manifest)
-        if kind not in _PLACING:
-            return set()
+            self._failures.pop(change.name, None)
+
+    def _index_child(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
+        """Update the children of the sessions affected; return the one that lost a child, if any.
+
+        A child changes its session when somebody edits its owners or labels.
+        """
+        key = ChildKey(kind, change.name)
+        session = _session_of(kind, manifest["metadata"])
+        before = session
+        if change.before is not None:
+            before = _session_of(kind, change.before["metadata"])
+            self._remove_child(before, key)
+        if change.after is not None:
+            self._children.setdefault(session, {})[key] = change.after
+        if kind == "Pod" and session in self.sessions:
+            self._remember(session, manifest)
+        return {before} & self.sessions.keys() if before != session else set()
+
+    def _remove_child(self, session: str, key: ChildKey) -> None:
+        children = self._children.get(session, {})
+        children.pop(key, None)
+        if not children:
+            self._children.pop(session, None)
+
+    def _next_turns(self, session: str) -> set[str]:
+        """Return the sessions whose turn to start may have come because of a change to another."""
         own = self._children.get(session, {})
         has_stopped_waiting = self._turns.note(session, self.sessions.get(session), own)
         return self._turns.next() if has_stopped_waiting else set()
@@ -266,18 +274,6 @@ class Watched:
             self._failures[session] = parsing.slim("Pod", pod)
         elif last is not None and parsing.replaces(pod, last):
             del self._failures[session]
-
-    def _all(self, kind: str) -> list[Manifest]:
-        if kind == "TrainingSession":
-            return list(self.sessions.values())
-        if kind == "BaseModel":
-            return list(self.base_models.values())
-        return [
-            item
-            for children in self._children.values()
-            for key, item in children.items()
-            if key.kind == kind
-        ]
 
 
 def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
@@ -310,13 +306,6 @@ def _ray_cluster_of(pod: Manifest) -> str | None:
     return next((str(owner["uid"]) for owner in owners if owner["kind"] == "RayCluster"), None)
 
 
-def _set(store: dict[K, Manifest], key: K, manifest: Manifest | None) -> None:
-    if manifest is None:
-        store.pop(key, None)
-    else:
-        store[key] = manifest
-
-
 def _session_of(kind: str, metadata: Metadata) -> str:
     """Return the session that an object is, or belongs to.
 
@@ -334,11 +323,6 @@ def _session_uid(child: Manifest) -> str | None:
     """Return the uid of the session that owns a child; None for pods, whose RayCluster it owns."""
     owners = child["metadata"].get("ownerReferences", [])
     return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)
-
-
-def _version(manifest: Manifest) -> int:
-    """Return a resource version; they are numbers that grow (KEP-5504)."""
-    return int(manifest["metadata"]["resourceVersion"])
 
 
 def _uid(manifest: Manifest) -> str:

@@ -1,7 +1,6 @@
-"""Quantities and times as Kubernetes writes them."""
+"""Quantities as Kubernetes writes them."""
 
 import re
-from datetime import datetime
 
 _FACTORS = {
     "n": 1e-9,
@@ -37,14 +36,3 @@ def parse_quantity(text: str | int | float) -> float:
         raise ValueError(f"{text!r} is not a quantity; write a number such as 2, 500m or 4Gi")
     number, suffix = match.groups()
     return float(number) * (_FACTORS[suffix] if suffix is not None else 1.0)
-
-
-def parse_time(text: str | None) -> datetime | None:
-    """Return a moment that Kubernetes wrote; None for none, or for what is no time."""
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo is not None else None

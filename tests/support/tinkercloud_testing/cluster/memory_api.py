@@ -16,7 +16,8 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio import client
 
-from tinkercloud_operator.run.cluster import Cluster
+from tinkercloud_crds import labels
+from tinkercloud_kube.client import Client
 
 Json = dict[str, Any]
 MOMENT = "2026-01-01T12:00:00Z"
@@ -143,7 +144,7 @@ class Connection:
 
     api: MemoryApi
     client: client.ApiClient
-    cluster: Cluster
+    cluster: Client
     """The operator's, of a replica that leads."""
 
 
@@ -159,6 +160,7 @@ async def a_memory_api() -> AsyncIterator[Connection]:
     configuration = client.Configuration(host=f"http://{url[0]}:{url[1]}")
     try:
         async with client.ApiClient(configuration) as connection:
-            yield Connection(api, connection, Cluster(connection, "default", lambda: True))
+            cluster = Client(connection, "default", manager=labels.OPERATOR_FIELD_MANAGER)
+            yield Connection(api, connection, cluster)
     finally:
         await runner.cleanup()

@@ -7,7 +7,6 @@ Google Cloud Storage or Azure; they differ by URL only (obstore).
 
 import asyncio
 import hashlib
-import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from obstore.exceptions import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from obstore.store import ObjectStore, from_url
+from obstore.store import ObjectStore
 
 from tinkercloud_protocol.checkpoints import (
     Manifest,
@@ -34,22 +33,11 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
-from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
 
 log = structlog.get_logger(__name__)
-
-
-def open_store(url: str) -> ObjectStore:
-    """Open the object store at a URL; credentials come from the environment.
-
-    A local folder is made if it does not exist.
-    """
-    if url.startswith("file:"):
-        return from_url(url, mkdir=True, automatic_cleanup=True)
-    return from_url(url, client_options={"allow_http": allows_http(os.environ)})
 
 
 class StoreFailed(WireError):

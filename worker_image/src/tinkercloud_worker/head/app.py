@@ -16,6 +16,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinkercloud_protocol import envelope, futures, routes
+from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -39,15 +40,7 @@ from tinkercloud_protocol.sampling import (
 )
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
-from tinkercloud_worker.head.http import (
-    LARGE_BODY_BYTES,
-    Receive,
-    Request,
-    Response,
-    Scope,
-    Send,
-    error_response,
-)
+from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, error_response
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.reading_room import ReadingRoom
 from tinkercloud_worker.head.service import HeadService

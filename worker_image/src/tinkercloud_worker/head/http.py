@@ -1,32 +1,23 @@
-"""Just enough ASGI for the head: bounded bodies in, bytes out.
+"""HTTP of the head: bounded bodies in, bytes out.
 
-The head speaks bare ASGI because its requests are large and few kinds: nothing between the socket
-and the parser copies a body or decides on its own what an error looks like.
+The head speaks bare ASGI because its requests are large and of few kinds.
 """
 
 import asyncio
-import io
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import orjson
-import zstandard
-
+from tinkercloud_protocol import asgi
+from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, WireError
 from tinkercloud_protocol.futures import JSON
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 LARGE_BODY_BYTES = 64 << 10
-"""From here on, reading a body takes longer than the event loop should be held."""
+"""Bodies of this size and above take longer to parse than the event loop may be blocked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer. Every answer carries its length: the SDK mistrusts a 400 without one."""
+    """A complete answer."""
 
     body: bytes = b"{}"
     status: int = 200
@@ -35,93 +26,68 @@ class Response:
 
     async def send(self, send: Send) -> None:
         """Write the answer to the connection."""
-        headers = {
-            "content-type": self.content_type,
-            "content-length": str(len(self.body)),
-            **self.headers,
-        }
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status,
-                "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            }
+        await asgi.respond(
+            send,
+            self.body,
+            status=self.status,
+            content_type=self.content_type,
+            headers=self.headers,
         )
-        await send({"type": "http.response.body", "body": self.body})
 
 
 def error_response(error: WireError) -> Response:
     """Return the answer that an error becomes."""
     headers = {"retry-after": "1"} if error.status == 429 else {}
-    return Response(orjson.dumps({"detail": error.message}), error.status, headers=headers)
+    return Response(asgi.error_body(error), error.status, headers=headers)
 
 
-class Request:
-    """One HTTP request."""
+class Request(asgi.Request):
+    """A request whose body may be compressed with zstd."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._receive = receive
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        super().__init__(scope, receive)
         self._prefix = b""
 
     def body_bytes(self, max_bytes: int) -> int:
-        """Return how long the body may be once it is decompressed, before it is received."""
+        """Return an upper bound of the decompressed body's size, before it is received."""
         declared = self.headers.get("content-length", "")
         is_plain = self.headers.get("content-encoding", "identity") == "identity"
         return int(declared) if is_plain and declared.isdecimal() else max_bytes
 
     def plain_prefix(self, max_bytes: int) -> bytes:
-        """Return the beginning of the body, decompressed, as far as `body` has come."""
+        """Return the beginning of the body, decompressed, as far as `body` has read it."""
         if self.headers.get("content-encoding") != "zstd":
             return self._prefix[:max_bytes]
         try:
-            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(self._prefix)) as reader:
-                return reader.read(max_bytes)
-        except zstandard.ZstdError:
+            return asgi.decompress(self._prefix, max_bytes)
+        except InvalidRequest:
             return b""
 
     async def body(self, max_bytes: int) -> bytes:
-        """Return the body, decompressed if it came so.
+        """Return the body, decompressed.
 
         Raises:
             BodyTooLarge: it is longer than `max_bytes`, before or after decompression.
-            InvalidRequest: the client hung up, or the encoding is unknown or wrong.
+            InvalidRequest: the client disconnected, or the encoding is unknown or wrong.
         """
         chunks: list[bytes] = []
         size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise InvalidRequest("the client hung up before its request was complete")
-            chunk = message.get("body", b"")
+        async for chunk in self.chunks():
             if not chunks:
                 self._prefix = chunk
             chunks.append(chunk)
             size += len(chunk)
             if size > max_bytes:
                 raise _too_large(max_bytes)
-            if not message.get("more_body"):
-                break
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        encoding = self.headers.get("content-encoding", "identity")
-        if encoding == "identity":
-            return body
-        if encoding == "zstd":
+        asgi.check_encoding(self.headers, accepted=("zstd",))
+        if self.headers.get("content-encoding") == "zstd":
             return await asyncio.to_thread(_decompress, body, max_bytes)
-        raise InvalidRequest(f"content-encoding {encoding!r} is not accepted: use zstd or none")
+        return body
 
 
 def _decompress(body: bytes, max_bytes: int) -> bytes:
-    # Read as a stream: the one-shot call trusts the size a frame declares.
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
-            content = reader.read(max_bytes + 1)
-    except zstandard.ZstdError as error:
-        raise InvalidRequest(f"body is not valid zstd: {error}") from None
+    content = asgi.decompress(body, max_bytes + 1)
     if len(content) > max_bytes:
         raise _too_large(max_bytes)
     return content

@@ -24,7 +24,8 @@ import structlog
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
 

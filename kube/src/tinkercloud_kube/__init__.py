@@ -1,0 +1,1 @@
+"""The Kubernetes client and informer that the operator and the API server share."""
