@@ -51,27 +51,10 @@ WRITE_INSTEAD = {
 }
 """A pattern of refused words, `_` standing for any space between two; what to write instead."""
 
-TEXT = tuple(
-    [
-        ".py",
-        ".md",
-        ".yaml",
-        ".yml",
-        ".tpl",
-        ".toml",
-        ".sh",
-        ".sql",
-        ".txt",
-        ".go",
-        ".mako",
-        ".html",
-        ".json",
-        ".ipynb",
-        ".mmd",
-        ".dot",
-    ]
+TEXT = re.compile(
+    r"\.(py|md|ya?ml|tpl|toml|sh|sql|txt|go|mako|html|json|ipynb|mmd|dot|importlinter)$"
+    r"|(^|/)(Makefile|Dockerfile(\.\w+)?|run)$"
 )
-WITHOUT_SUFFIX = {"Makefile", "Dockerfile", ".importlinter", "run"}
 OTHERS_WROTE = ("uv.lock", "tools/cluster/kube", "benchmarks/results/")
 """Lock files and pins of dependencies, and output of measurements."""
 
@@ -118,9 +101,7 @@ def files() -> list[Path]:
     return [
         ROOT / name
         for name in sorted(set(names))
-        if (name.endswith(TEXT) or Path(name).name in WITHOUT_SUFFIX)
-        and not name.startswith(OTHERS_WROTE)
-        and (ROOT / name).is_file()
+        if TEXT.search(name) and not name.startswith(OTHERS_WROTE) and (ROOT / name).is_file()
     ]
 
 
