@@ -5,7 +5,7 @@ from typing import Any
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes
 from tinkercloud_testing.cluster.node_config import CLUSTER_DNS
-from tinkercloud_testing.cluster.programs import build_folder
+from tinkercloud_testing.cluster.programs import build_folder, layer_folder
 
 _NAMESPACE = "kube-system"
 _NAME = "coredns"
@@ -29,7 +29,7 @@ def dns_image() -> Image:
     """Return the image of CoreDNS: the program and nothing else."""
     folder = build_folder("coredns")
     program = (folder / "bin" / "coredns").read_bytes()
-    layers = LayerCache(folder.parent / "layers")
+    layers = LayerCache(layer_folder())
     layer = layers.layer(
         f"coredns {folder.name}", lambda tar: add_bytes(tar, "coredns", program, 0o755)
     )

@@ -22,7 +22,7 @@ from tinkercloud_testing.cluster.images import (
     add_tree,
 )
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.programs import build_folder
+from tinkercloud_testing.cluster.programs import layer_folder
 from tinkercloud_testing.sglang_definitions import sglang_sources
 from tinkercloud_testing.sglang_program import REFUSES
 
@@ -143,5 +143,5 @@ def _fake() -> Layer:
         add_tree(tar, _TESTING, f"{_MODULES}/tinkercloud_testing", without={"cluster"})
         add_tree(tar, sources, f"{_CACHE}/tinkercloud/{sources.name}", without={"wheel"})
 
-    layers = LayerCache(build_folder("kubectl").parent / "layers")
+    layers = LayerCache(layer_folder())
     return layers.layer(f"engine 2 {content.hexdigest()}", fill)

@@ -95,8 +95,12 @@ class LayerCache:
                 scratch = path.with_suffix(".partial")
                 with tarfile.open(scratch, "w", format=tarfile.GNU_FORMAT) as tar:
                     fill(tar)
+                digest = _digest_of(scratch)
                 scratch.replace(path)
-                record.write_text(_digest_of(path))
+                # A record that is there is whole: the layer counts as made from then on.
+                unfinished = record.with_suffix(".unfinished")
+                unfinished.write_text(digest)
+                unfinished.replace(record)
             record.touch()
         return Layer(path, record.read_text())
 

@@ -22,29 +22,33 @@ _DEBIAN_CNI = "/usr/lib/cni"
 class NodeFiles:
     """Where the settings of each program were written."""
 
-    containerd: Path
     kubelet: Path
     kubelet_credentials: Path
     proxy: Path
 
 
 def write(plane: ControlPlane, folder: Path, name: str, address: str) -> NodeFiles:
-    """Write all settings of a node into its folder."""
-    network_folder(folder).mkdir()
+    """Write the settings of the kubelet and of kube-proxy into a node's folder."""
     (folder / "resolv.conf").touch()
     identity = f"system:node:{name}"
     credentials = plane.authority.kubeconfig(plane.url, identity, groups=["system:nodes"])
     proxy = plane.authority.kubeconfig(plane.url, "system:kube-proxy")
     files = NodeFiles(
-        containerd=folder / "containerd.toml",
         kubelet=folder / "kubelet.json",
         kubelet_credentials=credentials,
         proxy=folder / "kube-proxy.json",
     )
-    files.containerd.write_text(_containerd(folder))
     files.kubelet.write_text(json.dumps(_kubelet(plane, folder, name, address)))
     files.proxy.write_text(json.dumps(_proxy(proxy)))
     return files
+
+
+def write_containerd(folder: Path) -> Path:
+    """Write the settings of containerd into a folder and return their path."""
+    network_folder(folder).mkdir()
+    path = folder / "containerd.toml"
+    path.write_text(_containerd(folder))
+    return path
 
 
 def network_folder(folder: Path) -> Path:

@@ -32,7 +32,7 @@ from tinkercloud_testing.cluster.images import (
     add_link,
     add_tree,
 )
-from tinkercloud_testing.cluster.programs import ROOT, build_folder, system_tool
+from tinkercloud_testing.cluster.programs import ROOT, layer_folder, system_tool
 
 _LIGHT = ("tinkercloud-api[postgres]", "tinkercloud-operator")
 _WORKER = ("tinkercloud-worker[megatron]",)
@@ -76,7 +76,7 @@ def program_image(name: str) -> Image:
 
 
 def _cache() -> LayerCache:
-    return LayerCache(build_folder("kubectl").parent / "layers")
+    return LayerCache(layer_folder())
 
 
 def _base() -> Layer:

@@ -40,6 +40,11 @@ def binary(name: str) -> Path:
     return build_folder(name) / "bin" / name
 
 
+def layer_folder() -> Path:
+    """Return the folder of the layers of images, which all builds share."""
+    return build_folder("kubectl").parent / "layers"
+
+
 def system_tool(name: str) -> str:
     """Return the path of a tool of the operating system.
 
