@@ -49,7 +49,9 @@ def train_until_failure(training: tinker.TrainingClient) -> Exception:
             return error
 
 
-def test_a_killed_head_fails_its_runs_definitely_and_they_resume(server: Server) -> None:
+def test_a_killed_head_fails_its_runs_permanently_and_they_resume_from_a_checkpoint(
+    server: Server,
+) -> None:
     training = a_training_client(server)
     for _ in range(3):
         step(training)
@@ -88,7 +90,7 @@ def test_samples_of_a_saved_checkpoint_survive_a_killed_head(server: Server) -> 
         ephemeral.compute_logprobs(text).result()
 
 
-def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(server: Server) -> None:
+def test_a_restarted_server_finds_its_runs_and_training_continues(server: Server) -> None:
     uninterrupted = a_training_client(server)
     expected = [step(uninterrupted) for _ in range(60)]
     training = a_training_client(server)
@@ -108,7 +110,7 @@ def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(server: Serve
     assert training.save_state("after").result().path
 
 
-def test_a_head_killed_while_it_suspends_silent_models_leaves_each_as_it_was_or_lost(
+def test_a_head_killed_while_suspending_idle_models_leaves_each_intact_or_lost(
     model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": "1"}
@@ -143,9 +145,7 @@ def has_ended(pid: int) -> bool:
     return not command.exists() or not command.read_bytes()
 
 
-def test_a_head_whose_server_never_comes_back_ends_by_itself(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_head_exits_if_its_server_never_returns(model_folder: Path, tmp_path: Path) -> None:
     settings = {"TINKERCLOUD_ORPHAN_GRACE_SECONDS": "1"}
     with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
         a_training_client(server)
@@ -156,7 +156,7 @@ def test_a_head_whose_server_never_comes_back_ends_by_itself(
         wait_until(lambda: has_ended(pid), "the head's end")
 
 
-def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(server: Server) -> None:
+def test_a_checkpoint_interrupted_by_a_kill_is_not_listed(server: Server) -> None:
     training = a_training_client(server)
     saved: list[str] = []
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(server: Server) -> None:
         client.create_training_client_from_state_with_optimizer(path).result()
 
 
-def test_a_restart_keeps_keys_runs_checkpoints_and_what_was_trained(server: Server) -> None:
+def test_a_restart_keeps_keys_runs_checkpoints_and_trained_weights(server: Server) -> None:
     training = a_training_client(server)
     step(training)
     path = training.save_state("one").result().path

@@ -90,9 +90,7 @@ def test_every_pod_may_run_in_a_restricted_namespace(
     cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=a_list(pods))
 
 
-def test_applying_everything_a_second_time_changes_nothing(
-    cluster: Cluster, namespace: str
-) -> None:
+def test_applying_everything_twice_changes_nothing(cluster: Cluster, namespace: str) -> None:
     manifests = rendered(namespace, "--skip-tests", "--no-hooks")
 
     cluster.apply_text(manifests)
@@ -108,7 +106,7 @@ def test_the_api_server_accepts_the_examples(cluster: Cluster, namespace: str, p
     cluster.kubectl("apply", "--server-side", "--dry-run=server", where, "-f", str(path))
 
 
-def test_the_api_server_accepts_what_was_planned(
+def test_the_api_server_accepts_planned_resources(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     save(tiny_llama(), tmp_path / "tiny")
@@ -144,7 +142,7 @@ def test_the_first_key_survives_upgrades_and_data_survives_the_release(
     assert cluster.objects("deployments", namespace) == []
 
 
-def test_a_second_release_in_a_namespace_is_refused_and_the_first_upgraded(
+def test_a_second_release_in_a_namespace_is_rejected_and_the_first_can_be_upgraded(
     cluster: Cluster, namespace: str
 ) -> None:
     run = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace)
@@ -173,7 +171,7 @@ def test_a_second_release_in_a_namespace_is_refused_and_the_first_upgraded(
         ("tinker-session", "get / pods", False),
     ],
 )
-def test_accounts_may_do_what_their_roles_say(
+def test_service_accounts_have_the_rights_of_their_roles(
     cluster: Cluster, namespace: str, account: str, wanted: str, *, is_allowed: bool
 ) -> None:
     cluster.apply_text(rendered(namespace, "--set", NAMES, "--show-only", "templates/rbac.yaml"))
@@ -195,7 +193,7 @@ def test_uninstalling_deletes_sessions_with_the_rights_of_the_operator(
     assert cluster.objects("trainingsessions", namespace) == []
 
 
-def test_uninstalling_fails_and_names_the_sessions_that_nobody_lets_go(
+def test_uninstalling_fails_and_names_sessions_whose_finalizer_remains(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     held = a_session("held", namespace, finalizers=["tinkercloud.dev/last-checkpoint"])

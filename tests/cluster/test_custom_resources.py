@@ -99,7 +99,7 @@ def room(request: pytest.FixtureRequest, rule: Rule) -> str:
 
 
 @pytest.mark.parametrize(("rule", "manifest"), cases("accepted"))
-def test_what_a_rule_allows_is_accepted(
+def test_objects_that_satisfy_a_rule_are_accepted(
     crds: Cluster, room: str, rule: Rule, manifest: Json
 ) -> None:
     stored = attempt(crds, rule, manifest, room)
@@ -108,7 +108,7 @@ def test_what_a_rule_allows_is_accepted(
 
 
 @pytest.mark.parametrize(("rule", "manifest"), cases("refused"))
-def test_what_a_rule_forbids_is_refused_with_its_field_named(
+def test_objects_that_violate_a_rule_are_rejected_with_the_field(
     crds: Cluster, room: str, rule: Rule, manifest: Json
 ) -> None:
     refused = re.escape(f"{rule.path}: ") + ".*" + re.escape(rule.message)
@@ -118,7 +118,7 @@ def test_what_a_rule_forbids_is_refused_with_its_field_named(
 
 
 @pytest.mark.parametrize("name", ["modelId", "lora", "restoreFrom", "queueName"])
-def test_what_a_session_began_with_can_not_be_taken_away(
+def test_immutable_fields_of_a_session_cannot_be_removed(
     crds: Cluster, namespace: str, name: str
 ) -> None:
     began_with: Json = {
@@ -142,7 +142,7 @@ def test_every_rule_of_the_definitions_has_three_cases_of_each_sort() -> None:
 
 
 @pytest.mark.parametrize("path", AT_THE_BOUND)
-def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_refused(
+def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_rejected(
     crds: Cluster, shared_namespace: str, path: str
 ) -> None:
     build, within, beyond = AT_THE_BOUND[path]
@@ -154,7 +154,7 @@ def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_refused(
 
 
 @pytest.mark.parametrize("name", ["image", "volumes", "nodeName", "nodeSelector", "serviceAccount"])
-def test_a_session_can_not_name_what_its_base_model_decides(
+def test_a_session_cannot_set_fields_of_its_base_model(
     crds: Cluster, shared_namespace: str, name: str
 ) -> None:
     with pytest.raises(Refused, match=f'unknown field "spec.{name}"'):
@@ -163,7 +163,7 @@ def test_a_session_can_not_name_what_its_base_model_decides(
 
 @pytest.mark.parametrize("kind", ["trainer", "sampler"])
 @pytest.mark.parametrize("name", ["extendedResources", "environment", "resources"])
-def test_a_session_can_not_say_what_its_pods_have(
+def test_a_session_cannot_set_the_resources_of_its_pods(
     crds: Cluster, shared_namespace: str, kind: str, name: str
 ) -> None:
     asked: Json = {kind: {name: []}}
@@ -172,7 +172,7 @@ def test_a_session_can_not_say_what_its_pods_have(
         write(crds, session(**asked), shared_namespace, "create", "--dry-run=server")
 
 
-def test_the_api_server_fills_in_the_defaults_that_the_models_have(
+def test_the_api_server_applies_the_same_defaults_as_the_models(
     crds: Cluster, shared_namespace: str
 ) -> None:
     dry = ("create", "--dry-run=server")
@@ -187,7 +187,7 @@ def test_the_api_server_fills_in_the_defaults_that_the_models_have(
     assert asked["lora"]["rank"] == 32
 
 
-def test_status_and_specification_are_written_apart(crds: Cluster, namespace: str) -> None:
+def test_status_and_spec_are_written_separately(crds: Cluster, namespace: str) -> None:
     write(crds, session() | {"status": {"phase": "Ready"}}, namespace)
 
     assert "status" not in crds.get("tsess", "one", namespace)
@@ -212,7 +212,7 @@ def apply_conditions(cluster: Cluster, namespace: str, manager: str, *conditions
     cluster.kubectl("apply", *options, "--filename=-", stdin=json.dumps(manifest))
 
 
-def test_two_managers_keep_conditions_in_one_list(crds: Cluster, namespace: str) -> None:
+def test_two_field_managers_share_the_list_of_conditions(crds: Cluster, namespace: str) -> None:
     write(crds, session(), namespace)
 
     apply_conditions(crds, namespace, "operator", a_condition("Accepted"), a_condition("Ready"))
@@ -236,7 +236,7 @@ def test_sessions_are_listed_as_the_documentation_shows(crds: Cluster, namespace
     assert " ".join(row.split()[:-1]) == "ts-4f9c2a71-0 Ready True Qwen/Qwen3-8B 2/2 1/1 3"
 
 
-def test_base_models_are_listed_with_what_they_offer(crds: Cluster, namespace: str) -> None:
+def test_base_models_are_listed_with_their_choices(crds: Cluster, namespace: str) -> None:
     write(crds, base_model("qwen", trainer=TRAINERS, sampler=SAMPLERS), namespace)
     seen = {"liveSessions": 2, "gpus": 20, "conditions": [a_condition("Ready")]}
     crds.patch_status("bm", "qwen", seen, namespace)
@@ -283,7 +283,7 @@ def test_applying_a_definition_again_changes_nothing(crds: Cluster, kind: Kind) 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-def test_the_files_are_what_the_generator_makes_and_small(kind: Kind) -> None:
+def test_the_files_are_small_and_match_the_generator(kind: Kind) -> None:
     in_folder, in_chart = (path.read_text() for path in files_of(kind))
 
     assert in_folder == in_chart == render(kind)

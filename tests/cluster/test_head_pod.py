@@ -266,7 +266,7 @@ def session(cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str) -> It
         yield session
 
 
-def test_a_head_pod_runs_ray_beside_the_head_and_neither_as_root(session: Session) -> None:
+def test_a_head_pod_runs_ray_and_the_head_without_root(session: Session) -> None:
     user = session.run("id", "-u")
 
     assert user == f"{NOBODY}\n"
@@ -275,7 +275,7 @@ def test_a_head_pod_runs_ray_beside_the_head_and_neither_as_root(session: Sessio
         pass
 
 
-def test_a_head_pod_answers_its_own_api_server_and_nobody_else(session: Session) -> None:
+def test_a_head_pod_accepts_requests_only_from_its_own_api_server(session: Session) -> None:
     assert session.status().ready
     assert session.call("GET", routes.HEAD_READY)[0] == 200
     guessed = {routes.HEAD_TOKEN_HEADER: "guessed"}
@@ -291,7 +291,7 @@ def test_a_head_pod_trains(session: Session) -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_a_killed_head_comes_back_as_another_generation(session: Session) -> None:
+def test_a_killed_head_restarts_with_a_new_generation(session: Session) -> None:
     before = session.status().generation
 
     os.kill(head_process(session.pod), signal.SIGKILL)
@@ -306,7 +306,7 @@ def test_a_killed_head_comes_back_as_another_generation(session: Session) -> Non
     )
 
 
-def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
+def test_the_runs_of_a_deleted_head_pod_resume_in_the_next_one(
     cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
 ) -> None:
     with running_session(cluster, volumes, image) as first:
@@ -325,7 +325,7 @@ def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
         assert second.train_a_step(3) < loss
 
 
-def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
+def test_a_head_pod_deleted_during_startup_terminates_promptly(
     cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
 ) -> None:
     with starting_session(cluster, volumes, image) as session:
@@ -342,7 +342,7 @@ def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
         cluster.wait_for(f"pod/{name}", "delete", namespace, grace // 2)
 
 
-def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_head(
+def test_trainer_and_engine_pods_share_no_volume_and_whole_models_bypass_the_head(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     engine = engine_image()
@@ -388,7 +388,7 @@ def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_h
         assert session.whole_models("head") == []
 
 
-def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_share(
+def test_an_external_server_reads_adapters_from_a_shared_volume(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     real_node.load(engine_image())

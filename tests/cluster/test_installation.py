@@ -156,7 +156,7 @@ def test_the_sdk_trains_a_real_model_through_the_service(
     assert story.loss < before
 
 
-def test_clients_find_the_tokenizer_at_the_service(installation: Installation) -> None:
+def test_clients_load_the_tokenizer_from_the_service(installation: Installation) -> None:
     url = f"{installation.url}/hf/{MODEL}/resolve/main/tokenizer.json"
 
     with urlopen(url, timeout=60) as response:
@@ -171,7 +171,7 @@ def test_kubectl_shows_the_session(installation: Installation) -> None:
     assert row.split()[1:6] == ["Ready", "True", MODEL, "1/1", "1/1"]
 
 
-def test_what_it_has_learnt_is_sampled_and_saved(installation: Installation, story: Story) -> None:
+def test_trained_weights_are_sampled_and_saved(installation: Installation, story: Story) -> None:
     assert story.training is not None
     sampler = story.training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([1, 2, 3])
@@ -206,7 +206,7 @@ def test_an_upgrade_does_not_disturb_a_training_session(
     assert installation.kubectl("get", "pods", selector, "--output=name") == pods
 
 
-def test_a_deleted_session_leaves_its_checkpoint_and_nothing_else(
+def test_a_deleted_session_leaves_only_its_checkpoint(
     installation: Installation,
 ) -> None:
     [session] = installation.sessions()
@@ -227,7 +227,7 @@ def test_a_new_session_resumes_from_the_checkpoint(
     assert loss_of(training, pairs()) == story.loss
 
 
-def test_the_charts_own_test_trains_a_fetched_model_in_a_pod_and_ends_its_session(
+def test_helm_test_trains_a_downloaded_model_in_a_pod_and_ends_its_session(
     installation: Installation, tiny_model_in_a_bucket: None
 ) -> None:
     before = {session["metadata"]["uid"] for session in installation.sessions()}
@@ -244,7 +244,7 @@ def test_the_charts_own_test_trains_a_fetched_model_in_a_pod_and_ends_its_sessio
     installation.kubectl("delete", "pod", f"{RELEASE}-test")
 
 
-def test_uninstalling_leaves_no_finalizer_and_no_orphan(installation: Installation) -> None:
+def test_uninstalling_leaves_neither_finalizers_nor_orphans(installation: Installation) -> None:
     installation.helm("uninstall", RELEASE, "--wait", f"--timeout={START_SECONDS}s")
 
     def left() -> list[str]:

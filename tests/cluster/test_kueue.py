@@ -115,7 +115,7 @@ def applied_fields(sessions: Sessions, name: str) -> str:
     return json.dumps(entries)
 
 
-def test_a_session_waits_until_another_gives_its_quota_back(sessions: Sessions) -> None:
+def test_a_session_waits_until_another_releases_its_quota(sessions: Sessions) -> None:
     sessions.make_ready("first")
 
     sessions.make("second")
@@ -132,7 +132,7 @@ def test_a_session_waits_until_another_gives_its_quota_back(sessions: Sessions) 
     sessions.wait_for("second", "condition=Ready")
 
 
-def test_a_suspended_session_makes_room_and_queues_again(sessions: Sessions) -> None:
+def test_a_suspended_session_frees_its_quota_and_is_queued_on_resume(sessions: Sessions) -> None:
     sessions.make_ready("first")
     sessions.make("second")
     sessions.wait_for_reason("second", "Queued")
@@ -145,7 +145,7 @@ def test_a_suspended_session_makes_room_and_queues_again(sessions: Sessions) -> 
     assert sessions.condition("first", "Stalled")["status"] == "False"
 
 
-def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kueue(
+def test_a_queued_session_causes_no_writes_and_the_operator_leaves_suspend_to_kueue(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
     sessions.make_ready("first")
@@ -170,7 +170,7 @@ def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kue
     assert "f:suspend" not in applied
 
 
-def test_a_preempted_session_says_so_and_comes_back(sessions: Sessions) -> None:
+def test_a_preempted_session_reports_it_and_is_readmitted(sessions: Sessions) -> None:
     sessions.make_ready("first")
     before = pods(sessions, "first")
 
@@ -186,7 +186,7 @@ def test_a_preempted_session_says_so_and_comes_back(sessions: Sessions) -> None:
     assert not pods(sessions, "first") & before
 
 
-def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
+def test_fields_that_kueue_adds_to_an_admitted_session_are_kept(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
     sessions.make_ready("first")
@@ -202,7 +202,7 @@ def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
     assert pods(sessions, "first") == running
 
 
-def test_a_changed_base_model_evicts_nobody(sessions: Sessions) -> None:
+def test_a_changed_base_model_evicts_no_session(sessions: Sessions) -> None:
     sessions.make_ready("first")
     running = pods(sessions, "first")
 

@@ -46,7 +46,9 @@ def sessions(
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
 
 
-def test_sessions_of_half_the_gpus_each_are_served_one_after_the_other(sessions: Sessions) -> None:
+def test_sessions_that_need_half_of_the_gpus_each_are_served_one_after_the_other(
+    sessions: Sessions,
+) -> None:
     names = {"one", "two", "three"}
     for name in names:
         sessions.make(name)
@@ -69,7 +71,7 @@ def test_sessions_of_half_the_gpus_each_are_served_one_after_the_other(sessions:
         sessions.wait_for(following, "condition=Ready")
 
 
-def test_each_role_is_on_the_nodes_that_its_placement_names(sessions: Sessions) -> None:
+def test_each_role_runs_on_the_nodes_of_its_placement(sessions: Sessions) -> None:
     sessions.make_ready("one")
 
     pods = sessions.cluster.objects("pods", sessions.namespace, "tinkercloud.dev/session=one")

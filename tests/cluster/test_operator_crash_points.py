@@ -189,7 +189,7 @@ def crashes(worlds: Worlds, moment: str, life: Callable[[World, Crash], bool]) -
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_creation_and_deletion_outlive_an_operator_that_is_killed_at_any_write(
+def test_creation_and_deletion_complete_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, moment: str
 ) -> None:
     def life(world: World, crash: Crash) -> bool:
@@ -204,7 +204,7 @@ def test_creation_and_deletion_outlive_an_operator_that_is_killed_at_any_write(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_suspension_and_resumption_outlive_an_operator_that_is_killed_at_any_write(
+def test_suspension_and_resumption_complete_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, moment: str
 ) -> None:
     def life(world: World, crash: Crash) -> bool:
@@ -221,7 +221,7 @@ def test_suspension_and_resumption_outlive_an_operator_that_is_killed_at_any_wri
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("action", ["Suspend", "Delete"])
-def test_culling_outlives_an_operator_that_is_killed_at_any_write(
+def test_culling_completes_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, action: str, moment: str
 ) -> None:
     step = {"Suspend": CULL_TO_SUSPEND, "Delete": CULL_TO_DELETE}[action]

@@ -59,7 +59,7 @@ def events_of(cluster: Cluster, namespace: str, reason: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("version", OLDER)
-def test_a_kuberay_that_is_too_old_is_named_with_its_version_and_the_one_needed(
+def test_an_outdated_kuberay_is_reported_with_its_version_and_the_required_one(
     plane: Cluster, cluster_folder: Path, version: str
 ) -> None:
     install_definitions(plane)
@@ -86,7 +86,7 @@ def test_a_kuberay_that_is_too_old_is_named_with_its_version_and_the_one_needed(
         assert "RayCluster/one" in sessions.children("one")
 
 
-def test_the_api_server_says_of_a_field_that_it_does_not_know_what_is_taken_for_that(
+def test_the_message_about_an_unknown_field_is_the_one_that_is_recognized(
     plane: Cluster,
 ) -> None:
     install_older_definition(plane, "v1.4.2")
@@ -100,7 +100,7 @@ def test_the_api_server_says_of_a_field_that_it_does_not_know_what_is_taken_for_
     assert is_undeclared(str(answer.value))
 
 
-def test_sessions_move_on_under_definitions_that_do_not_know_all_of_their_status(
+def test_sessions_progress_under_older_definitions_that_drop_status_fields(
     plane: Cluster, cluster_folder: Path
 ) -> None:
     current_kuberay.install_definitions(plane)
@@ -138,7 +138,7 @@ def test_sessions_move_on_under_definitions_that_do_not_know_all_of_their_status
         assert sessions.status("one")["phase"] == "Provisioning"
 
 
-def test_missing_definitions_are_said_once_and_their_arrival_is_noticed(
+def test_missing_definitions_are_reported_once_and_their_installation_is_noticed(
     plane: Cluster, cluster_folder: Path
 ) -> None:
     current_kuberay.install_definitions(plane)

@@ -59,7 +59,7 @@ def world(definitions: Cluster, cluster_folder: Path) -> Iterator[World]:
         yield made
 
 
-def test_an_outage_restarts_nothing_and_tears_nothing_down(
+def test_an_outage_restarts_nothing_and_deletes_nothing(
     world: World, control_plane: ControlPlane
 ) -> None:
     world.sessions.make_ready("steady")
@@ -84,7 +84,7 @@ def test_an_outage_restarts_nothing_and_tears_nothing_down(
     assert world.operator.program.is_running
 
 
-def test_a_restart_of_etcd_tears_nothing_down(world: World, control_plane: ControlPlane) -> None:
+def test_a_restart_of_etcd_deletes_nothing(world: World, control_plane: ControlPlane) -> None:
     world.sessions.make_ready("steady")
     before = identities(world.sessions, "steady")
 
@@ -108,7 +108,7 @@ def identities(sessions: Sessions, name: str) -> set[str]:
     [refusing(429, Retry_After="1"), refusing(500), refusing(410), expired, slow(3.0)],
     ids=["throttled", "failing", "gone", "expired", "slow"],
 )
-def test_an_api_server_in_trouble_delays_and_breaks_nothing(world: World, fault: Fault) -> None:
+def test_a_failing_api_server_only_causes_delays(world: World, fault: Fault) -> None:
     world.sessions.make_ready("steady")
     before = identities(world.sessions, "steady")
     name = f"made-{uuid4().hex[:6]}"
@@ -125,7 +125,7 @@ def test_an_api_server_in_trouble_delays_and_breaks_nothing(world: World, fault:
     assert world.operator.program.is_running
 
 
-def test_what_happened_while_no_watch_was_open_is_seen(world: World) -> None:
+def test_changes_made_while_no_watch_was_open_are_noticed(world: World) -> None:
     world.sessions.make_ready("steady")
 
     world.api.cut_watches()
@@ -136,7 +136,7 @@ def test_what_happened_while_no_watch_was_open_is_seen(world: World) -> None:
     world.sessions.cluster.wait_for(service, "create", world.sessions.namespace, SOON_SECONDS)
 
 
-def test_what_no_watch_ever_tells_is_found_by_listing(
+def test_changes_that_no_watch_reports_are_found_by_listing(
     definitions: Cluster, cluster_folder: Path
 ) -> None:
     with a_world(definitions, cluster_folder, "resync", resync_seconds=5) as world:
@@ -207,9 +207,7 @@ def test_a_second_replica_takes_over_from_a_killed_leader(
         sessions.make_ready("after")
 
 
-def test_a_leader_that_stops_hands_over_before_its_lease_ends(
-    definitions: Cluster, cluster_folder: Path
-) -> None:
+def test_a_stopping_leader_releases_its_lease(definitions: Cluster, cluster_folder: Path) -> None:
     with two_replicas(definitions, cluster_folder, **ENDLESS_LEASE) as (sessions, first, second):
         first.operator.program.stop()
         wait_until(lambda: second.leads, "the second leads", SOON_SECONDS)
@@ -218,7 +216,7 @@ def test_a_leader_that_stops_hands_over_before_its_lease_ends(
         second.operator.program.stop()
 
 
-def test_a_leader_frozen_past_its_lease_writes_nothing_when_it_thaws(
+def test_a_leader_paused_beyond_its_lease_writes_nothing_when_it_continues(
     definitions: Cluster, cluster_folder: Path
 ) -> None:
     with two_replicas(definitions, cluster_folder, **SHORT_LEASE) as (sessions, first, second):

@@ -72,7 +72,7 @@ def a_quota(namespace: str, **most: str) -> dict[str, Any]:
     }
 
 
-def test_a_full_quota_is_waited_for(sessions: Sessions) -> None:
+def test_a_session_waits_for_an_exhausted_quota(sessions: Sessions) -> None:
     sessions.cluster.apply(a_quota(sessions.namespace, pods="3"))
 
     sessions.make("one")
@@ -84,7 +84,7 @@ def test_a_full_quota_is_waited_for(sessions: Sessions) -> None:
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_a_quota_that_is_too_small_even_when_empty_needs_help(sessions: Sessions) -> None:
+def test_a_quota_that_is_too_small_even_when_unused_stalls_the_session(sessions: Sessions) -> None:
     sessions.cluster.apply(a_quota(sessions.namespace, requests_cpu="100m"))
 
     sessions.make("one")
@@ -96,7 +96,7 @@ def test_a_quota_that_is_too_small_even_when_empty_needs_help(sessions: Sessions
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_an_owner_with_too_many_sessions_gets_the_next_when_one_is_gone(
+def test_an_owner_at_the_session_limit_gets_another_after_deleting_one(
     definitions: Cluster, cluster_folder: Path
 ) -> None:
     limits = {"maxSessionsPerOwner": 1}
@@ -231,7 +231,7 @@ def a_stage(folder: Path, session: str) -> Path:
     return path
 
 
-def test_pods_that_never_start_say_why(
+def test_pods_that_never_start_report_the_reason(
     definitions: Cluster, ill_node: None, cluster_folder: Path
 ) -> None:
     placement = {**PLACEMENT, "nodeSelector": ILL}
@@ -272,7 +272,7 @@ def test_a_drain_waits_until_a_session_has_moved_to_another_node(
         assert nodes_of(sessions, "one") == {"drained-1"}
 
 
-def test_a_pod_with_scheduling_gates_is_named_with_them(sessions: Sessions) -> None:
+def test_a_pod_with_scheduling_gates_is_reported_with_them(sessions: Sessions) -> None:
     sessions.make_ready("one")
     labelled = {"tinkercloud.dev/session": "one", "tinkercloud.dev/component": "trainer"}
     gated = {
@@ -294,7 +294,7 @@ def test_a_pod_with_scheduling_gates_is_named_with_them(sessions: Sessions) -> N
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> None:
+def test_a_pod_on_a_node_that_is_not_ready_is_reported_with_it(sessions: Sessions) -> None:
     sessions.make_ready("one")
     where = ("-n", sessions.namespace, "-l", "tinkercloud.dev/component=head")
     pod = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").strip()
@@ -309,7 +309,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> N
     assert "its node obstacles-0 is not ready" in sessions.condition("one", "Ready")["message"]
 
 
-def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions) -> None:
+def test_a_suspended_session_keeps_its_secret_and_resumes(sessions: Sessions) -> None:
     sessions.make_ready("one")
     before = sessions.children("one")
 
@@ -328,7 +328,7 @@ def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions
 
 
 @pytest.mark.skipif(existing_cluster() is not None, reason="an existing cluster may have KubeRay")
-def test_sessions_go_on_when_kuberay_is_installed_after_them(cluster_folder: Path) -> None:
+def test_sessions_progress_once_kuberay_is_installed(cluster_folder: Path) -> None:
     folder = cluster_folder / "without-kuberay"
     with (
         a_control_plane(folder) as plane,

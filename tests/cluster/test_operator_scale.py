@@ -37,7 +37,7 @@ def operator(
 
 
 @pytest.mark.timeout(1200)
-def test_two_hundred_sessions_become_ready_rest_and_go(
+def test_two_hundred_sessions_become_ready_cause_no_load_and_are_deleted(
     cluster: Cluster, operator: RunningOperator
 ) -> None:
     result = measure(cluster, operator, LOAD)

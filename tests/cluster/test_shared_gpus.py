@@ -109,7 +109,7 @@ def claim_of(sessions: Sessions, pod: dict[str, Any]) -> dict[str, Any]:
     return sessions.cluster.get("resourceclaim", made["resourceClaimName"], sessions.namespace)
 
 
-def test_each_trainer_pod_is_bound_where_its_claim_has_gpus_that_all_its_containers_share(
+def test_each_trainer_pod_is_bound_to_a_node_with_gpus_that_all_its_containers_share(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("one")
@@ -135,7 +135,7 @@ def test_each_trainer_pod_is_bound_where_its_claim_has_gpus_that_all_its_contain
     assert status["gpus"] == GPUS
 
 
-def test_a_session_waits_for_gpus_that_another_has_claimed_and_gets_them_when_it_ends(
+def test_a_session_waits_for_claimed_gpus_and_gets_them_when_the_other_session_ends(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("first")
@@ -150,7 +150,7 @@ def test_a_session_waits_for_gpus_that_another_has_claimed_and_gets_them_when_it
     assert sessions.status("second")["workers"]["samplers"] == "2/2"
 
 
-def test_the_template_of_the_claims_is_made_again_and_goes_with_its_session(
+def test_the_claim_template_is_recreated_and_is_deleted_with_its_session(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("one")
@@ -176,7 +176,7 @@ def test_the_template_of_the_claims_is_made_again_and_goes_with_its_session(
     )
 
 
-def test_a_cluster_without_claims_of_devices_serves_all_sessions_that_need_none(
+def test_a_cluster_without_device_claims_serves_sessions_that_need_none(
     cluster: Cluster, namespace: str, kwok: KwokNodes, cluster_folder: Path
 ) -> None:
     kwok.add("older-0", gpus=8)

@@ -138,7 +138,7 @@ def test_children_are_garbage_collected_with_their_owner(cluster: Cluster) -> No
         cluster.wait_for("configmap/child", "delete", namespace)
 
 
-def test_a_pod_that_breaks_restricted_pod_security_is_refused(cluster: Cluster) -> None:
+def test_a_pod_that_violates_restricted_pod_security_is_rejected(cluster: Cluster) -> None:
     with (
         cluster.a_namespace(**RESTRICTED) as namespace,
         pytest.raises(Refused, match="violates PodSecurity"),
@@ -146,7 +146,7 @@ def test_a_pod_that_breaks_restricted_pod_security_is_refused(cluster: Cluster) 
         cluster.kubectl("run", "careless", "--image=anything", f"--namespace={namespace}")
 
 
-def test_a_service_account_may_do_nothing_that_no_role_allows(
+def test_a_service_account_has_only_the_rights_of_its_roles(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     with cluster.a_namespace() as namespace:
@@ -156,7 +156,7 @@ def test_a_service_account_may_do_nothing_that_no_role_allows(
             nobody.objects("pods", namespace)
 
 
-def test_a_raycluster_gets_its_pods_on_fake_gpu_nodes(
+def test_the_pods_of_a_raycluster_run_on_simulated_gpu_nodes(
     cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes
 ) -> None:
     kwok.add("gpu-a", gpus=8)
@@ -169,7 +169,7 @@ def test_a_raycluster_gets_its_pods_on_fake_gpu_nodes(
         assert [pod["spec"]["nodeName"] for pod in pods] == ["gpu-a"] * 3
 
 
-def test_a_pod_that_wants_more_gpus_than_there_are_stays_unscheduled(
+def test_a_pod_that_requests_more_gpus_than_exist_stays_unscheduled(
     cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes
 ) -> None:
     kwok.add("gpu-a", gpus=8)
@@ -220,7 +220,7 @@ def test_a_service_is_reached_from_this_machine(
         wait_until(lambda: b"home = " in content_of(f"http://{address}/pyvenv.cfg"), "the Service")
 
 
-def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
+def test_a_pod_has_no_root_rights_and_a_read_only_root(
     cluster: Cluster, python_image: Image
 ) -> None:
     script = "import os, errno; print(os.getuid(), os.access('/opt/venv', os.W_OK))"
@@ -230,7 +230,7 @@ def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
         assert cluster.output_of("nobody", namespace).split() == [str(USER), "False"]
 
 
-def test_a_pod_reaches_the_api_server_with_its_own_token(
+def test_a_pod_authenticates_to_the_api_server_with_its_own_token(
     cluster: Cluster, python_image: Image
 ) -> None:
     script = (
@@ -268,7 +268,7 @@ def test_a_pod_reaches_a_server_of_this_machine(
             server.kill()
 
 
-def test_a_killed_kubelet_comes_back_to_pods_that_went_on(
+def test_pods_keep_running_while_a_killed_kubelet_restarts(
     cluster: Cluster, own_node: RealNode, python_image: Image
 ) -> None:
     with cluster.a_namespace(**RESTRICTED) as namespace:
@@ -283,7 +283,9 @@ def test_a_killed_kubelet_comes_back_to_pods_that_went_on(
         assert status["restartCount"] == 0
 
 
-def test_the_cluster_remembers_through_an_outage_of_its_api(control_plane: ControlPlane) -> None:
+def test_the_cluster_keeps_its_objects_through_an_outage_of_its_api(
+    control_plane: ControlPlane,
+) -> None:
     cluster = control_plane.cluster
     with cluster.a_namespace() as namespace:
         cluster.apply(a_config_map("kept", namespace))
@@ -295,7 +297,7 @@ def test_the_cluster_remembers_through_an_outage_of_its_api(control_plane: Contr
         assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"
 
 
-def test_a_killed_etcd_comes_back_with_what_it_held(control_plane: ControlPlane) -> None:
+def test_a_killed_etcd_restarts_with_its_data(control_plane: ControlPlane) -> None:
     cluster = control_plane.cluster
     with cluster.a_namespace() as namespace:
         cluster.apply(a_config_map("kept", namespace))

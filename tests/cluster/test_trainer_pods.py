@@ -186,7 +186,7 @@ def at_ranks(installation: Installation, pod: str, command: str) -> str:
     return installation.cluster.kubectl("exec", pod, where, "--", "bash", "-c", script)
 
 
-def test_two_pods_learn_what_one_process_would(
+def test_two_pods_have_the_same_losses_as_one_process(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     losses = [train_a_step(story.training) for _ in range(2)]
@@ -194,7 +194,7 @@ def test_two_pods_learn_what_one_process_would(
     assert losses == pytest.approx(expected[:2], abs=1e-4)
 
 
-def test_the_engine_has_what_the_trainer_pods_learn_whenever_it_is_published(
+def test_the_engine_serves_the_published_weights_of_the_trainer_pods(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     first, sampled_first = logprobs_of_trainer_and_engine(story.training)
@@ -209,7 +209,7 @@ def test_the_engine_has_what_the_trainer_pods_learn_whenever_it_is_published(
     assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked
 
 
-def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
+def test_each_trainer_pod_has_one_rank_and_the_head_has_none(
     installation: Installation, story: Story
 ) -> None:
     trainers, [head] = pods_of(installation, "trainer"), pods_of(installation, "head")
@@ -219,7 +219,7 @@ def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
     assert counts == [1, 1, 0]
 
 
-def test_each_trainer_pod_has_its_part_of_a_network_and_its_rank_the_variables_for_it(
+def test_each_trainer_pod_has_its_network_devices_and_its_rank_the_environment_for_them(
     installation: Installation, story: Story
 ) -> None:
     trainers, [head] = pods_of(installation, "trainer"), pods_of(installation, "head")
@@ -238,7 +238,7 @@ def test_kubectl_shows_both_trainers(installation: Installation, story: Story) -
     assert row.split()[1:5] == ["Ready", "True", MODEL, "2/2"]
 
 
-def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
+def test_requests_to_a_lost_trainer_pod_fail_and_the_run_continues(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     lost, _ = pods_of(installation, "trainer")
@@ -253,7 +253,7 @@ def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
     assert lost not in pods_of(installation, "trainer")
 
 
-def test_ranks_of_a_killed_head_end_and_the_next_heads_take_their_places(
+def test_ranks_of_a_killed_head_end_and_are_replaced_by_those_of_the_next_head(
     installation: Installation, story: Story
 ) -> None:
     saved = story.training.save_state("before").result().path
@@ -291,7 +291,7 @@ def test_a_deleted_session_leaves_nothing(installation: Installation, story: Sto
     assert installation.sessions() == []
 
 
-def test_two_ranks_of_one_pod_divide_a_batch_and_learn_what_one_process_would(
+def test_two_ranks_of_one_pod_split_a_batch_and_have_the_same_losses_as_one_process(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     training = a_run(installation.client(), TORCH_MODEL)

@@ -85,9 +85,7 @@ def leave_results(run: Run) -> list[str]:
     return [str(answer.json()["request_id"]) for answer in sent]
 
 
-def test_another_owner_samples_and_trains_whatever_is_left(
-    eve: Run, bob: tinker.ServiceClient
-) -> None:
+def test_unread_results_do_not_affect_another_owner(eve: Run, bob: tinker.ServiceClient) -> None:
     leave_samples(eve)
     leave_results(eve)
 
@@ -108,7 +106,7 @@ def test_another_owner_samples_and_trains_whatever_is_left(
     assert output.metrics["loss:sum"] > 0
 
 
-def test_the_owner_is_refused_more_batches_in_words_until_results_are_read(eve: Run) -> None:
+def test_more_batches_of_an_owner_are_rejected_until_results_are_read(eve: Run) -> None:
     (left,) = leave_results(eve)
     seq_id = eve.next_seq_id
 
@@ -123,7 +121,7 @@ def test_the_owner_is_refused_more_batches_in_words_until_results_are_read(eve: 
     assert a_large_batch(eve).status == 200
 
 
-def test_who_waits_for_a_batch_that_is_held_back_is_told_why(eve: Run) -> None:
+def test_a_pending_batch_reports_why_it_is_held_back(eve: Run) -> None:
     eve.next_seq_id = 2
     second = str(a_large_batch(eve).json()["request_id"])
     unread = eve.next_seq_id = 1
@@ -141,7 +139,7 @@ def test_who_waits_for_a_batch_that_is_held_back_is_told_why(eve: Run) -> None:
     assert pb.ForwardBackwardOutput.FromString(eve.server.result(second).body).metrics
 
 
-def test_a_sample_that_was_dropped_is_drawn_again_by_the_sdk(
+def test_the_sdk_repeats_a_sampling_request_whose_result_was_dropped(
     eve: Run, small: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = leave_samples(eve)[0]
@@ -166,7 +164,7 @@ def test_a_sample_that_was_dropped_is_drawn_again_by_the_sdk(
     assert drawn.sequences[0].tokens
 
 
-def test_what_takes_few_bytes_and_asks_for_many_is_refused_in_its_place(eve: Run) -> None:
+def test_a_small_batch_with_a_huge_result_fails_in_order(eve: Run) -> None:
     message = eve.batch([1] * 8)
     targets = message.data[0].loss_fn_inputs["target_tokens"]
     targets.CopyFrom(pb.Tensor(dtype=pb.DTYPE_INT64, shape=(8, 2_000_000)))

@@ -38,7 +38,7 @@ def lose_catalog(server: Server) -> None:
     server.start()
 
 
-def test_runs_and_checkpoints_are_listed_again_and_suspended_runs_resume(
+def test_a_rebuilt_catalog_lists_runs_and_checkpoints_and_suspended_runs_resume(
     own_server: Server,
 ) -> None:
     client = own_server.client()
@@ -73,7 +73,7 @@ def test_runs_and_checkpoints_are_listed_again_and_suspended_runs_resume(
     assert step(training) == step(resumed)
 
 
-def test_a_run_that_was_not_suspended_is_told_as_lost_after_a_rebuild(own_server: Server) -> None:
+def test_a_run_that_was_not_suspended_is_reported_lost_after_a_rebuild(own_server: Server) -> None:
     training = own_server.client().create_lora_training_client(MODEL, rank=4).result()
     path = training.save_state("saved").result().path
     own_server.kill_heads()

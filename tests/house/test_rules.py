@@ -32,7 +32,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_and_functions_fit_a_readers_head(path: Path) -> None:
+def test_modules_and_functions_are_short(path: Path) -> None:
     too_long = [
         f"{node.name}: {(node.end_lineno or 0) - node.lineno} lines"
         for node in functions(path)
@@ -43,7 +43,7 @@ def test_modules_and_functions_fit_a_readers_head(path: Path) -> None:
     assert too_long == [], "split the function"
 
 
-def test_generated_pages_are_fresh() -> None:
+def test_generated_pages_are_up_to_date() -> None:
     subprocess.run([sys.executable, "tools/write_docs.py", "--check"], cwd=ROOT, check=True)
 
 

@@ -44,12 +44,12 @@ def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def test_the_seam_is_where_the_rule_says() -> None:
+def test_the_modules_that_may_name_cuda_do() -> None:
     assert [path for path in SEAM if not names_of_cuda((WORKER / path).read_text())] == []
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(WORKER)))
-def test_cuda_is_named_in_the_accelerator_and_for_megatron_core_only(path: Path) -> None:
+def test_only_the_accelerator_and_megatron_modules_name_cuda(path: Path) -> None:
     assert names_of_cuda(path.read_text()) == [], "say in accelerator.py what is needed of a GPU"
 
 
@@ -66,9 +66,9 @@ def test_cuda_is_named_in_the_accelerator_and_for_megatron_core_only(path: Path)
         "dist.ProcessGroupNCCL.Options()",
     ],
 )
-def test_a_line_that_needs_cuda_is_found(code: str) -> None:
+def test_code_that_names_cuda_is_found(code: str) -> None:
     assert names_of_cuda(code) != []
 
 
-def test_what_is_said_of_cuda_is_no_line_that_needs_it() -> None:
+def test_docstrings_and_comments_may_name_cuda() -> None:
     assert names_of_cuda('"""Of `cuda`."""\nx = 1  # for torch.cuda\n"""As NCCL does."""') == []

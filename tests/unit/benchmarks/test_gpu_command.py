@@ -67,7 +67,7 @@ def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
     return written
 
 
-def test_every_part_runs_on_a_device_that_is_not_the_cpu_and_computes_what_huggingface_does(
+def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingface(
     tmp_path: Path,
 ) -> None:
     written = results(
@@ -86,7 +86,7 @@ def test_every_part_runs_on_a_device_that_is_not_the_cpu_and_computes_what_huggi
     assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | SERVED
 
 
-def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do(
+def test_the_megatron_trainer_agrees_with_huggingface_and_the_torch_trainer(
     tmp_path: Path,
 ) -> None:
     figures = ["M1", "M3", "M6", "G2m"]
@@ -100,7 +100,7 @@ def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do
     assert verdicts["M5"] == "pass"
 
 
-def test_a_gradient_that_is_no_number_fails_the_command(tmp_path: Path) -> None:
+def test_a_nan_gradient_fails_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     done = run(SPOILING, "--out", str(out), "--device", "cpu", "--only", "M3")
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_no_number_fails_the_command(tmp_path: Path) -> None:
     assert (measured["M4"]["value"], measured["M4"]["verdict"]) == (math.inf, "below")
 
 
-def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
+def test_with_only_torch_and_transformers_all_figures_that_need_no_more_are_measured(
     tmp_path: Path,
 ) -> None:
     written = results(
@@ -139,7 +139,7 @@ def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
     assert versions["tinker"] is versions["peft"] is None
 
 
-def test_a_run_that_measures_nothing_fails_and_says_so(tmp_path: Path) -> None:
+def test_a_run_that_measures_nothing_fails_with_a_message(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     done = run("", "--out", str(out), "--device", "cpu", "--only", "G6")
@@ -149,7 +149,7 @@ def test_a_run_that_measures_nothing_fails_and_says_so(tmp_path: Path) -> None:
     assert "does not count" in json.loads(out.read_text())["skipped"]["G6"]
 
 
-def test_a_figure_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_figure_is_rejected_with_the_valid_ones(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     refused = run("", "--out", str(out), "--device", "cpu", "--only", "N1", "S166")
@@ -160,14 +160,14 @@ def test_a_figure_that_there_is_not_is_refused_with_those_that_there_are(tmp_pat
     assert not out.exists()
 
 
-def test_a_figure_that_comes_in_letters_is_named_without_them(tmp_path: Path) -> None:
+def test_a_figure_with_variants_is_selected_by_its_number(tmp_path: Path) -> None:
     written = results(tmp_path / "out.json", "", "--device", "cpu", "--only", "G11", "G1")
 
     measured = {m["id"] for m in written["measurements"]}
     assert measured == {"G11a", "G11b", "G12", "G14", "G1"}
 
 
-def test_each_run_of_a_day_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_run_of_a_day_has_its_own_file(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     elsewhere = (
