@@ -1,4 +1,4 @@
-"""A checkpoint store that takes nothing, a head that can't start: nothing is lost in silence."""
+"""Failing checkpoint stores and heads that cannot start: no loss goes unreported."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ MODEL = "tiny/llama"
 
 @contextmanager
 def failing_store(server: Server) -> Iterator[None]:
-    """Keep the checkpoint store from being written to, whoever this process runs as."""
+    """Make all writes to the checkpoint store fail, for root too."""
     runs = server.state_dir / "checkpoints" / "runs"
     aside = runs.with_name("aside")
     if runs.exists():
@@ -108,7 +108,7 @@ def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
         assert path in str(raised.value)
         wait_until(lambda: "a training run is lost" in server.log, "the run's loss")
         assert training.model_id in server.log.partition("a training run is lost")[2]
-        # No other head was wanted for that. One that is cannot start, and says why, at once again.
+        # Reporting the loss needs no other head. A new one cannot start; each attempt says why.
         for _ in range(2):
             with pytest.raises((tinker.TinkerError, ValueError), match="while starting"):
                 a_training_client(server)

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a loop: nobody hangs, nothing saved is lost, training resumes."""
+"""kill -9 during a training loop: no client hangs, no saved state is lost, training resumes."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ MODEL = "tiny/llama"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
-    """Run a server for all tests: what one of them killed has to be there again for the next."""
+    """Run one server for all tests: each test restarts what it has killed."""
     with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
         yield running
 
@@ -29,7 +29,7 @@ def a_training_client(server: Server) -> tinker.TrainingClient:
 
 
 def kill_soon(kill: Callable[[], None]) -> threading.Thread:
-    """Kill something in a moment, while the caller is in the middle of something."""
+    """Kill something shortly, while the caller continues."""
 
     def later() -> None:
         time.sleep(0.3)
@@ -41,7 +41,7 @@ def kill_soon(kill: Callable[[], None]) -> threading.Thread:
 
 
 def train_until_failure(training: tinker.TrainingClient) -> Exception:
-    """Train until the client is told that it can't go on, and return what it was told."""
+    """Train until the client gets an error, and return that error."""
     while True:
         try:
             step(training)
@@ -140,7 +140,7 @@ def losses_or_failure(training: tinker.TrainingClient, steps: int) -> list[float
 
 
 def has_ended(pid: int) -> bool:
-    # What is left of a process that nobody has buried has no command line.
+    # A zombie process has no command line.
     command = Path(f"/proc/{pid}/cmdline")
     return not command.exists() or not command.read_bytes()
 
@@ -160,14 +160,14 @@ def test_a_checkpoint_interrupted_by_a_kill_is_not_listed(server: Server) -> Non
     training = a_training_client(server)
     saved: list[str] = []
 
-    def save_for_ever() -> None:
+    def save_repeatedly() -> None:
         while True:
             path = training.save_state(f"save-{len(saved)}").result().path
             saved.append(path)
 
     killer = kill_soon(server.kill_heads)
     with pytest.raises((tinker.TinkerError, ValueError)):
-        save_for_ever()
+        save_repeatedly()
     killer.join()
 
     listed = {

@@ -34,7 +34,7 @@ HERE = ",".join(
         "apiServer.scheduling.priorityClassName=",
     )
 )
-"""Without what the test cluster has not: the Gateway API, the Prometheus operator, a class."""
+"""Options without Gateway API, Prometheus operator and class: the test cluster has none."""
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 
 
@@ -113,7 +113,7 @@ def test_the_api_server_accepts_planned_resources(
     planned = CliRunner().invoke(app, ["plan", str(tmp_path / "tiny"), "--gpus=8xH100", "--json"])
     where = f"--namespace={namespace}"
 
-    # Stored, and not only accepted: what the definitions do not know is left out of that.
+    # Fields that the definitions do not know are accepted, but not stored.
     cluster.kubectl("apply", "--server-side", where, "-f", "-", stdin=planned.output)
 
     spec = cluster.get("basemodel", "tiny", namespace)["spec"]
@@ -215,7 +215,7 @@ def test_uninstalling_fails_and_names_sessions_whose_finalizer_remains(
 def delete_sessions(
     cluster: Cluster, namespace: str, folder: Path, *, timeout_seconds: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script of the chart's hook as its pod would: with the operator's account."""
+    """Run the script of the chart's hook like its pod, with the service account of the operator."""
     shown = ("--show-only", "templates/rbac.yaml", "--show-only", "templates/serviceaccounts.yaml")
     cluster.apply_text(rendered(namespace, "--set", NAMES, *shown))
     kubeconfig = cluster.kubeconfig_of("tinker-operator", namespace, folder)
@@ -238,7 +238,7 @@ def a_list(items: list[dict[str, object]]) -> str:
 
 
 def a_review(user: str, namespace: str, wanted: str) -> dict[str, object]:
-    """Return the question whether a user may do something: "VERB GROUP RESOURCE[/SUB] [NAME]"."""
+    """Return an access review of a user for "VERB GROUP RESOURCE[/SUB] [NAME]"."""
     verb, group, resource, *name = wanted.split()
     resource, _, subresource = resource.partition("/")
     return {

@@ -1,4 +1,4 @@
-"""The custom resources as a real API server understands them: rules, bounds, defaults, columns."""
+"""The custom resources on a real API server: rules, bounds, defaults, columns."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def files_of(kind: Kind) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def crds(cluster: Cluster) -> Cluster:
-    """The cluster, which knows our resources."""
+    """Install the definitions of our resources and return the cluster."""
     for kind in KINDS:
         cluster.apply_text(render(kind))
         name = f"customresourcedefinition/{kind.plural}.tinkercloud.dev"
@@ -70,13 +70,13 @@ def namespace(crds: Cluster) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared_namespace(crds: Cluster) -> Iterator[str]:
-    """A namespace for what is never stored in it."""
+    """Return a namespace for objects that are never stored."""
     with crds.a_namespace("crds") as name:
         yield name
 
 
 def write(cluster: Cluster, manifest: Json, namespace: str, *options: str) -> Json:
-    """Create or, with an option that says so, replace an object; return what was stored."""
+    """Create an object, or replace it if an option says so; return the stored object."""
     verb, *rest = options or ("create",)
     where = (f"--namespace={namespace}", "--output=json", "--filename=-")
     placed = {**manifest, "metadata": {**manifest["metadata"], "namespace": namespace}}
@@ -93,7 +93,7 @@ def attempt(cluster: Cluster, rule: Rule, manifest: Json, namespace: str) -> Jso
 
 @pytest.fixture
 def room(request: pytest.FixtureRequest, rule: Rule) -> str:
-    """The namespace for a case: one of its own if it needs an object that exists."""
+    """Return the namespace of a case: its own if the case needs an existing object."""
     name: str = request.getfixturevalue("shared_namespace" if rule.before is None else "namespace")
     return name
 
@@ -134,10 +134,10 @@ def test_immutable_fields_of_a_session_cannot_be_removed(
 
 
 def test_every_rule_of_the_definitions_has_three_cases_of_each_sort() -> None:
-    told = {(rule.kind, rule.path, rule.message) for rule in RULES}
+    expected = {(rule.kind, rule.path, rule.message) for rule in RULES}
     fewest = min(len(found) for rule in RULES for found in (rule.accepted, rule.refused))
 
-    assert told | SINGLE_VALUED == {rule for kind in KINDS for rule in rules_of(kind)}
+    assert expected | SINGLE_VALUED == {rule for kind in KINDS for rule in rules_of(kind)}
     assert fewest >= 3
 
 

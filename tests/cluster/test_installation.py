@@ -1,6 +1,6 @@
-"""From `helm install` to `helm uninstall`, with the SDK between them: a real model in real pods.
+"""From `helm install` to `helm uninstall`: the SDK trains a real model in real pods.
 
-The tests are a story in the order they stand in: each goes on where the one before it ended.
+The tests depend on each other: each continues from the state that the previous one left.
 """
 
 import json
@@ -64,7 +64,7 @@ def installation(
     real_node: RealNode,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
-    """The service with one real model."""
+    """Install the service with one real model."""
     folder = tmp_path_factory.mktemp("installation")
     source = smollm2()
     models = make_volumes(folder)
@@ -81,7 +81,7 @@ def installation(
 def tiny_model_in_a_bucket(
     installation: Installation, own_node: RealNode, tmp_path: Path
 ) -> Iterator[None]:
-    """A tiny model that pods fetch from an object store of this machine."""
+    """Serve a tiny model that pods download from an object store on this machine."""
     del own_node
     with a_bucket(HOST_ADDRESS) as bucket:
         uri = bucket.hold(save(tiny_llama(), tmp_path / "tiny"), "tiny")
@@ -116,7 +116,7 @@ def served_by(client: tinker.ServiceClient) -> list[str | None]:
 
 @dataclass
 class Story:
-    """What later tests go on with."""
+    """State that later tests use."""
 
     training: tinker.TrainingClient | None = None
     path: str = ""
@@ -176,10 +176,10 @@ def test_trained_weights_are_sampled_and_saved(installation: Installation, story
     sampler = story.training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([1, 2, 3])
 
-    drawn = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1)).result()
+    sampled = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1)).result()
     story.path = story.training.save_state("learnt").result().path
 
-    assert len(drawn.sequences[0].tokens) == 4
+    assert len(sampled.sequences[0].tokens) == 4
     assert story.path.endswith("/weights/learnt")
 
 
@@ -240,7 +240,7 @@ def test_helm_test_trains_a_downloaded_model_in_a_pod_and_ends_its_session(
         "the test's session gone",
         START_SECONDS,
     )
-    # Helm keeps the pod for its log, even when the release goes.
+    # Helm keeps the pod and its log after the release is uninstalled.
     installation.kubectl("delete", "pod", f"{RELEASE}-test")
 
 
@@ -259,5 +259,5 @@ def test_uninstalling_leaves_neither_finalizers_nor_orphans(installation: Instal
 
 
 def is_kept(item: dict[str, Any]) -> bool:
-    """Whether an object is one that Helm itself keeps: the record of the other release."""
+    """Whether Helm itself keeps an object: the record of the other release."""
     return str(item["metadata"]["name"]).startswith("sh.helm.release.v1.tinkercloud-crds")

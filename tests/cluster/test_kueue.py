@@ -1,4 +1,4 @@
-"""Sessions whose RayClusters Kueue admits: real Kueue and KubeRay; pods run on played nodes."""
+"""Sessions whose RayClusters Kueue admits, with real Kueue and KubeRay on simulated nodes."""
 
 import json
 import sys
@@ -43,9 +43,9 @@ FLAVOR: dict[str, Any] = {
     "nodeLabels": {"type": "kwok"},
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
 }
-"""What Kueue adds to the pods that it admits."""
+"""Fields that Kueue adds to admitted pods."""
 WRITES_OF_A_REFUSAL = 2
-"""A session that can't be served has its status and an Event."""
+"""Writes for a session that cannot be served: its status and an Event."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def operator(cluster: Cluster, namespace: str, cluster_folder: Path) -> Iterator
 def sessions(
     cluster: Cluster, namespace: str, kueue: Kueue, operator: RunningOperator
 ) -> Iterator[Sessions]:
-    """Sessions of the namespace, whose queue has room for one of them."""
+    """Return the sessions of the namespace, whose queue has quota for one of them."""
     kueue.offer(namespace, gpus=ONE_SESSION, **FLAVOR)
     yield Sessions(cluster, namespace)
     cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=120s")
@@ -104,7 +104,7 @@ def pods(sessions: Sessions, name: str) -> set[str]:
 
 
 def applied_fields(sessions: Sessions, name: str) -> str:
-    """Return, as text, which fields of a RayCluster the operator has applied."""
+    """Return the fields of a RayCluster that the operator has applied, as text."""
     where = ("raycluster", name, "-n", sessions.namespace, "-o", "json")
     found = json.loads(sessions.cluster.kubectl("get", *where, "--show-managed-fields"))
     entries = [

@@ -1,4 +1,4 @@
-"""The operator on a real control plane, with KubeRay; pods run on nodes that are played."""
+"""The operator on a real control plane with KubeRay; pods run on simulated nodes."""
 
 import sys
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def operator(
     definitions: Cluster, namespace: str, cluster_folder: Path
 ) -> Iterator[RunningOperator]:
     kubeconfig = operator_account(definitions, namespace, cluster_folder)
-    # Played pods have no head that would answer: the operator is not to wait for one.
+    # Simulated pods run no head: the operator must not wait for its response.
     patience = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
     with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
         yield running
@@ -63,7 +63,7 @@ def operator(
 
 @pytest.fixture
 def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Sessions of the namespace, which has none before and after each test."""
+    """Return the sessions of the namespace, which has none before and after each test."""
     yield Sessions(cluster, namespace)
     cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
     sys.stdout.write(operator.program.last_words())
@@ -74,7 +74,7 @@ def has_raycluster(sessions: Sessions, name: str) -> bool:
 
 
 def names_in_dns(sessions: Sessions, service: str) -> set[str]:
-    """Return the host names that a Service gives to addresses, by what DNS is made from."""
+    """Return the host names of a Service, from the EndpointSlices that DNS is derived from."""
     selector = f"kubernetes.io/service-name={service}"
     slices = sessions.cluster.objects("endpointslices", sessions.namespace, selector)
     return {
@@ -419,5 +419,5 @@ def test_a_settled_session_causes_no_writes(sessions: Sessions, operator: Runnin
 
 
 def looks(operator: RunningOperator) -> int:
-    """Return how often the operator has looked at a session."""
+    """Return how often the operator has reconciled a session."""
     return sum(operator.counted("tinkercloud_reconcile_total").values())

@@ -1,4 +1,4 @@
-"""Sessions that want the same GPUs, on a real scheduler: none waits for what another half holds."""
+"""Sessions that compete for GPUs on a real scheduler never block each other with partial sets."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model
 from tinkercloud_testing.waiting import wait_until
 
 PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Played pods have no head that would answer: the operator is not to wait for one."""
+"""Simulated pods run no head: the operator must not wait for its response."""
 CONTESTED = {"pool": "contested"}
 SELECTED = {"nodeSelector": {**PLACEMENT["nodeSelector"], **CONTESTED}}
 TRAINER: dict[str, Any] = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 1}
@@ -28,7 +28,7 @@ OFFER: dict[str, Any] = {
     "sampler": SAMPLER | {"replicas": 1, "placement": SELECTED},
 }
 """Half of the GPUs of the contested node for the trainers, half for an engine; the head is on any
-node that is played."""
+simulated node."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Definitions that are older than the operator, or missing: sessions say it, and what to do."""
+"""Older or missing definitions: sessions report the problem and the solution."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ OLDER = {"v1.4.2": ("1.4 or older", "spec.authOptions"), "v1.5.1": ("1.5", "secr
 
 @pytest.fixture(scope="module")
 def plane(cluster_folder: Path) -> Iterator[Cluster]:
-    """A control plane without KubeRay, whose definitions these tests replace."""
+    """Run a control plane without KubeRay, whose definitions these tests replace."""
     folder = cluster_folder / "definitions"
     with a_control_plane(folder) as made:
         yield made.cluster
@@ -44,7 +44,7 @@ def plane(cluster_folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def a_namespace(cluster: Cluster, folder: Path) -> Iterator[tuple[str, RunningOperator]]:
-    """Make a namespace, and run an operator of it."""
+    """Create a namespace and run an operator for it."""
     with cluster.a_namespace("definitions") as namespace:
         kubeconfig = operator_account(cluster, namespace, folder)
         with an_operator(kubeconfig, namespace, folder, last_checkpoint_seconds=1) as operator:

@@ -1,4 +1,4 @@
-"""The operator cut off, frozen and doubled: everything converges, nothing is lost."""
+"""Outages, paused operators and replicas: everything converges, nothing is lost."""
 
 import os
 import signal
@@ -39,10 +39,10 @@ from tinkercloud_testing.cluster.worlds import PATIENCE, World, a_world
 from tinkercloud_testing.waiting import wait_until
 
 IS_FULL = os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full"
-"""Whether everything is tried, or what a run of all tests has time for."""
+"""Whether all faults are tested, instead of a selection."""
 OUTAGE_SECONDS = 60 if IS_FULL else 20
 FAULT_SECONDS = 8
-"""Long enough for a few of the operator's tries."""
+"""Long enough for several retries of the operator."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_restart_of_etcd_deletes_nothing(world: World, control_plane: ControlP
 
 
 def identities(sessions: Sessions, name: str) -> set[str]:
-    """Return the uids of a session's children: others, if one was made anew."""
+    """Return the uids of the children of a session, which change if one is recreated."""
     selector = f"tinkercloud.dev/session={name}"
     children = sessions.cluster.objects(CHILD_KINDS, sessions.namespace, selector)
     return {child["metadata"]["uid"] for child in children}
@@ -151,14 +151,14 @@ def test_changes_that_no_watch_reports_are_found_by_listing(
 
 @dataclass(frozen=True)
 class Replica:
-    """One of two operators of a namespace, and its way to the API server."""
+    """One of two operators of a namespace, and its proxy to the API server."""
 
     api: FaultyApi
     operator: RunningOperator
 
     @property
     def leads(self) -> bool:
-        """Whether it says so."""
+        """Whether it reports that it is the leader."""
         return self.operator.get("/readyz") == "leading"
 
 
@@ -178,7 +178,7 @@ def two_replicas(
 
 @contextmanager
 def a_second_replica(world: World, folder: Path, **settings: object) -> Iterator[Replica]:
-    """Run another operator of a world's namespace, which stands by."""
+    """Run another operator for the namespace of a world, on standby."""
     namespace = world.sessions.namespace
     kubeconfig = operator_account(world.sessions.cluster, namespace, folder)
     with a_faulty_api(kubeconfig) as api:

@@ -1,6 +1,6 @@
-"""What stands in a session's way: its status says it, and the session goes on when it is gone.
+"""Obstacles for a session: its status reports them, and it proceeds once they are removed.
 
-Pods that never start are played by a kwok of its own, whose stages do to them what a kubelet would.
+A separate kwok simulates pods that never start: its stages set the status that a kubelet would.
 """
 
 import json
@@ -33,7 +33,7 @@ from tinkercloud_testing.cluster.training_sessions import (
 from tinkercloud_testing.waiting import wait_until
 
 PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Played pods have no head that would answer: the operator is not to wait for one."""
+"""Simulated pods run no head: the operator must not wait for its response."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
 def a_namespace(
     cluster: Cluster, folder: Path, **base_model: Any
 ) -> Iterator[tuple[Sessions, RunningOperator]]:
-    """Make a namespace with a BaseModel, and run an operator of it."""
+    """Create a namespace with a BaseModel and run an operator for it."""
     with cluster.a_namespace("obstacles") as namespace:
         cluster.apply(a_base_model(namespace, **base_model), *a_volume(namespace))
         kubeconfig = operator_account(cluster, namespace, folder)
@@ -160,12 +160,12 @@ FATES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"state": {"waiting": {"reason": "CreateContainerConfigError", "message": "no such key"}}},
     ),
 }
-"""By session: the reason that its status is to have, and what its containers' is."""
+"""The expected reason in the status of each session, and the state of its containers."""
 
 
 @pytest.fixture(scope="module")
 def ill_node(definitions: Cluster, cluster_folder: Path) -> Iterator[None]:
-    """A node on which each session's pods meet their fate."""
+    """Simulate a node on which the pods of each session fail in their own way."""
     built = build_folder("kwok")
     stages = [
         built / "share" / "kwok" / name for name in ("node-initialize.yaml", "pod-delete.yaml")
@@ -204,7 +204,7 @@ def ill_node(definitions: Cluster, cluster_folder: Path) -> Iterator[None]:
 
 
 def a_stage(folder: Path, session: str) -> Path:
-    """Write what happens to the containers of a session's pods once they have a node."""
+    """Write a stage that sets the container states of a session's scheduled pods."""
     _, fate = FATES[session]
     container = json.dumps({"ready": False, "restartCount": 0, "image": "", **fate})[1:]
     listed = "{{ range .spec.containers }}\n- {name: {{ .name | Quote }}, " + container
@@ -248,7 +248,7 @@ def test_pods_that_never_start_report_the_reason(
 
 
 def on_rack(name: str) -> Mapping[str, Any]:
-    """Return the placement of pods on played nodes of one rack."""
+    """Return the placement of pods on the simulated nodes of one rack."""
     return {**PLACEMENT, "nodeSelector": {**PLACEMENT["nodeSelector"], "rack": name}}
 
 
@@ -299,8 +299,8 @@ def test_a_pod_on_a_node_that_is_not_ready_is_reported_with_it(sessions: Session
     where = ("-n", sessions.namespace, "-l", "tinkercloud.dev/component=head")
     pod = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").strip()
 
-    # What the node lifecycle controller does to the pods of a node that has fallen silent; that of
-    # this cluster would take an hour, since nodes that are played send no heartbeats.
+    # The node lifecycle controller does this to pods of a node without heartbeats. In this cluster
+    # it would take an hour, because simulated nodes send no heartbeats.
     patch = json.dumps({"status": {"conditions": [{"type": "Ready", "status": "False"}]}})
     options = ("-n", sessions.namespace, "--subresource=status", "--type=strategic")
     sessions.cluster.kubectl("patch", pod, *options, f"--patch={patch}")

@@ -1,4 +1,4 @@
-"""Two hundred sessions: all become Ready, the operator rests, and nothing is left of them."""
+"""Two hundred sessions become Ready, cause no load when settled, and are deleted completely."""
 
 import sys
 from collections.abc import Iterator

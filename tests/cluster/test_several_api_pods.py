@@ -1,4 +1,4 @@
-"""Two pods of the API server on one PostgreSQL, as the chart makes them."""
+"""Two pods of the API server with one PostgreSQL database, as installed by the chart."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ PODS = "app.kubernetes.io/component=api"
 
 @pytest.fixture(scope="module")
 def postgresql(own_node: RealNode) -> Iterator[PostgreSQL]:
-    """PostgreSQL where pods of this machine's node reach it."""
+    """Run PostgreSQL at an address that pods of this machine's node can reach."""
     del own_node
     with a_postgresql(HOST_ADDRESS) as running:
         yield running
@@ -44,7 +44,7 @@ def installation(
     postgresql: PostgreSQL,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
-    """The service with two API servers, and no model."""
+    """Install the service with two API servers and no model."""
     folder = tmp_path_factory.mktemp("replicas")
     make_volumes(folder)
     own_node.load(*map(program_image, ("api-server", "operator")))

@@ -1,4 +1,4 @@
-"""Engines in trainer pods: the real scheduler gives devices to claims; nodes and GPUs are played.
+"""Engines in trainer pods: a real scheduler allocates devices of simulated nodes to claims.
 
 What runs in such pods, and what it does to a GPU that it shares, is not shown here.
 """
@@ -45,7 +45,7 @@ COLOCATED: dict[str, Any] = {
         "engines": {"deviceClassName": DRIVER},
     },
 }
-"""As many GPUs as the node has."""
+"""The number of GPUs of the node."""
 
 
 def a_device_class() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def a_device_class() -> dict[str, Any]:
 
 
 def gpus_of_the_node() -> dict[str, Any]:
-    """Return what a DRA driver on the node would say of its GPUs."""
+    """Return the ResourceSlice that a DRA driver would publish for the GPUs of the node."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceSlice",
@@ -93,7 +93,7 @@ def operator(cluster: Cluster, namespace: str, cluster_folder: Path) -> Iterator
 
 @pytest.fixture
 def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Sessions of the namespace, which has none before and after each test."""
+    """Return the sessions of the namespace, which has none before and after each test."""
     yield Sessions(cluster, namespace)
     cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
     sys.stdout.write(operator.program.last_words())

@@ -1,4 +1,4 @@
-"""The test cluster itself: what the other tests rely on when they use it."""
+"""The properties of the test cluster that other tests rely on."""
 
 import contextlib
 import subprocess
@@ -45,7 +45,7 @@ def a_config_map(name: str, namespace: str, owner: dict[str, Any] | None = None)
 
 
 def a_fake_pod_template(gpus: int) -> dict[str, Any]:
-    """Return a template whose pods want the node `gpu-a`, whichever others there are."""
+    """Return a template whose pods require the node `gpu-a`."""
     limits = {"cpu": "1", "memory": "1Gi", "nvidia.com/gpu": str(gpus)}
     ray = {"name": "ray", "image": "ray", "resources": {"limits": limits}}
     node = {"kubernetes.io/hostname": "gpu-a"}
@@ -106,12 +106,12 @@ def a_pod(name: str, namespace: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetching(url: str) -> tuple[str, ...]:
-    """Return a command that prints what is there, for as long as the network may not know of it."""
+    """Return a command that prints the content of a URL, and retries until the network is ready."""
     return ("python", "-c", FETCH, url)
 
 
 def content_of(url: str) -> bytes:
-    """Return what is there; nothing while there is no answer."""
+    """Return the content of a URL, or nothing if there is no response."""
     with (
         contextlib.suppress(OSError),
         urllib.request.urlopen(url, timeout=10) as answer,
@@ -190,7 +190,7 @@ def test_a_pod_that_requests_more_gpus_than_exist_stays_unscheduled(
 
 @pytest.fixture(scope="session")
 def python_image(real_node: RealNode) -> Image:
-    """An image with Python in it, on the node."""
+    """Load an image with Python onto the node and return it."""
     image = program_image("api-server")
     real_node.load(image)
     return image

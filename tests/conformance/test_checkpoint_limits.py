@@ -1,4 +1,4 @@
-"""Saves that are refused, and what an owner's checkpoints may take."""
+"""Rejected saves, and the limit of the size of an owner's checkpoints."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MODEL = "tiny/llama"
 
 @pytest.fixture(scope="module")
 def bounded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that lets each owner have one checkpoint."""
+    """Run a server that allows one checkpoint for each owner."""
     settings = {"TINKERCLOUD_MAX_CHECKPOINT_BYTES_PER_OWNER": "1"}
     with a_server(tmp_path_factory.mktemp("bounded"), {MODEL: model_folder}, settings) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Every checkpoint path: save, load, resume, list, publish, expire, delete."""
+"""Every operation on checkpoints: save, load, resume, list, publish, expire, delete."""
 
 from typing import Any
 
@@ -256,7 +256,7 @@ def test_metadata_of_any_json_type_is_returned_as_text(server: Server) -> None:
 
     client = server.client()
     training = client.create_lora_training_client(MODEL, rank=4, user_metadata=values).result()
-    # The SDK itself sends texts only with what it saves.
+    # The SDK itself sends only strings as metadata of a save.
     path = training.save_state("a", user_metadata=kept).result().path
 
     rest = server.rest()

@@ -1,4 +1,4 @@
-"""The `tinkercloud` command beside a running server, and what the server does with signals."""
+"""The `tinkercloud` command with a running server, and how the server handles signals."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ MODEL = "tiny/llama"
 def tinkercloud(
     server: Server, *arguments: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user of the server would, and return what became of it."""
+    """Run the command as a user of the server, and return the finished process."""
     user = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
     return subprocess.run(
         [sys.executable, "-m", "tinkercloud_api", *arguments],
@@ -259,7 +259,7 @@ def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def log(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a server that was stopped once its model was ready had told."""
+    """Return the terminal output of a server that was stopped after its model became ready."""
     with a_server(tmp_path_factory.mktemp("ready"), {MODEL: model_folder}) as server:
         wait_until(lambda: "the model is ready" in server.log, "the model")
     return server.log
@@ -282,12 +282,12 @@ def test_a_graceful_stop_logs_no_error_and_no_token(
 ) -> None:
     with a_server(tmp_path / "loading", {MODEL: model_folder}) as loading:
         wait_until(lambda: "session head started" in loading.log, "the head")
-        # Its server waits for it by now: it answers that it is starting, and then is told to stop.
+        # The server is waiting for the head, which answers that it is starting and is then stopped.
         (token,) = (tmp_path / "loading").glob("heads/*/token")
         secret = token.read_text()
 
     assert "session head has stopped" in log
-    for told in (log, loading.log):
-        assert "[error" not in told
-        assert "was never retrieved" not in told
+    for output in (log, loading.log):
+        assert "[error" not in output
+        assert "was never retrieved" not in output
     assert secret not in loading.log

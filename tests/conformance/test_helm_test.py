@@ -1,4 +1,4 @@
-"""What `helm test` runs, against a server of this machine."""
+"""The program that `helm test` runs, against a local server."""
 
 import os
 import subprocess

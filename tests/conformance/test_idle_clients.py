@@ -1,4 +1,4 @@
-"""A client that vanishes leaves nothing in memory, and finds everything when it comes back."""
+"""The models of a vanished client leave memory, and are restored when the client returns."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +15,15 @@ from tinkercloud_testing.waiting import wait_until
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 SETTINGS = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": "1"}
-"""Shorter than the pause between two heartbeats, so that every client that does nothing is silent,
-while its requests are answered as those of any other."""
+"""Shorter than the interval of heartbeats: every client without requests counts as silent, while
+its requests are served as usual."""
 
 
 @pytest.fixture(scope="module")
 def own_server(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, trainer: str
 ) -> Iterator[Server]:
-    """Run a server that is quick to take clients for silent."""
+    """Run a server that treats clients as silent after a second."""
     settings = {**TRAINERS[trainer], **SETTINGS}
     state_dir = tmp_path_factory.mktemp("state")
     with a_server(state_dir, {MODEL: model_folder}, settings) as running:
@@ -36,14 +36,14 @@ def a_training_client(server: Server) -> tinker.TrainingClient:
 
 
 def models(server: Server) -> dict[str, dict[str, Any]]:
-    """Return what the server says of each model, by id."""
+    """Return the description of each model by id."""
     path = "/api/v1/session_usage?access_scope=accessible&limit=1000"
     sessions = server.request("GET", path).json()["sessions"]
     return {model["model_id"]: model for session in sessions for model in session["models"]}
 
 
 def be_silent(server: Server, *clients: tinker.TrainingClient) -> None:
-    """Do nothing until all models of these clients have left the head's memory."""
+    """Wait until all models of these clients have left the memory of the head."""
 
     def is_over() -> bool:
         held = [models(server)[training.model_id] for training in clients]
@@ -114,9 +114,9 @@ def test_a_client_waiting_for_a_slow_request_is_not_idle(own_server: Server) -> 
     sampler = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=400, stop=[], seed=1)
 
-    drawn = [sampler.sample(PROMPT, 8, params) for _ in range(4)]
+    sampled = [sampler.sample(PROMPT, 8, params) for _ in range(4)]
 
-    assert [len(each.result().sequences) for each in drawn] == [8] * 4
+    assert [len(each.result().sequences) for each in sampled] == [8] * 4
 
 
 def test_an_idle_model_survives_a_restart_a_killed_server_and_a_killed_head(

@@ -1,4 +1,4 @@
-"""What the server counts while the SDK works with it."""
+"""The metrics of a server that the SDK uses."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Two owners can't see each other; an admin sees both."""
+"""Owners cannot see each other's objects; an admin sees all."""
 
 import json
 
@@ -20,7 +20,7 @@ def stranger(server: Server) -> str:
 
 @pytest.fixture(scope="module")
 def theirs(server: Server) -> dict[str, str]:
-    """Return what the first owner has: a run, checkpoints, a sampler, a session, a request."""
+    """Return the first owner's objects: a run, checkpoints, a sampler, a session, a request."""
     client = server.client()
     training = client.create_lora_training_client(MODEL, rank=4).result()
     sampler = training.save_weights_and_get_sampling_client().result()

@@ -1,4 +1,4 @@
-"""What a researcher does with samplers: base model, snapshots, policy gradients."""
+"""Sampling as researchers use it: base models, snapshots, policy gradients."""
 
 import pickle
 import subprocess
@@ -69,7 +69,7 @@ def test_a_policy_gradient_loop_starts_on_policy(client: tinker.ServiceClient) -
     output = training.forward_backward(data, "importance_sampling").result()
     applied = training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 
-    # Every ratio is one, so the loss is minus the sum of the advantages, here zero.
+    # Every ratio is one, so the loss is the negative sum of the advantages, which is zero here.
     assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=1e-4)
     assert applied.metrics is not None
     assert applied.metrics["grad_norm"] > 0
@@ -161,14 +161,14 @@ def test_very_low_temperatures_select_the_most_likely_token(
 ) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    drawn = [
+    sampled = [
         sampler.sample(
             prompt, 1, types.SamplingParams(max_tokens=6, stop=[], temperature=each, seed=1)
         )
         for each in (temperature, 0.0)
     ]
 
-    low, greedy = [each.result().sequences[0].tokens for each in drawn]
+    low, greedy = [each.result().sequences[0].tokens for each in sampled]
 
     assert low == greedy
 

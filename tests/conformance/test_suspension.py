@@ -1,4 +1,4 @@
-"""A server that is stopped properly loses nothing: its clients wait and go on, bit for bit."""
+"""A graceful stop loses nothing: clients wait and continue with bitwise identical results."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def test_a_pending_gradient_survives_a_restart(own_server: Server) -> None:
 
     interrupted = two_parts(a_training_client(own_server), lambda: restart(own_server))
 
-    # Parts of a sum that ranks add up are added up in another order: the last bits may differ.
+    # Ranks add partial sums in a different order, so the last bits may differ.
     assert interrupted == pytest.approx(expected, rel=1e-6)
 
 
@@ -162,7 +162,7 @@ def test_unsaved_samplers_keep_sampling_their_own_version(own_server: Server) ->
     second = training.save_weights_and_get_sampling_client().result()
     samplers = (first, second)
     before = [s.compute_logprobs(PROMPT).result() for s in samplers]
-    drawn = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
+    sampled = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
     assert before[0] != before[1]
 
     restart(own_server)
@@ -170,7 +170,7 @@ def test_unsaved_samplers_keep_sampling_their_own_version(own_server: Server) ->
     assert [s.compute_logprobs(PROMPT).result() for s in samplers] == before
     again = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
     assert [[s.tokens for s in group] for group in again] == [
-        [s.tokens for s in group] for group in drawn
+        [s.tokens for s in group] for group in sampled
     ]
 
 
@@ -185,8 +185,8 @@ def test_samples_in_progress_complete_after_a_restart(model_folder: Path, tmp_pa
         time.sleep(0.5)
         restart(server)
 
-        drawn = [future.result() for future in sent]
-        assert [len(result.sequences) for result in drawn] == [8] * 8
+        sampled = [future.result() for future in sent]
+        assert [len(result.sequences) for result in sampled] == [8] * 8
 
 
 def test_a_run_killed_after_resuming_is_lost_and_names_the_checkpoint_to_resume_from(

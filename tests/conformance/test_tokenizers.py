@@ -1,4 +1,4 @@
-"""`get_tokenizer()` finds the served model's tokenizer without the public hub."""
+"""`get_tokenizer()` loads the tokenizer of a served model without the public hub."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ hf_hub_download({MODEL!r}, "model.safetensors")
 def run(
     program: str, server: Server, cache: Path, endpoint: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as a user whose hub is at an address."""
+    """Run a program as a user with this address as the hub."""
     variables = {
         "TINKER_BASE_URL": server.url,
         "TINKER_API_KEY": API_KEY,
@@ -100,7 +100,7 @@ print(len(tokenizers), "tokenizers")
 
 @pytest.fixture(scope="module")
 def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of one model under the names whose tokenizers clients ask for by other names."""
+    """Run a server that serves a model under names that clients map to other tokenizer names."""
     models = dict.fromkeys(["meta-llama/Llama-3.1-8B", LLAMA, VARIANT, MODEL], model_folder)
     state_dir = tmp_path_factory.mktemp("named")
     with a_server(state_dir, models, {"TINKERCLOUD_PRELOAD": "false"}) as running:

@@ -1,4 +1,4 @@
-"""What a researcher does with the unmodified SDK: start, train, evaluate."""
+"""Training as researchers do it with the unmodified SDK: start, train, evaluate."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ def test_cross_entropy_reports_the_loss_of_every_target(
         np.testing.assert_array_equal(
             losses.to_numpy(), -logprobs.to_numpy() * (1 if weights is None else weights.to_numpy())
         )
-    # Its first targets, of weight zero, are part of a prompt.
+    # Its first targets belong to a prompt and have weight zero.
     assert result.loss_fn_outputs[0]["elementwise_loss"].data[:2] == [0, 0]
     total = sum(sum(output["elementwise_loss"].data) for output in result.loss_fn_outputs)
     assert loss_of(result) == pytest.approx(total, rel=1e-5)
@@ -142,7 +142,7 @@ def test_unused_weights_and_masks_of_a_policy_loss_are_counted_and_have_no_effec
 
 def test_gspo_with_default_settings_clips_like_ppo(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
-    # What the cookbook's rl_loop sends, of samples whose ratio is far above every bound.
+    # The request of the cookbook's rl_loop, with samples whose ratio is far above every bound.
     sampled = a_text(
         [5, 6, 7], logprobs=[-30.0, -30.0], advantages=[1.0, 1.0], sequence_ratio_mask=[0.0, 1.0]
     )

@@ -1,4 +1,4 @@
-"""unload_model frees one model for good; its checkpoints, and other models, stay."""
+"""unload_model releases one model permanently; its checkpoints and other models remain."""
 
 import pytest
 import tinker
@@ -10,7 +10,7 @@ MODEL = "tiny/llama"
 
 
 def unload(server: Server, model_id: str, key: str | None = None) -> dict[str, object]:
-    """Unload a model as SDKs before 0.30 do; return the future's result."""
+    """Unload a model like SDKs before 0.30; return the result of the future."""
     user = {} if key is None else {"key": key}
     promise = server.post("unload_model", {"model_id": model_id, "type": "unload_model"}, **user)
     assert promise.status == 200, promise.body

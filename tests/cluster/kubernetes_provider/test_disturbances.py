@@ -1,4 +1,4 @@
-"""Heads that go and come, and a Kubernetes that is away: runs go on, or are told."""
+"""Replaced heads and an unreachable Kubernetes: runs continue or report the failure."""
 
 import asyncio
 import signal
@@ -69,12 +69,12 @@ def test_a_session_suspended_because_idle_is_resumed_by_the_next_request(
     world.say(name, idle, (ConditionType.READY, "False", Reason.SUSPENDED, ""), endpoint=None)
     asleep = now()
 
-    going_on = training.forward_backward([a_datum()], "cross_entropy")
+    pending = training.forward_backward([a_datum()], "cross_entropy")
     wait_until(lambda: last_activity(world, name) > asleep, "the session to be wanted again")
     head.start()
     world.make_ready(name, head, incarnation="pod-b.0")
     training.optim_step(ADAM).result()
-    losses += [going_on.result().metrics["loss:sum"], step(training)]
+    losses += [pending.result().metrics["loss:sum"], step(training)]
 
     assert losses == expected
 
@@ -99,8 +99,8 @@ def test_training_continues_while_kubernetes_is_unreachable(
     assert step(world.a_training_client(server)) > 0
 
 
-async def begun(api: ClusterApi, plural: str) -> Listing:
-    """List what a control plane stores, once it has read that; before, it answers 429."""
+async def list_when_ready(api: ClusterApi, plural: str) -> Listing:
+    """List stored objects, and retry while the control plane still loads them and answers 429."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -114,7 +114,7 @@ async def test_a_watch_with_an_expired_resource_version_fails(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
     api = await ClusterApi.connect(world.namespace)
-    await begun(api, "trainingsessions")
+    await list_when_ready(api, "trainingsessions")
 
     with pytest.raises(ResourceVersionGone):
         _seen = [event async for event in api.watch("trainingsessions", "1", seconds=5)]
@@ -127,7 +127,7 @@ async def test_a_silent_watch_times_out(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(world.kubeconfig))
     api = await ClusterApi.connect(world.namespace)
-    listing = await begun(api, "basemodels")
+    listing = await list_when_ready(api, "basemodels")
     process = control_plane.api_server.process
     assert process is not None
     events = api.watch("basemodels", listing.resource_version, seconds=2)

@@ -1,4 +1,4 @@
-"""What one API server was told, all others know."""
+"""Changes made through one API server are visible in all others."""
 
 from concurrent.futures import ThreadPoolExecutor
 

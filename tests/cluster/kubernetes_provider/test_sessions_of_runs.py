@@ -1,4 +1,4 @@
-"""A run is a TrainingSession: made, queued, refused, declared, deleted."""
+"""The TrainingSession of a run: created, queued, rejected, declared, deleted."""
 
 import pytest
 import tinker
@@ -33,11 +33,11 @@ def test_a_created_model_is_a_training_session_that_ends_with_its_client(
         training = waiting.result()
         losses = [step(training), step(training)]
         sampler = training.save_weights_and_get_sampling_client().result()
-        drawn = sampler.compute_logprobs(types.ModelInput.from_ints([5, 6, 7])).result()
+        sampled = sampler.compute_logprobs(types.ModelInput.from_ints([5, 6, 7])).result()
         made = world.session(name)
 
     assert losses[1] < losses[0]
-    assert len(drawn) == 3
+    assert len(sampled) == 3
     assert made["spec"]["modelId"] == training.model_id
     assert made["spec"]["lora"]["rank"] == 4
     assert made["spec"]["queueName"] == "research"

@@ -1,4 +1,4 @@
-"""A batch that can't be trained on fails alone, with a reason."""
+"""An invalid batch fails alone, with a reason."""
 
 import gzip
 from typing import Any
@@ -239,5 +239,5 @@ def test_a_partially_failed_step_is_not_applied(run: Run) -> None:
 
     assert "not applied" in str(applied["error"])
     assert "rmsprop" in str(run.outcome(failed)["error"])
-    # A sound step may raise the loss a little; one of such a size would undo all that was learnt.
+    # A valid step may raise the loss slightly; one of this size would undo all training.
     assert run.step() < before + 0.5

@@ -1,4 +1,4 @@
-"""Ids, JSON and pages that are none."""
+"""Invalid ids, JSON and pages."""
 
 import gzip
 

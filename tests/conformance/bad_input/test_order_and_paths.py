@@ -1,4 +1,4 @@
-"""Steps, saves, loads and creations that make no sense are told so."""
+"""Invalid steps, saves, loads and creations fail with a reason."""
 
 from urllib.parse import quote
 
@@ -222,7 +222,7 @@ NOT_SERVED_IN_ORDER = {
 
 @pytest.mark.parametrize("path", NOT_SERVED_IN_ORDER)
 def test_an_unsupported_call_leaves_no_gap_in_the_sequence(run: Run, path: str) -> None:
-    # As the SDK writes them: the data first, however much it is.
+    # Like the SDK, which writes the data first, however large.
     body = {
         "forward_backward_input": {"data": [list(range(50_000))], "loss_fn": "cross_entropy"},
         "model_id": run.model_id,

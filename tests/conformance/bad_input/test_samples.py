@@ -1,4 +1,4 @@
-"""A sample that can't be drawn is refused at once."""
+"""An invalid sampling request is rejected immediately."""
 
 from collections.abc import Sequence
 
