@@ -1,22 +1,22 @@
-"""What holds for every test."""
+"""Settings for all tests."""
 
 import gc
 
 from hypothesis import HealthCheck, settings
 
-# A machine that is busy is slow, and that is nobody's defect.
+# Tests may be slow on a busy machine.
 settings.register_profile(
-    "no timing is asserted", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("no timing is asserted")
+settings.load_profile("no deadline")
 
 
 def pytest_sessionstart() -> None:
-    """Let nothing seek garbage while tests are imported, with torch and all the rest: it stays."""
+    """Disable garbage collection while tests import torch and other large modules."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Seek garbage among what tests make, and not over and over again among what they import."""
+    """Enable garbage collection for objects of tests, but not for imported modules."""
     gc.freeze()
     gc.enable()

@@ -27,9 +27,9 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.engine_image import (
-    a_server_of_others,
-    asked_of_engines,
+    an_external_server,
     engine_image,
+    requested_paths,
 )
 from tinkercloud_testing.cluster.installation import a_secret
 from tinkercloud_testing.cluster.kuberay import KubeRay
@@ -369,7 +369,7 @@ def test_trainer_and_engine_pods_share_no_volume_and_whole_models_bypass_the_hea
         sampled = session.sample(0)
 
         assert lengths(sampled) == [4, 4]
-        assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked_of_engines(
+        assert {"/load_lora_adapter_from_tensors", "/generate"} <= requested_paths(
             session.cluster, session.namespace
         )
 
@@ -381,7 +381,7 @@ def test_trainer_and_engine_pods_share_no_volume_and_whole_models_bypass_the_hea
 
         # This token follows the prompt in the data of all those steps.
         assert first_tokens(whole.sample(1)) == [8, 8]
-        asked = asked_of_engines(session.cluster, session.namespace)
+        asked = requested_paths(session.cluster, session.namespace)
         assert {"/init_weights_update_group", "/update_weights_from_distributed"} <= asked
         assert not {"/update_weights_from_tensor", "/update_weights_from_disk"} & asked
         assert len(session.whole_models("trainer")) == 1
@@ -404,7 +404,7 @@ def test_an_external_server_reads_adapters_from_a_shared_volume(
     sampler = {"backend": "external", "external": servers}
     with starting_session(cluster, volumes, image, sampler=sampler) as session:
         by_request = "/load_lora_adapter_from_tensors"
-        others = a_server_of_others("server", key, folder, [by_request])
+        others = an_external_server("server", key, folder, [by_request])
         owned = [a_secret("servers-key", session.namespace, {"key": key}), *others]
         place = {"namespace": session.namespace}
         cluster.apply(*(each | {"metadata": each["metadata"] | place} for each in owned))

@@ -57,7 +57,7 @@ def kueue(
     kwok.add("kueue-0", gpus=16)
     with a_kueue(control_plane, cluster_folder) as running:
         yield running
-        sys.stdout.write(running.manager.last_words())
+        sys.stdout.write(running.manager.log_tail())
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def sessions(
     kueue.offer(namespace, gpus=ONE_SESSION, **FLAVOR)
     yield Sessions(cluster, namespace)
     cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.last_words())
+    sys.stdout.write(operator.program.log_tail())
 
 
 def queued_model(namespace: str, **spec: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Ite
     """Return the sessions of the namespace, which has none before and after each test."""
     yield Sessions(cluster, namespace)
     cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.last_words())
+    sys.stdout.write(operator.program.log_tail())
 
 
 def has_raycluster(sessions: Sessions, name: str) -> bool:

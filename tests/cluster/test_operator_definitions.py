@@ -50,7 +50,7 @@ def a_namespace(cluster: Cluster, folder: Path) -> Iterator[tuple[str, RunningOp
         with an_operator(kubeconfig, namespace, folder, last_checkpoint_seconds=1) as operator:
             yield namespace, operator
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
-            sys.stdout.write(operator.program.last_words())
+            sys.stdout.write(operator.program.log_tail())
 
 
 def events_of(cluster: Cluster, namespace: str, reason: str) -> list[Any]:

@@ -188,7 +188,7 @@ def a_second_replica(world: World, folder: Path, **settings: object) -> Iterator
             yield Replica(api, operator)
         finally:
             operator.program.kill()
-            sys.stdout.write(operator.program.last_words())
+            sys.stdout.write(operator.program.log_tail())
 
 
 SHORT_LEASE = {"lease_seconds": 5, "lease_renew_seconds": 3, "lease_retry_seconds": 1}

@@ -54,7 +54,7 @@ def a_namespace(
         with an_operator(kubeconfig, namespace, folder, **PATIENCE) as operator:
             yield Sessions(cluster, namespace), operator
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
-            sys.stdout.write(operator.program.last_words())
+            sys.stdout.write(operator.program.log_tail())
 
 
 @pytest.fixture

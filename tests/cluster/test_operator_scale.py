@@ -33,7 +33,7 @@ def operator(
         patience = {"last_checkpoint_seconds": 1}
         with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
             yield running
-            sys.stdout.write(running.program.last_words(10))
+            sys.stdout.write(running.program.log_tail(10))
 
 
 @pytest.mark.timeout(1200)

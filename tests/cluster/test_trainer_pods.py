@@ -19,7 +19,7 @@ from tinker import types
 
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster, Refused
-from tinkercloud_testing.cluster.engine_image import asked_of_engines, engine_image
+from tinkercloud_testing.cluster.engine_image import engine_image, requested_paths
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -205,7 +205,7 @@ def test_the_engine_serves_the_published_weights_of_the_trainer_pods(
     assert second != pytest.approx(first, abs=1e-2)
     assert sampled_first == pytest.approx(first, abs=1e-4)
     assert sampled_second == pytest.approx(second, abs=1e-4)
-    asked = asked_of_engines(installation.cluster, installation.namespace)
+    asked = requested_paths(installation.cluster, installation.namespace)
     assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked
 
 

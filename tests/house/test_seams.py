@@ -1,4 +1,4 @@
-"""What needs a GPU is known in one place."""
+"""Only one place in the code depends on CUDA."""
 
 import ast
 import re
@@ -9,14 +9,14 @@ import pytest
 
 WORKER = Path(__file__).parents[2] / "worker_image" / "src" / "tinkercloud_worker"
 SEAM = {"accelerator.py", "megatron_trainer/cpu.py", "megatron_trainer/gpu.py"}
-"""The second and third are for megatron-core, which asks CUDA by itself."""
+"""The second and third are for megatron-core, which uses CUDA directly."""
 OTHERS = [
     path for path in sorted(WORKER.rglob("*.py")) if str(path.relative_to(WORKER)) not in SEAM
 ]
 
 
 def names_of_cuda(source: str) -> list[str]:
-    """Return where a module's code names CUDA or NCCL; what it explains to readers may do so."""
+    """Return where the code of a module names CUDA or NCCL, apart from docstrings and comments."""
     tree = ast.parse(source)
     found = [(line, name) for line, name in _identifiers(tree) if re.search("(?i)cuda|nccl", name)]
     found += [(line, text) for line, text in _texts(tree) if re.search(r"\b(cuda|nccl)\b", text)]
@@ -37,7 +37,7 @@ def _identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Return the strings that a program uses: none that stands for itself, as docstrings do."""
+    """Return all string literals of a program, apart from docstrings."""
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
@@ -50,7 +50,7 @@ def test_the_modules_that_may_name_cuda_do() -> None:
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(WORKER)))
 def test_only_the_accelerator_and_megatron_modules_name_cuda(path: Path) -> None:
-    assert names_of_cuda(path.read_text()) == [], "say in accelerator.py what is needed of a GPU"
+    assert names_of_cuda(path.read_text()) == [], "move what needs a GPU to accelerator.py"
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_code_that_names_cuda_is_found(code: str) -> None:
 
 
 def test_docstrings_and_comments_may_name_cuda() -> None:
-    assert names_of_cuda('"""Of `cuda`."""\nx = 1  # for torch.cuda\n"""As NCCL does."""') == []
+    assert names_of_cuda('"""Uses `cuda`."""\nx = 1  # for torch.cuda\n"""As NCCL does."""') == []

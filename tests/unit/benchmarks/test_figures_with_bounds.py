@@ -1,4 +1,4 @@
-"""A figure with a bound misses it when what was computed is no number, or came another way."""
+"""A figure with a bound fails for values that are not finite, or were transferred another way."""
 
 import asyncio
 import math
@@ -29,7 +29,7 @@ Modules = Callable[[str], ModuleType]
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """`benchmarks`, which nobody installs, has its place beside the tests."""
+    """Make `benchmarks` importable, which is not an installed package."""
     monkeypatch.syspath_prepend(ROOT)
     return lambda name: import_module(f"benchmarks.{name}")
 
@@ -110,7 +110,7 @@ def test_a_transferred_state_arrives_with_all_tensors_and_steps(
 
 
 class Sender:
-    """Stands for a head's sampler, whose weights go one way."""
+    """A fake sampler of a head that transfers weights in one way."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -123,7 +123,7 @@ class Sender:
 
 @pytest.fixture
 def a_proof(benchmarks: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes a proof without a server, whose gaps are given by version."""
+    """Return a factory of proofs without a server, with the given gaps by version."""
     made = benchmarks("gpu.sglang_proof").Proof
     results = [SimpleNamespace(prompt=SimpleNamespace(logprobs=np.array([np.nan, -1.0])))]
 

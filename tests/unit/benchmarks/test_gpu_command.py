@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu` runs to its end, also without a GPU, and says what it left out.
+"""`python -m benchmarks.gpu` succeeds even without a GPU, and lists what it has skipped.
 
-What it measures here is no figure of anything; that it measures all there is, and checks the
-engine's numbers, is what these tests are about.
+Its figures are meaningless here. These tests check that it measures everything, and verifies the
+results of the engine.
 """
 
 import json
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[3]
 ABSENT = {"vllm", "several GPUs"}
 MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
-BESIDE_PEFT = {"G4", "G5"}
+NEED_PEFT = {"G4", "G5"}
 SERVED = {f"S{number}" for number in range(1, 31)}
-"""Of a server of others."""
+"""Figures that need an external server."""
 EVERY_FIGURE = {
     *("N1", "N2", "N3", "N4", "N5", "N6", "N7"),
     *("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G10"),
@@ -42,11 +42,11 @@ def spoilt(self, model_id):
 
 MegatronTrainer.export_gradient = spoilt
 """
-"""Gives a gradient one tensor, not the first, that is no number."""
+"""Makes one tensor of the gradient, not the first, NaN."""
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process that runs `program` first."""
+    """Run the command in a process that executes the code of `program` first."""
     command = f"{program}\nimport sys\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main())"
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
     return subprocess.run(
@@ -60,7 +60,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
-    """Return what the command wrote, which has to succeed; see `run`."""
+    """Return the results that the command wrote; it must succeed. See `run`."""
     done = run(program, "--out", str(out), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     written: dict[str, Any] = json.loads(out.read_text())
@@ -122,10 +122,10 @@ def test_with_only_torch_and_transformers_all_figures_that_need_no_more_are_meas
     skipped = written["skipped"]
     assert written["failed"] == {}
     assert written["git"].keys() == {"commit", "dirty"}
-    assert verdicts.keys() == EVERY_FIGURE - BESIDE_PEFT - MEMORY - MEGATRON
+    assert verdicts.keys() == EVERY_FIGURE - NEED_PEFT - MEMORY - MEGATRON
     assert {verdicts[f"N{number}"] for number in range(1, 8)} == {"pass"}
-    assert skipped.keys() == ABSENT | BESIDE_PEFT | MEMORY | MEGATRON | SERVED
-    assert {skipped[name] for name in BESIDE_PEFT} == {"peft is not installed (pip install peft)"}
+    assert skipped.keys() == ABSENT | NEED_PEFT | MEMORY | MEGATRON | SERVED
+    assert {skipped[name] for name in NEED_PEFT} == {"peft is not installed (pip install peft)"}
     assert {skipped[name] for name in MEGATRON} == {
         "megatron-core is not installed (pip install megatron-core)"
     }

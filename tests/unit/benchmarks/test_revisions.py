@@ -1,4 +1,4 @@
-"""Results name the commit that was measured."""
+"""Results contain the commit that was measured."""
 
 import subprocess
 from collections.abc import Callable
@@ -13,7 +13,7 @@ GIT = ("git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "comm
 
 @pytest.fixture
 def revision(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, object]]:
-    """`benchmarks`, which nobody installs, has its place beside the tests."""
+    """Make `benchmarks` importable, which is not an installed package."""
     monkeypatch.syspath_prepend(ROOT)
     found: Callable[[Path], dict[str, object]] = import_module("benchmarks.measuring").revision
     return found

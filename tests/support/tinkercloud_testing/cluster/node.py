@@ -1,10 +1,9 @@
-"""A real node of this machine: containerd and a kubelet that run real pods.
+"""A real node on this machine: containerd and a kubelet that run real pods.
 
-They live in a box of their own: a network, a mount and a process namespace, held open by one
-process. Its end, whatever the cause, is the end of every container, mount and address inside, so a
-killed test run leaves the machine as it was. A veth pair joins the box to the host, which reaches
-pods and Services through it as pods reach the host; nothing leads further, so pods have no way to
-the internet.
+They run in a box: a network, a mount and a process namespace that one process keeps open. When that
+process ends for any reason, all containers, mounts and addresses of the box end with it, so a
+killed test run does not change the machine. A veth pair connects the box to the host: the host
+reaches pods and Services, and pods reach the host, but not the internet.
 """
 
 import contextlib
@@ -41,9 +40,9 @@ _VETH = "tinkercloud0"
 _ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
-# As a group like any other, all pods together would get as much of a busy machine as one program.
+# With the default weight, all pods together would get the same CPU share as one process.
 _WEIGHTS = {"cpu.shares": "16384", "cpu.weight": "1600"}
-# Paths that containerd, the CNI plugins and the kubelet insist on; the box has its own.
+# Fixed paths of containerd, the CNI plugins and the kubelet; the box has its own.
 _PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/log/containers")
 
 
@@ -58,7 +57,7 @@ class RealNode:
     proxy: Program
 
     def load(self, *images: Image) -> None:
-        """Bring images onto the node; pods name them with `imagePullPolicy: Never`.
+        """Load images onto the node; pods use them with `imagePullPolicy: Never`.
 
         Raises:
             subprocess.CalledProcessError: containerd rejected them.
@@ -135,7 +134,7 @@ def system_images() -> Sequence[Image]:
 
 @contextlib.contextmanager
 def _cgroup() -> Iterator[None]:
-    """Make the control group all pods are in, in every hierarchy there is."""
+    """Create the control group of all pods in every hierarchy."""
     _remove_cgroups()
     for hierarchy in _hierarchies():
         group = hierarchy / node_config.CGROUP
@@ -156,11 +155,11 @@ def _hierarchies() -> Sequence[Path]:
 
 
 def _remove_cgroups() -> None:
-    """Remove our control groups, those of a killed run too: their processes are ending."""
+    """Remove our control groups, including those of a killed run, whose processes are ending."""
     tops = [hierarchy / node_config.CGROUP for hierarchy in _hierarchies()]
     folders = [folder for top in tops for folder in (*top.rglob("*/"), top) if folder.exists()]
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-        wait_until(functools.partial(_removed, folder), f"the end of {folder}")
+        wait_until(functools.partial(_removed, folder), f"removal of {folder}")
 
 
 def _removed(folder: Path) -> bool:
@@ -171,7 +170,7 @@ def _removed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _box(folder: Path) -> Iterator[Program]:
-    """Run the process that holds the namespaces; everything inside ends with it."""
+    """Run the process that keeps the namespaces open; everything inside ends with it."""
     prepare = "; ".join(
         [
             "set -e",
@@ -179,7 +178,7 @@ def _box(folder: Path) -> Iterator[Program]:
             *(f"mkdir -p {path}; mount -t tmpfs tmpfs {path}" for path in _PRIVATE_FOLDERS),
             "ip link set lo up",
             f"touch {folder / 'box.ready'}",
-            # A shell that waits also buries the orphans of the box, whose first process it is.
+            # A waiting shell, the first process of the box, also reaps its orphans.
             "sleep infinity & wait",
         ]
     )
@@ -209,7 +208,7 @@ def _first_pid(box: Program) -> str:
 
 def _join_networks(box: Program, inside: Sequence[str]) -> None:
     ip = system_tool("ip")
-    # The network of a killed run is taken down by the kernel a moment after its last process.
+    # The kernel removes the network of a killed run shortly after its last process.
     wait_until(lambda: not Path(f"/sys/class/net/{_VETH}").exists(), f"the end of {_VETH}")
     on_host = (
         f"link add {_VETH} type veth peer name eth0 netns {_first_pid(box)}",
@@ -227,7 +226,7 @@ def _join_networks(box: Program, inside: Sequence[str]) -> None:
         subprocess.run([ip, *command.split()], check=True)
     for command in in_box:
         subprocess.run([*inside, ip, *command.split()], check=True)
-    # Services answer pods of the same bridge only if bridged packets pass through iptables.
+    # Services are reachable from pods of the same bridge only if iptables sees bridged packets.
     settings = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")
     script = "; ".join(f"echo 1 > /proc/sys/{setting}" for setting in settings)
     subprocess.run([*inside, system_tool("bash"), "-ec", script], check=True)
@@ -277,13 +276,13 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 def _give_pods_a_network(plane: ControlPlane, folder: Path) -> None:
-    """Let the node's pods have the addresses that the cluster chose for it; it is ready then."""
+    """Configure the pod network with the addresses that the cluster assigned to the node."""
     cluster = plane.cluster
     cluster.wait_for(f"node/{NAME}", "create")
     cluster.wait_for(f"node/{NAME}", "jsonpath={.spec.podCIDR}")
     addresses = cluster.get("node", NAME)["spec"]["podCIDR"]
     network = json.dumps(node_config.pod_network(addresses, folder))
-    # containerd 1.6 sees a file that is written here, not one that is moved here.
+    # containerd 1.6 notices a file that is written in this folder, but not one that is moved here.
     (node_config.network_folder(folder) / "10-pods.conflist").write_text(network)
     cluster.wait_for(f"node/{NAME}", "condition=Ready")
 
@@ -297,7 +296,7 @@ def _socket(folder: Path) -> Path:
 
 
 def head_process(pod: dict[str, Any]) -> int:
-    """Return the process on this machine of the head that runs in a pod."""
+    """Return the process id on this machine of the head in a pod."""
     uid = pod["metadata"]["uid"]
     [found] = [
         int(process.name)
