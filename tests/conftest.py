@@ -1,7 +1,9 @@
 """Settings for all tests."""
 
 import gc
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests may be slow on a busy machine.
@@ -9,6 +11,17 @@ settings.register_profile(
     "no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("no deadline")
+
+UNIT_TESTS = Path(__file__).parent / "unit"
+UNIT_TEST_SECONDS = 30
+"""The timeout of a unit test, including its fixtures; `pytest.mark.timeout` sets a longer one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give unit tests a shorter timeout than other tests."""
+    for item in items:
+        if UNIT_TESTS in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(UNIT_TEST_SECONDS))
 
 
 def pytest_sessionstart() -> None:

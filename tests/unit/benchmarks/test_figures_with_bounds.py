@@ -18,6 +18,8 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 from tinkercloud_worker.metrics import Way
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[3]
 URL = "http://an-engine-of-these-tests"
 CLOSE = 1e-6
