@@ -258,7 +258,7 @@ def test_ranks_of_a_killed_head_end_and_are_replaced_by_those_of_the_next_head(
 ) -> None:
     saved = story.training.save_state("before").result().path
     [head], trainers = pods_of(installation, "head"), pods_of(installation, "trainer")
-    before = {start for pod in trainers for start in starts_of_ranks(installation, pod)}
+    before = {rank for pod in trainers for rank in ranks_of(installation, pod)}
     pod = installation.cluster.get("pod", head, installation.namespace)
 
     os.kill(head_process(pod), signal.SIGKILL)
@@ -269,18 +269,22 @@ def test_ranks_of_a_killed_head_end_and_are_replaced_by_those_of_the_next_head(
     assert len(before) == len(trainers)
 
 
-def starts_of_ranks(installation: Installation, pod: str) -> list[str]:
-    """Return the start time of each rank of a pod, in clock ticks since boot."""
-    return at_ranks(installation, pod, 'cut -d " " -f 22 "${process%/*}/stat"').split()
+def ranks_of(installation: Installation, pod: str) -> list[str]:
+    """Return an identifier of each rank of a pod: the pod, the process id and the start time.
+
+    Start times, in clock ticks since boot, are not unique: ranks often start in the same tick.
+    """
+    printed = 'echo "$(basename "${process%/*}")@$(cut -d " " -f 22 "${process%/*}/stat")"'
+    return [f"{pod}:{rank}" for rank in at_ranks(installation, pod, printed).split()]
 
 
 def is_replaced(installation: Installation, before: Set[str]) -> bool:
     """Whether each trainer pod has exactly one rank, which is a new one."""
     try:
-        now = [starts_of_ranks(installation, pod) for pod in pods_of(installation, "trainer")]
+        now = [ranks_of(installation, pod) for pod in pods_of(installation, "trainer")]
     except Refused:
         return False
-    return [len(starts) for starts in now] == [1, 1] and not before & set(chain(*now))
+    return [len(ranks) for ranks in now] == [1, 1] and not before & set(chain(*now))
 
 
 def test_a_deleted_session_leaves_nothing(installation: Installation, story: Story) -> None:
