@@ -12,7 +12,7 @@ import yaml
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.generate import FOLDERS, KINDS, MAX_BYTES, Kind, definition, render
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.resource_rules import RULES, SINGLE_VALUED
 from tinkercloud_testing.resource_rules.bounds import AT_THE_BOUND
 from tinkercloud_testing.resource_rules.rule import Rule
@@ -113,7 +113,7 @@ def test_objects_that_violate_a_rule_are_rejected_with_the_field(
 ) -> None:
     refused = re.escape(f"{rule.path}: ") + ".*" + re.escape(rule.message)
 
-    with pytest.raises(Refused, match=refused):
+    with pytest.raises(KubectlFailed, match=refused):
         attempt(crds, rule, manifest, room)
 
 
@@ -129,7 +129,7 @@ def test_immutable_fields_of_a_session_cannot_be_removed(
     }
     write(crds, session(**began_with), namespace)
 
-    with pytest.raises(Refused, match=f"{name}: can't be added or removed later"):
+    with pytest.raises(KubectlFailed, match=f"{name}: can't be added or removed later"):
         write(crds, session(**began_with | {name: None}), namespace, "replace")
 
 
@@ -149,7 +149,7 @@ def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_rejected(
 
     write(crds, build(**within), shared_namespace, "create", "--dry-run=server")
 
-    with pytest.raises(Refused, match=re.escape(path) + "[:[]"):
+    with pytest.raises(KubectlFailed, match=re.escape(path) + "[:[]"):
         write(crds, build(**beyond), shared_namespace, "create", "--dry-run=server")
 
 
@@ -157,7 +157,7 @@ def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_rejected(
 def test_a_session_cannot_set_fields_of_its_base_model(
     crds: Cluster, shared_namespace: str, name: str
 ) -> None:
-    with pytest.raises(Refused, match=f'unknown field "spec.{name}"'):
+    with pytest.raises(KubectlFailed, match=f'unknown field "spec.{name}"'):
         write(crds, session(**{name: "x"}), shared_namespace, "create", "--dry-run=server")
 
 
@@ -168,7 +168,7 @@ def test_a_session_cannot_set_the_resources_of_its_pods(
 ) -> None:
     asked: Json = {kind: {name: []}}
 
-    with pytest.raises(Refused, match=f'unknown field "spec.{kind}.{name}"'):
+    with pytest.raises(KubectlFailed, match=f'unknown field "spec.{kind}.{name}"'):
         write(crds, session(**asked), shared_namespace, "create", "--dry-run=server")
 
 

@@ -13,7 +13,7 @@ import yaml
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.decide.definitions import is_undeclared
 from tinkercloud_testing.cluster import kuberay as current_kuberay
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.control_plane import a_control_plane
 from tinkercloud_testing.cluster.existing import existing_cluster
 from tinkercloud_testing.cluster.older_kuberay import install_older_definition
@@ -94,7 +94,7 @@ def test_the_message_about_an_unknown_field_is_the_one_that_is_recognized(
     wanted["metadata"]["namespace"] = "default"
 
     options = ("--server-side", "--validate=false", "-f", "-")
-    with pytest.raises(Refused) as answer:
+    with pytest.raises(KubectlFailed) as answer:
         plane.kubectl("apply", *options, stdin=json.dumps(wanted))
 
     assert is_undeclared(str(answer.value))

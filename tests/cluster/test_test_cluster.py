@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.images import USER, Image
 from tinkercloud_testing.cluster.kuberay import KubeRay
@@ -123,7 +123,7 @@ def content_of(url: str) -> bytes:
 def answers(cluster: Cluster, pod: str, namespace: str) -> bool:
     try:
         return cluster.kubectl("exec", pod, f"--namespace={namespace}", "--", "echo", "a") == "a\n"
-    except Refused:
+    except KubectlFailed:
         return False
 
 
@@ -141,7 +141,7 @@ def test_children_are_garbage_collected_with_their_owner(cluster: Cluster) -> No
 def test_a_pod_that_violates_restricted_pod_security_is_rejected(cluster: Cluster) -> None:
     with (
         cluster.a_namespace(**RESTRICTED) as namespace,
-        pytest.raises(Refused, match="violates PodSecurity"),
+        pytest.raises(KubectlFailed, match="violates PodSecurity"),
     ):
         cluster.kubectl("run", "careless", "--image=anything", f"--namespace={namespace}")
 
@@ -152,7 +152,7 @@ def test_a_service_account_has_only_the_rights_of_its_roles(
     with cluster.a_namespace() as namespace:
         nobody = Cluster(cluster.kubeconfig_of("default", namespace, tmp_path))
 
-        with pytest.raises(Refused, match="cannot list resource"):
+        with pytest.raises(KubectlFailed, match="cannot list resource"):
             nobody.objects("pods", namespace)
 
 

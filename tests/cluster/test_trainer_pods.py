@@ -18,7 +18,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.engine_image import engine_image, requested_paths
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
@@ -282,7 +282,7 @@ def is_replaced(installation: Installation, before: Set[str]) -> bool:
     """Whether each trainer pod has exactly one rank, which is a new one."""
     try:
         now = [ranks_of(installation, pod) for pod in pods_of(installation, "trainer")]
-    except Refused:
+    except KubectlFailed:
         return False
     return [len(ranks) for ranks in now] == [1, 1] and not before & set(chain(*now))
 

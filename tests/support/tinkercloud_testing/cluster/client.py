@@ -19,7 +19,7 @@ ENDED = ("Succeeded", "Failed")
 """Final phases of a pod."""
 
 
-class Refused(Exception):
+class KubectlFailed(Exception):
     """kubectl failed; the message is its output."""
 
 
@@ -33,7 +33,7 @@ class Cluster:
         """Run kubectl and return its output.
 
         Raises:
-            Refused: It failed.
+            KubectlFailed: It failed.
         """
         result = subprocess.run(
             [str(binary("kubectl")), f"--kubeconfig={self.kubeconfig}", *arguments],
@@ -43,12 +43,12 @@ class Cluster:
             check=False,
         )
         if result.returncode != 0:
-            raise Refused(f"kubectl {' '.join(arguments)}: {result.stderr.strip()}")
+            raise KubectlFailed(f"kubectl {' '.join(arguments)}: {result.stderr.strip()}")
         return result.stdout
 
     def is_healthy(self) -> bool:
         """Whether the API server reports that it is ready."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(KubectlFailed):
             return self.kubectl("get", "--raw=/readyz", "--request-timeout=2s") == "ok"
         return False
 
@@ -56,7 +56,7 @@ class Cluster:
         """Apply objects server-side.
 
         Raises:
-            Refused: The API server rejected one of them; the message says why.
+            KubectlFailed: The API server rejected one of them; the message says why.
         """
         self.apply_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
 
@@ -64,7 +64,7 @@ class Cluster:
         """Apply YAML or JSON server-side.
 
         Raises:
-            Refused: The API server rejected one of the objects; the message says why.
+            KubectlFailed: The API server rejected one of the objects; the message says why.
         """
         options = ("--server-side", "--force-conflicts", f"--field-manager={FIELD_MANAGER}")
         self.kubectl("apply", *options, "-f", "-", stdin=manifests)
@@ -81,7 +81,7 @@ class Cluster:
         """Return an object.
 
         Raises:
-            Refused: It does not exist.
+            KubectlFailed: It does not exist.
         """
         found: dict[str, Any] = json.loads(
             self.kubectl("get", kind, name, f"--namespace={namespace}", "--output=json")
@@ -118,7 +118,7 @@ class Cluster:
             seconds: The timeout.
 
         Raises:
-            Refused: The condition was not met in time.
+            KubectlFailed: The condition was not met in time.
         """
         options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds:.0f}s")
         self.kubectl("wait", what, *options)
@@ -142,13 +142,13 @@ class Cluster:
         """Wait for the end of a pod that is not restarted, and return its output.
 
         Raises:
-            Refused: It failed; the message is its output.
+            KubectlFailed: It failed; the message is its output.
             TimeoutError: It does not end.
         """
         wait_until(lambda: self._phase_of(pod, namespace) in ENDED, f"the end of the pod {pod}")
         printed = self.kubectl("logs", pod, f"--namespace={namespace}")
         if self._phase_of(pod, namespace) == "Failed":
-            raise Refused(f"the pod {pod} failed: {printed}")
+            raise KubectlFailed(f"the pod {pod} failed: {printed}")
         return printed
 
     def _phase_of(self, pod: str, namespace: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.training_sessions import a_base_model, a_session, a_volume
@@ -178,7 +178,7 @@ def prepare(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) ->
 
 
 def _can_list(cluster: Cluster, namespace: str) -> bool:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(KubectlFailed):
         return not cluster.objects("tsess,rayclusters", namespace)
     return False
 

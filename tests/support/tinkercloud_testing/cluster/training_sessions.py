@@ -104,7 +104,7 @@ def a_base_model(namespace: str, name: str = "qwen3-8b", **spec: object) -> dict
 
 def a_volume(namespace: str) -> list[dict[str, Any]]:
     """Return the volume of the files of BaseModels, and its claim."""
-    common = {"accessModes": ["ReadWriteMany"], "storageClassName": "played"}
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": "simulated"}
     volume = f"models-{namespace}"
     return [
         {
