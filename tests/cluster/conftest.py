@@ -1,5 +1,6 @@
 """The cluster that the tests in this folder share, one for each pytest worker."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from tinkercloud_testing.cluster.existing import ExistingNodes, existing_cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
 from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
 from tinkercloud_testing.cluster.node import RealNode, a_real_node
+from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.programs import state_folder
+from tinkercloud_testing.cluster.training_sessions import Sessions
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -99,3 +102,11 @@ def own_node(real_node: RealNode | ExistingNodes) -> RealNode:
     if isinstance(real_node, ExistingNodes):
         pytest.skip("needs a node on this machine, which an existing cluster does not have")
     return real_node
+
+
+@pytest.fixture
+def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
+    """Return the sessions of the file's namespace, which has none before and after each test."""
+    yield Sessions(cluster, namespace)
+    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
+    sys.stdout.write(operator.program.log_tail())

@@ -1,6 +1,5 @@
 """The operator on a real control plane with KubeRay; pods run on simulated nodes."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_session,
     a_volume,
 )
+from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
 
 TWO_ENGINES = {
@@ -55,18 +55,8 @@ def operator(
     definitions: Cluster, namespace: str, cluster_folder: Path
 ) -> Iterator[RunningOperator]:
     kubeconfig = operator_account(definitions, namespace, cluster_folder)
-    # Simulated pods run no head: the operator must not wait for its response.
-    patience = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-    with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
+    with an_operator(kubeconfig, namespace, cluster_folder, **PATIENCE) as running:
         yield running
-
-
-@pytest.fixture
-def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Return the sessions of the namespace, which has none before and after each test."""
-    yield Sessions(cluster, namespace)
-    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.log_tail())
 
 
 def has_raycluster(sessions: Sessions, name: str) -> bool:

@@ -15,10 +15,9 @@ from tinkercloud_testing.cluster.operators import (
     operator_account,
 )
 from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
+from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
 
-PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Simulated pods run no head: the operator must not wait for its response."""
 CONTESTED = {"pool": "contested"}
 SELECTED = {"nodeSelector": {**PLACEMENT["nodeSelector"], **CONTESTED}}
 TRAINER: dict[str, Any] = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 1}

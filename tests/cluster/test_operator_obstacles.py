@@ -30,10 +30,8 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_base_model,
     a_volume,
 )
+from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
-
-PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Simulated pods run no head: the operator must not wait for its response."""
 
 
 @pytest.fixture(scope="module")

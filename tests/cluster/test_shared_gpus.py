@@ -3,7 +3,6 @@
 What runs in such pods, and what it does to a GPU that it shares, is not shown here.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,14 +88,6 @@ def operator(cluster: Cluster, namespace: str, cluster_folder: Path) -> Iterator
     kubeconfig = operator_account(cluster, namespace, cluster_folder)
     with an_operator(kubeconfig, namespace, cluster_folder, **PATIENCE) as running:
         yield running
-
-
-@pytest.fixture
-def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Return the sessions of the namespace, which has none before and after each test."""
-    yield Sessions(cluster, namespace)
-    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.log_tail())
 
 
 def trainer_pods(sessions: Sessions, name: str) -> Sequence[dict[str, Any]]:
