@@ -21,6 +21,8 @@ from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.results import Kept, Results
 from tinkercloud_worker.head.suspension import Suspension
 
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
