@@ -1,11 +1,11 @@
-# Everything a contributor or a new user runs. `make help` lists it.
+# The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test test-engines test-cluster test-faults e2e scale lint type docs generate check sbom bench bench-gpu clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs generate check sbom bench bench-gpu clean
 
-# OpenMP's threads must sleep when idle: spinning ones slow a small machine down many times over.
+# Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
-# Containers often forbid bytecode. But tests start hundreds of programs, each of which would compile torch's source anew.
+# Containers often disable bytecode, but tests start hundreds of programs: each would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
 export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
 
@@ -17,17 +17,19 @@ E2E_TESTS := test_installation.py test_trainer_pods.py
 LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
-  test_cookbook.py test_suspension.py::test_a_gradient_that_was_not_applied_survives_a_restart)
+  test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
-# Most tests wait for programs they have started, so even two cores have time for two at once.
-# A cluster that is not ours is shared by all tests.
+# TINKERCLOUD_TEST_CLUSTER=existing runs the cluster tests on the cluster of KUBECONFIG, from which they load images with
+# the command in TINKERCLOUD_TEST_IMAGE_LOADER. All tests share that cluster, so one worker runs them. Otherwise most tests
+# wait for programs they have started, so that two workers suit even two cores. See docs/cluster-tests.md.
 WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
+CLUSTER_PROGRAMS := $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),kubectl ray-operator kwok kueue helm)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+help: ## list these targets
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-install: .venv/.installed ## install everything but CUDA libraries a CPU wheel makes unnecessary
+install: .venv/.installed ## install everything except CUDA libraries that CPU wheels do not need
 
 .venv/.installed: tools/install.sh $(PYTHON_FILES)
 	@echo "Installing (the first time: torch, some gigabytes) ..." >&2
@@ -39,32 +41,42 @@ $(MODEL_FOLDER): | .venv/.installed
 	@$(BIN)/python -m tinkercloud_worker.convert_gguf \
 	  "$$($(BIN)/python tools/find_smollm2.py)" $(MODEL_FOLDER)
 
-run: .venv/.installed $(MODEL_FOLDER) ## serve a real small language model on 127.0.0.1:8000
+run: .venv/.installed $(MODEL_FOLDER) ## serve a small language model on 127.0.0.1:8000
 	@$(BIN)/tinkercloud serve --model $(MODEL)=$(MODEL_FOLDER)
 
 demo: .venv/.installed ## train, sample and resume against `make run`, in a second terminal
 	@$(BIN)/python examples/demo.py
 
-test: .venv/.installed ## run all tests that need no cluster and one rank
+# Tests would make these themselves, but within their time limit.
+test-tools: .venv/.installed $(MODEL_FOLDER)
+	@$(BIN)/python tools/cluster/build.py helm kubectl >/dev/null
+
+test: test-tools ## run all tests that need neither a cluster nor several ranks
 	@$(PYTEST) tests/house tests/unit
 	@$(PYTEST) tests/chaos tests/conformance
 
-test-engines: .venv/.installed ## run the tests of trainers of many ranks, and of inference servers (fetches vLLM once)
+test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
 
-test-cluster: .venv/.installed ## run the tests on a real Kubernetes, compiled here once (needs Linux and root)
+cluster-programs: .venv/.installed ## compile the programs of the test cluster, once (15 minutes on two cores)
+	@$(BIN)/python tools/cluster/build.py $(CLUSTER_PROGRAMS) >/dev/null
+
+cluster-images: cluster-programs ## make the images of the test cluster and load them (5 minutes the first time)
+	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.prepare
+
+test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
 	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
 
-test-faults: .venv/.installed ## let the API server fail, kill the operator at every write, make 200 sessions
+test-faults: cluster-programs ## make the API server fail, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
-e2e: .venv/.installed $(MODEL_FOLDER) ## install, train (in trainer pods too), upgrade, resume and uninstall on that Kubernetes
+e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
 
-scale: .venv/.installed ## measure the operator with 1,000 sessions on played nodes
+scale: cluster-programs ## measure the operator with 1,000 sessions on simulated nodes
 	@$(BIN)/python -m benchmarks.operator_scale
 
 lint: .venv/.installed ## check style, imports and layering
@@ -78,23 +90,23 @@ type: .venv/.installed ## check types
 docs: .venv/.installed ## write the generated pages of docs/
 	@$(BIN)/python tools/write_docs.py
 
-generate: docs ## write everything that is generated: pages of docs/, definitions of custom resources
+generate: docs ## write all generated files: pages of docs/, custom resource definitions, charts
 	@$(BIN)/python -m tinkercloud_crds.generate
 	@$(BIN)/python tools/charts.py
 	@$(BIN)/python tools/render_deploy.py
 
-check: lint type ## lint, types, and that everything generated is fresh
+check: lint type ## check style, types, and that generated files are up to date
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
 
-sbom: .venv/.installed ## write what the images install, and under which licences, to build/sbom
+sbom: .venv/.installed ## list the packages of the images and their licences in build/sbom
 	@tools/sbom.sh build/sbom
 
-bench: .venv/.installed ## measure, side by side with a plain Hugging Face loop
+bench: .venv/.installed ## measure, and compare with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks
 
-bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, that the command works
+bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, check that the command works
 	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove the environment and the state of `make run`

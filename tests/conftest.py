@@ -1,22 +1,35 @@
-"""What holds for every test."""
+"""Settings for all tests."""
 
 import gc
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
-# A machine that is busy is slow, and that is nobody's defect.
+# Tests may be slow on a busy machine.
 settings.register_profile(
-    "no timing is asserted", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("no timing is asserted")
+settings.load_profile("no deadline")
+
+UNIT_TESTS = Path(__file__).parent / "unit"
+UNIT_TEST_SECONDS = 30
+"""The timeout of a unit test, including its fixtures; `pytest.mark.timeout` sets a longer one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give unit tests a shorter timeout than other tests."""
+    for item in items:
+        if UNIT_TESTS in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(UNIT_TEST_SECONDS))
 
 
 def pytest_sessionstart() -> None:
-    """Let nothing seek garbage while tests are imported, with torch and all the rest: it stays."""
+    """Disable garbage collection while tests import torch and other large modules."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Seek garbage among what tests make, and not over and over again among what they import."""
+    """Enable garbage collection for objects of tests, but not for imported modules."""
     gc.freeze()
     gc.enable()

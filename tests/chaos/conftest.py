@@ -1,4 +1,4 @@
-"""The tiny model that the servers of these tests serve."""
+"""The tiny model of the servers in these tests."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ from tinkercloud_testing.models import save, tiny_llama
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the tiny model that is served."""
+    """Return the folder of the tiny model to serve."""
     return save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")

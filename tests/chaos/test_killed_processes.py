@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a loop: nobody hangs, nothing saved is lost, training resumes."""
+"""kill -9 during a training loop: no client hangs, no saved state is lost, training resumes."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ MODEL = "tiny/llama"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
-    """Run a server for all tests: what one of them killed has to be there again for the next."""
+    """Run one server for all tests: each test restarts what it has killed."""
     with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
         yield running
 
@@ -29,7 +29,7 @@ def a_training_client(server: Server) -> tinker.TrainingClient:
 
 
 def kill_soon(kill: Callable[[], None]) -> threading.Thread:
-    """Kill something in a moment, while the caller is in the middle of something."""
+    """Kill something shortly, while the caller continues."""
 
     def later() -> None:
         time.sleep(0.3)
@@ -41,7 +41,7 @@ def kill_soon(kill: Callable[[], None]) -> threading.Thread:
 
 
 def train_until_failure(training: tinker.TrainingClient) -> Exception:
-    """Train until the client is told that it can't go on, and return what it was told."""
+    """Train until the client gets an error, and return that error."""
     while True:
         try:
             step(training)
@@ -49,7 +49,9 @@ def train_until_failure(training: tinker.TrainingClient) -> Exception:
             return error
 
 
-def test_a_killed_head_fails_its_runs_definitely_and_they_resume(server: Server) -> None:
+def test_a_killed_head_fails_its_runs_permanently_and_they_resume_from_a_checkpoint(
+    server: Server,
+) -> None:
     training = a_training_client(server)
     for _ in range(3):
         step(training)
@@ -88,7 +90,7 @@ def test_samples_of_a_saved_checkpoint_survive_a_killed_head(server: Server) -> 
         ephemeral.compute_logprobs(text).result()
 
 
-def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(server: Server) -> None:
+def test_a_restarted_server_finds_its_runs_and_training_continues(server: Server) -> None:
     uninterrupted = a_training_client(server)
     expected = [step(uninterrupted) for _ in range(60)]
     training = a_training_client(server)
@@ -108,7 +110,7 @@ def test_a_killed_server_finds_its_runs_again_and_the_loop_goes_on(server: Serve
     assert training.save_state("after").result().path
 
 
-def test_a_head_killed_while_it_suspends_silent_models_leaves_each_as_it_was_or_lost(
+def test_a_head_killed_while_suspending_idle_models_leaves_each_intact_or_lost(
     model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": "1"}
@@ -138,14 +140,12 @@ def losses_or_failure(training: tinker.TrainingClient, steps: int) -> list[float
 
 
 def has_ended(pid: int) -> bool:
-    # What is left of a process that nobody has buried has no command line.
+    # A zombie process has no command line.
     command = Path(f"/proc/{pid}/cmdline")
     return not command.exists() or not command.read_bytes()
 
 
-def test_a_head_whose_server_never_comes_back_ends_by_itself(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_head_exits_if_its_server_never_returns(model_folder: Path, tmp_path: Path) -> None:
     settings = {"TINKERCLOUD_ORPHAN_GRACE_SECONDS": "1"}
     with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
         a_training_client(server)
@@ -156,18 +156,18 @@ def test_a_head_whose_server_never_comes_back_ends_by_itself(
         wait_until(lambda: has_ended(pid), "the head's end")
 
 
-def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(server: Server) -> None:
+def test_a_checkpoint_interrupted_by_a_kill_is_not_listed(server: Server) -> None:
     training = a_training_client(server)
     saved: list[str] = []
 
-    def save_for_ever() -> None:
+    def save_repeatedly() -> None:
         while True:
             path = training.save_state(f"save-{len(saved)}").result().path
             saved.append(path)
 
     killer = kill_soon(server.kill_heads)
     with pytest.raises((tinker.TinkerError, ValueError)):
-        save_for_ever()
+        save_repeatedly()
     killer.join()
 
     listed = {
@@ -182,7 +182,7 @@ def test_a_checkpoint_cut_off_by_a_kill_is_not_listed(server: Server) -> None:
         client.create_training_client_from_state_with_optimizer(path).result()
 
 
-def test_a_restart_keeps_keys_runs_checkpoints_and_what_was_trained(server: Server) -> None:
+def test_a_restart_keeps_keys_runs_checkpoints_and_trained_weights(server: Server) -> None:
     training = a_training_client(server)
     step(training)
     path = training.save_state("one").result().path

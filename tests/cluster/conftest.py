@@ -1,5 +1,6 @@
-"""The cluster that the tests in this folder share: one for each worker that runs them."""
+"""The cluster that the tests in this folder share, one for each pytest worker."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from tinkercloud_testing.cluster.existing import ExistingNodes, existing_cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
 from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
 from tinkercloud_testing.cluster.node import RealNode, a_real_node
+from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.programs import state_folder
+from tinkercloud_testing.cluster.training_sessions import Sessions
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a file's tests to one worker, and all files that need the node to the same one.
+    """Run the tests of a file in one worker, and all files that need the node in the same one.
 
-    A machine has but one node at a time, and who runs it keeps it to the end of its tests.
+    A machine has only one node at a time, and the worker that runs it keeps it until it ends.
     """
-    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - there when this is asked for
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - installed when this hook runs
 
     class OneNode(LoadFileScheduling):  # type: ignore[misc] # xdist ships no types
         def _split_scope(self, nodeid: str) -> str:
@@ -35,23 +38,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def cluster_folder() -> Iterator[Path]:
-    """Where the cluster's programs keep their state and their logs."""
+    """Return the folder of the state and the logs of the cluster's programs."""
     with state_folder() as folder:
         yield folder
 
 
 @pytest.fixture(scope="session")
 def control_plane(cluster_folder: Path) -> Iterator[ControlPlane]:
-    """A control plane of our own, whose programs may be stopped and started."""
+    """Run our own control plane, whose programs tests may stop and start."""
     if existing_cluster() is not None:
-        pytest.skip("stops programs of the control plane; an existing cluster's are not ours")
+        pytest.skip("stops programs of the control plane; an existing cluster does not allow that")
     with a_control_plane(cluster_folder) as plane:
         yield plane
 
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Cluster:
-    """The cluster under test, as its administrator sees it."""
+    """Return the cluster under test, with administrator rights."""
     existing = existing_cluster()
     if existing is not None:
         return existing
@@ -61,23 +64,23 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 
 @pytest.fixture(scope="session")
 def kuberay(cluster: Cluster, cluster_folder: Path) -> Iterator[KubeRay]:
-    """KubeRay, running and installed."""
+    """Install and run KubeRay."""
     with a_kuberay_operator(cluster, cluster_folder) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def running_kwok(cluster: Cluster, cluster_folder: Path) -> Iterator[KwokNodes]:
-    """What plays nodes, of any file."""
+    """Simulate nodes for all files."""
     with a_kwok_controller(cluster, cluster_folder) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def kwok(running_kwok: KwokNodes) -> Iterator[KwokNodes]:
-    """What plays nodes; `kwok.add("gpu-0", gpus=8)` adds one, which goes with its file's tests."""
+    """Simulate nodes; `kwok.add("gpu-0", gpus=8)` adds one for the tests of a file."""
     yield running_kwok
-    # Where there is room left over from others, nothing would wait for any.
+    # With free nodes of earlier tests, no session would have to wait for nodes.
     running_kwok.clear()
 
 
@@ -85,7 +88,7 @@ def kwok(running_kwok: KwokNodes) -> Iterator[KwokNodes]:
 def real_node(
     request: pytest.FixtureRequest, cluster_folder: Path
 ) -> Iterator[RealNode | ExistingNodes]:
-    """What runs pods for real; `real_node.load(image)` brings images onto it."""
+    """Run a node with real pods; `real_node.load(image)` loads images onto it."""
     if existing_cluster() is not None:
         yield ExistingNodes()
         return
@@ -95,7 +98,15 @@ def real_node(
 
 @pytest.fixture(scope="session")
 def own_node(real_node: RealNode | ExistingNodes) -> RealNode:
-    """The node of this machine, whose programs may be stopped and started."""
+    """Return the node of this machine, whose programs tests may stop and start."""
     if isinstance(real_node, ExistingNodes):
-        pytest.skip("needs a node on this machine; an existing cluster's are elsewhere")
+        pytest.skip("needs a node on this machine, which an existing cluster does not have")
     return real_node
+
+
+@pytest.fixture
+def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
+    """Return the sessions of the file's namespace, which has none before and after each test."""
+    yield Sessions(cluster, namespace)
+    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
+    sys.stdout.write(operator.program.log_tail())

@@ -34,7 +34,7 @@ HERE = ",".join(
         "apiServer.scheduling.priorityClassName=",
     )
 )
-"""Without what the test cluster has not: the Gateway API, the Prometheus operator, a class."""
+"""Options without Gateway API, Prometheus operator and class: the test cluster has none."""
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 
 
@@ -90,9 +90,7 @@ def test_every_pod_may_run_in_a_restricted_namespace(
     cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=a_list(pods))
 
 
-def test_applying_everything_a_second_time_changes_nothing(
-    cluster: Cluster, namespace: str
-) -> None:
+def test_applying_everything_twice_changes_nothing(cluster: Cluster, namespace: str) -> None:
     manifests = rendered(namespace, "--skip-tests", "--no-hooks")
 
     cluster.apply_text(manifests)
@@ -108,14 +106,14 @@ def test_the_api_server_accepts_the_examples(cluster: Cluster, namespace: str, p
     cluster.kubectl("apply", "--server-side", "--dry-run=server", where, "-f", str(path))
 
 
-def test_the_api_server_accepts_what_was_planned(
+def test_the_api_server_accepts_planned_resources(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     save(tiny_llama(), tmp_path / "tiny")
     planned = CliRunner().invoke(app, ["plan", str(tmp_path / "tiny"), "--gpus=8xH100", "--json"])
     where = f"--namespace={namespace}"
 
-    # Stored, and not only accepted: what the definitions do not know is left out of that.
+    # Fields that the definitions do not know are accepted, but not stored.
     cluster.kubectl("apply", "--server-side", where, "-f", "-", stdin=planned.output)
 
     spec = cluster.get("basemodel", "tiny", namespace)["spec"]
@@ -144,7 +142,7 @@ def test_the_first_key_survives_upgrades_and_data_survives_the_release(
     assert cluster.objects("deployments", namespace) == []
 
 
-def test_a_second_release_in_a_namespace_is_refused_and_the_first_upgraded(
+def test_a_second_release_in_a_namespace_is_rejected_and_the_first_can_be_upgraded(
     cluster: Cluster, namespace: str
 ) -> None:
     run = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace)
@@ -173,7 +171,7 @@ def test_a_second_release_in_a_namespace_is_refused_and_the_first_upgraded(
         ("tinker-session", "get / pods", False),
     ],
 )
-def test_accounts_may_do_what_their_roles_say(
+def test_service_accounts_have_the_rights_of_their_roles(
     cluster: Cluster, namespace: str, account: str, wanted: str, *, is_allowed: bool
 ) -> None:
     cluster.apply_text(rendered(namespace, "--set", NAMES, "--show-only", "templates/rbac.yaml"))
@@ -195,7 +193,7 @@ def test_uninstalling_deletes_sessions_with_the_rights_of_the_operator(
     assert cluster.objects("trainingsessions", namespace) == []
 
 
-def test_uninstalling_fails_and_names_the_sessions_that_nobody_lets_go(
+def test_uninstalling_fails_and_names_sessions_whose_finalizer_remains(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     held = a_session("held", namespace, finalizers=["tinkercloud.dev/last-checkpoint"])
@@ -217,7 +215,7 @@ def test_uninstalling_fails_and_names_the_sessions_that_nobody_lets_go(
 def delete_sessions(
     cluster: Cluster, namespace: str, folder: Path, *, timeout_seconds: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script of the chart's hook as its pod would: with the operator's account."""
+    """Run the script of the chart's hook like its pod, with the service account of the operator."""
     shown = ("--show-only", "templates/rbac.yaml", "--show-only", "templates/serviceaccounts.yaml")
     cluster.apply_text(rendered(namespace, "--set", NAMES, *shown))
     kubeconfig = cluster.kubeconfig_of("tinker-operator", namespace, folder)
@@ -240,7 +238,7 @@ def a_list(items: list[dict[str, object]]) -> str:
 
 
 def a_review(user: str, namespace: str, wanted: str) -> dict[str, object]:
-    """Return the question whether a user may do something: "VERB GROUP RESOURCE[/SUB] [NAME]"."""
+    """Return an access review of a user for "VERB GROUP RESOURCE[/SUB] [NAME]"."""
     verb, group, resource, *name = wanted.split()
     resource, _, subresource = resource.partition("/")
     return {

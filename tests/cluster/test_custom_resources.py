@@ -1,4 +1,4 @@
-"""The custom resources as a real API server understands them: rules, bounds, defaults, columns."""
+"""The custom resources on a real API server: rules, bounds, defaults, columns."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import yaml
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.generate import FOLDERS, KINDS, MAX_BYTES, Kind, definition, render
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.resource_rules import RULES, SINGLE_VALUED
 from tinkercloud_testing.resource_rules.bounds import AT_THE_BOUND
 from tinkercloud_testing.resource_rules.rule import Rule
@@ -54,7 +54,7 @@ def files_of(kind: Kind) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def crds(cluster: Cluster) -> Cluster:
-    """The cluster, which knows our resources."""
+    """Install the definitions of our resources and return the cluster."""
     for kind in KINDS:
         cluster.apply_text(render(kind))
         name = f"customresourcedefinition/{kind.plural}.tinkercloud.dev"
@@ -70,13 +70,13 @@ def namespace(crds: Cluster) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared_namespace(crds: Cluster) -> Iterator[str]:
-    """A namespace for what is never stored in it."""
+    """Return a namespace for objects that are never stored."""
     with crds.a_namespace("crds") as name:
         yield name
 
 
 def write(cluster: Cluster, manifest: Json, namespace: str, *options: str) -> Json:
-    """Create or, with an option that says so, replace an object; return what was stored."""
+    """Create an object, or replace it if an option says so; return the stored object."""
     verb, *rest = options or ("create",)
     where = (f"--namespace={namespace}", "--output=json", "--filename=-")
     placed = {**manifest, "metadata": {**manifest["metadata"], "namespace": namespace}}
@@ -93,13 +93,13 @@ def attempt(cluster: Cluster, rule: Rule, manifest: Json, namespace: str) -> Jso
 
 @pytest.fixture
 def room(request: pytest.FixtureRequest, rule: Rule) -> str:
-    """The namespace for a case: one of its own if it needs an object that exists."""
+    """Return the namespace of a case: its own if the case needs an existing object."""
     name: str = request.getfixturevalue("shared_namespace" if rule.before is None else "namespace")
     return name
 
 
 @pytest.mark.parametrize(("rule", "manifest"), cases("accepted"))
-def test_what_a_rule_allows_is_accepted(
+def test_objects_that_satisfy_a_rule_are_accepted(
     crds: Cluster, room: str, rule: Rule, manifest: Json
 ) -> None:
     stored = attempt(crds, rule, manifest, room)
@@ -108,17 +108,17 @@ def test_what_a_rule_allows_is_accepted(
 
 
 @pytest.mark.parametrize(("rule", "manifest"), cases("refused"))
-def test_what_a_rule_forbids_is_refused_with_its_field_named(
+def test_objects_that_violate_a_rule_are_rejected_with_the_field(
     crds: Cluster, room: str, rule: Rule, manifest: Json
 ) -> None:
     refused = re.escape(f"{rule.path}: ") + ".*" + re.escape(rule.message)
 
-    with pytest.raises(Refused, match=refused):
+    with pytest.raises(KubectlFailed, match=refused):
         attempt(crds, rule, manifest, room)
 
 
 @pytest.mark.parametrize("name", ["modelId", "lora", "restoreFrom", "queueName"])
-def test_what_a_session_began_with_can_not_be_taken_away(
+def test_immutable_fields_of_a_session_cannot_be_removed(
     crds: Cluster, namespace: str, name: str
 ) -> None:
     began_with: Json = {
@@ -129,50 +129,50 @@ def test_what_a_session_began_with_can_not_be_taken_away(
     }
     write(crds, session(**began_with), namespace)
 
-    with pytest.raises(Refused, match=f"{name}: can't be added or removed later"):
+    with pytest.raises(KubectlFailed, match=f"{name}: can't be added or removed later"):
         write(crds, session(**began_with | {name: None}), namespace, "replace")
 
 
 def test_every_rule_of_the_definitions_has_three_cases_of_each_sort() -> None:
-    told = {(rule.kind, rule.path, rule.message) for rule in RULES}
+    expected = {(rule.kind, rule.path, rule.message) for rule in RULES}
     fewest = min(len(found) for rule in RULES for found in (rule.accepted, rule.refused))
 
-    assert told | SINGLE_VALUED == {rule for kind in KINDS for rule in rules_of(kind)}
+    assert expected | SINGLE_VALUED == {rule for kind in KINDS for rule in rules_of(kind)}
     assert fewest >= 3
 
 
 @pytest.mark.parametrize("path", AT_THE_BOUND)
-def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_refused(
+def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_rejected(
     crds: Cluster, shared_namespace: str, path: str
 ) -> None:
     build, within, beyond = AT_THE_BOUND[path]
 
     write(crds, build(**within), shared_namespace, "create", "--dry-run=server")
 
-    with pytest.raises(Refused, match=re.escape(path) + "[:[]"):
+    with pytest.raises(KubectlFailed, match=re.escape(path) + "[:[]"):
         write(crds, build(**beyond), shared_namespace, "create", "--dry-run=server")
 
 
 @pytest.mark.parametrize("name", ["image", "volumes", "nodeName", "nodeSelector", "serviceAccount"])
-def test_a_session_can_not_name_what_its_base_model_decides(
+def test_a_session_cannot_set_fields_of_its_base_model(
     crds: Cluster, shared_namespace: str, name: str
 ) -> None:
-    with pytest.raises(Refused, match=f'unknown field "spec.{name}"'):
+    with pytest.raises(KubectlFailed, match=f'unknown field "spec.{name}"'):
         write(crds, session(**{name: "x"}), shared_namespace, "create", "--dry-run=server")
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sampler"])
 @pytest.mark.parametrize("name", ["extendedResources", "environment", "resources"])
-def test_a_session_can_not_say_what_its_pods_have(
+def test_a_session_cannot_set_the_resources_of_its_pods(
     crds: Cluster, shared_namespace: str, kind: str, name: str
 ) -> None:
     asked: Json = {kind: {name: []}}
 
-    with pytest.raises(Refused, match=f'unknown field "spec.{kind}.{name}"'):
+    with pytest.raises(KubectlFailed, match=f'unknown field "spec.{kind}.{name}"'):
         write(crds, session(**asked), shared_namespace, "create", "--dry-run=server")
 
 
-def test_the_api_server_fills_in_the_defaults_that_the_models_have(
+def test_the_api_server_applies_the_same_defaults_as_the_models(
     crds: Cluster, shared_namespace: str
 ) -> None:
     dry = ("create", "--dry-run=server")
@@ -187,7 +187,7 @@ def test_the_api_server_fills_in_the_defaults_that_the_models_have(
     assert asked["lora"]["rank"] == 32
 
 
-def test_status_and_specification_are_written_apart(crds: Cluster, namespace: str) -> None:
+def test_status_and_spec_are_written_separately(crds: Cluster, namespace: str) -> None:
     write(crds, session() | {"status": {"phase": "Ready"}}, namespace)
 
     assert "status" not in crds.get("tsess", "one", namespace)
@@ -212,7 +212,7 @@ def apply_conditions(cluster: Cluster, namespace: str, manager: str, *conditions
     cluster.kubectl("apply", *options, "--filename=-", stdin=json.dumps(manifest))
 
 
-def test_two_managers_keep_conditions_in_one_list(crds: Cluster, namespace: str) -> None:
+def test_two_field_managers_share_the_list_of_conditions(crds: Cluster, namespace: str) -> None:
     write(crds, session(), namespace)
 
     apply_conditions(crds, namespace, "operator", a_condition("Accepted"), a_condition("Ready"))
@@ -236,7 +236,7 @@ def test_sessions_are_listed_as_the_documentation_shows(crds: Cluster, namespace
     assert " ".join(row.split()[:-1]) == "ts-4f9c2a71-0 Ready True Qwen/Qwen3-8B 2/2 1/1 3"
 
 
-def test_base_models_are_listed_with_what_they_offer(crds: Cluster, namespace: str) -> None:
+def test_base_models_are_listed_with_their_choices(crds: Cluster, namespace: str) -> None:
     write(crds, base_model("qwen", trainer=TRAINERS, sampler=SAMPLERS), namespace)
     seen = {"liveSessions": 2, "gpus": 20, "conditions": [a_condition("Ready")]}
     crds.patch_status("bm", "qwen", seen, namespace)
@@ -283,7 +283,7 @@ def test_applying_a_definition_again_changes_nothing(crds: Cluster, kind: Kind) 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-def test_the_files_are_what_the_generator_makes_and_small(kind: Kind) -> None:
+def test_the_files_are_small_and_match_the_generator(kind: Kind) -> None:
     in_folder, in_chart = (path.read_text() for path in files_of(kind))
 
     assert in_folder == in_chart == render(kind)

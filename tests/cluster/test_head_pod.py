@@ -1,4 +1,4 @@
-"""The head in a real pod, as the operator writes it and KubeRay makes it."""
+"""The head in a real pod that the operator specifies and KubeRay creates."""
 
 import contextlib
 import dataclasses
@@ -27,9 +27,9 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.engine_image import (
-    a_server_of_others,
-    asked_of_engines,
+    an_external_server,
     engine_image,
+    requested_paths,
 )
 from tinkercloud_testing.cluster.installation import a_secret
 from tinkercloud_testing.cluster.kuberay import KubeRay
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 NOBODY = 40001
-"""A user that no image has an entry for, as OpenShift chooses them."""
+"""A user id that is not in the image, like those that OpenShift assigns."""
 START_SECONDS = 300
 GRACE = "terminationGracePeriodSeconds"
 RUN = "s:train:0"
@@ -53,14 +53,14 @@ SPEC = ModelSpec(owner="ada", lora=LoraConfig(rank=4, seed=1))
 
 @dataclass(frozen=True)
 class Session:
-    """A RayCluster that is nothing but a head, and what it was made with."""
+    """A RayCluster with only a head, and the options it was created with."""
 
     cluster: Cluster
     namespace: str
     token: str
     checkpoints: Path
     run_id: str = RUN
-    """Of the run that is trained."""
+    """The id of the run to train."""
 
     @property
     def url(self) -> str:
@@ -73,13 +73,13 @@ class Session:
         return pod
 
     def wait_until_ready(self) -> None:
-        """Wait for what the operator waits for: KubeRay's word that the head pod is ready."""
+        """Wait like the operator, until KubeRay reports the head pod as ready."""
         ready = "condition=HeadPodReady"
         self.cluster.wait_for("raycluster/one", ready, self.namespace, START_SECONDS)
         wait_until(self.is_reached, "the head's Service", START_SECONDS)
 
     def is_reached(self) -> bool:
-        """Whether the node forwards to the Service yet; a connection begun before never is."""
+        """Whether the node forwards to the Service; connections opened earlier never are."""
         request = Request(self.url + routes.HEAD_HEALTH)
         with contextlib.suppress(OSError), urlopen(request, timeout=2) as response:
             return bool(response.status == 200)
@@ -88,7 +88,7 @@ class Session:
     def call(
         self, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[int, bytes]:
-        """Send a request with the head's token, unless another one is given."""
+        """Send a request with the token of the head, or another one."""
         fields = {routes.HEAD_TOKEN_HEADER: self.token, routes.TARGET_HEADER: self.run_id} | headers
         request = Request(self.url + path, data=body, headers=fields, method=method)
         try:
@@ -98,7 +98,7 @@ class Session:
             return error.code, error.read()
 
     def whole_models(self, component: str) -> list[str]:
-        """Return the files of whole models that a pod has in its scratch space."""
+        """Return the files of whole models in the scratch volume of a pod."""
         selector = f"{labels.COMPONENT_LABEL}={component}"
         [pod] = self.cluster.objects("pods", self.namespace, selector)
         name, find = pod["metadata"]["name"], "find /scratch -name model.safetensors"
@@ -117,7 +117,7 @@ class Session:
         self.result(0)
 
     def train_a_step(self, seq_id: int) -> float:
-        """Send data and a step; return the loss."""
+        """Send a batch and an optimizer step; return the loss."""
         self.call("POST", routes.FORWARD_BACKWARD, some_data(self.run_id, seq_id))
         step = {
             "model_id": self.run_id,
@@ -129,13 +129,13 @@ class Session:
         return pb.ForwardBackwardOutput.FromString(self.result(seq_id)).metrics["loss:sum"]
 
     def publish(self, seq_id: int, sampler: int) -> None:
-        """Give a sampling session the run's weights."""
+        """Publish the weights of the run to a sampling session."""
         body = {"model_id": self.run_id, "seq_id": seq_id, "sampling_session_seq_id": sampler}
         self.call("POST", routes.SAVE_WEIGHTS_FOR_SAMPLER, json.dumps(body).encode())
         self.result(seq_id)
 
     def sample(self, sampler: int) -> pb.SampleResponse:
-        """Draw four tokens twice."""
+        """Sample two sequences of four tokens."""
         target = {routes.TARGET_HEADER: f"s:sample:{sampler}"}
         asked = {
             "sampling_session_id": f"s:sample:{sampler}",
@@ -162,7 +162,7 @@ class Session:
         return False
 
     def run(self, *command: str) -> str:
-        """Run a command in the head's container and return what it printed."""
+        """Run a command in the container of the head and return its output."""
         name, where = self.pod["metadata"]["name"], f"--namespace={self.namespace}"
         return self.cluster.kubectl("exec", name, where, "--", *command)
 
@@ -170,14 +170,14 @@ class Session:
         return self.run("ray", "status")
 
 
-def first_tokens(drawn: pb.SampleResponse) -> list[int]:
-    """Return what each sequence begins with."""
-    return [int(np.frombuffer(sequence.tokens, "<i4")[0]) for sequence in drawn.sequences]
+def first_tokens(sampled: pb.SampleResponse) -> list[int]:
+    """Return the first token of each sequence."""
+    return [int(np.frombuffer(sequence.tokens, "<i4")[0]) for sequence in sampled.sequences]
 
 
-def lengths(drawn: pb.SampleResponse) -> list[int]:
-    """Return how many tokens each sequence has."""
-    return [len(np.frombuffer(sequence.tokens, "<i4")) for sequence in drawn.sequences]
+def lengths(sampled: pb.SampleResponse) -> list[int]:
+    """Return the number of tokens of each sequence."""
+    return [len(np.frombuffer(sequence.tokens, "<i4")) for sequence in sampled.sequences]
 
 
 def some_data(run_id: str, seq_id: int) -> bytes:
@@ -194,7 +194,7 @@ def some_data(run_id: str, seq_id: int) -> bytes:
 def children(
     image: str, token: str, namespace: str, shapes: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Return what the operator makes for a session, with a token it would draw itself."""
+    """Return the children that the operator creates for a session, with a random token."""
     base_model = a_base_model(
         modelName="tiny/llama",
         source={"volume": {"claimName": "models", "path": "tiny"}},
@@ -217,9 +217,9 @@ def children(
 
 @pytest.fixture(scope="module")
 def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of the node that outlive every pod: models, and checkpoints."""
+    """Return a folder of the node for models and checkpoints, which outlives every pod."""
     folder = tmp_path_factory.mktemp("volumes")
-    # The folders above it are this user's alone.
+    # Only this user can read the parent folders.
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)
     model = save(tiny_llama(), folder / "models" / "tiny")
@@ -254,7 +254,7 @@ def running_session(cluster: Cluster, volumes: Path, image: str) -> Iterator[Ses
 
 @pytest.fixture(scope="module")
 def image(real_node: RealNode) -> str:
-    """The worker's image, on the node."""
+    """Load the image of the worker onto the node and return its name."""
     image = program_image("worker")
     real_node.load(image)
     return image.name
@@ -266,7 +266,7 @@ def session(cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str) -> It
         yield session
 
 
-def test_a_head_pod_runs_ray_beside_the_head_and_neither_as_root(session: Session) -> None:
+def test_a_head_pod_runs_ray_and_the_head_without_root(session: Session) -> None:
     user = session.run("id", "-u")
 
     assert user == f"{NOBODY}\n"
@@ -275,7 +275,7 @@ def test_a_head_pod_runs_ray_beside_the_head_and_neither_as_root(session: Sessio
         pass
 
 
-def test_a_head_pod_answers_its_own_api_server_and_nobody_else(session: Session) -> None:
+def test_a_head_pod_accepts_requests_only_from_its_own_api_server(session: Session) -> None:
     assert session.status().ready
     assert session.call("GET", routes.HEAD_READY)[0] == 200
     guessed = {routes.HEAD_TOKEN_HEADER: "guessed"}
@@ -291,7 +291,7 @@ def test_a_head_pod_trains(session: Session) -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_a_killed_head_comes_back_as_another_generation(session: Session) -> None:
+def test_a_killed_head_restarts_with_a_new_generation(session: Session) -> None:
     before = session.status().generation
 
     os.kill(head_process(session.pod), signal.SIGKILL)
@@ -306,7 +306,7 @@ def test_a_killed_head_comes_back_as_another_generation(session: Session) -> Non
     )
 
 
-def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
+def test_the_runs_of_a_deleted_head_pod_resume_in_the_next_one(
     cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
 ) -> None:
     with running_session(cluster, volumes, image) as first:
@@ -325,7 +325,7 @@ def test_a_deleted_head_pod_leaves_its_runs_to_the_next_one(
         assert second.train_a_step(3) < loss
 
 
-def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
+def test_a_head_pod_deleted_during_startup_terminates_promptly(
     cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
 ) -> None:
     with starting_session(cluster, volumes, image) as session:
@@ -342,7 +342,7 @@ def test_a_head_pod_that_is_deleted_while_it_starts_does_not_wait_to_be_killed(
         cluster.wait_for(f"pod/{name}", "delete", namespace, grace // 2)
 
 
-def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_head(
+def test_trainer_and_engine_pods_share_no_volume_and_whole_models_bypass_the_head(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     engine = engine_image()
@@ -360,16 +360,16 @@ def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_h
         session.wait_until_ready()
         ready = "jsonpath={.status.readyWorkerReplicas}=2"
         cluster.wait_for("raycluster/one", ready, session.namespace, START_SECONDS)
-        # Ray counts its nodes every few seconds.
+        # Ray updates its list of nodes every few seconds.
         wait_until(lambda: "1 trainer" in session.ray_status(), "the worker in Ray's count")
         session.create_run()
         session.train_a_step(1)
 
         session.publish(3, sampler=0)
-        drawn = session.sample(0)
+        sampled = session.sample(0)
 
-        assert lengths(drawn) == [4, 4]
-        assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked_of_engines(
+        assert lengths(sampled) == [4, 4]
+        assert {"/load_lora_adapter_from_tensors", "/generate"} <= requested_paths(
             session.cluster, session.namespace
         )
 
@@ -379,16 +379,16 @@ def test_pods_that_train_and_draw_share_no_volume_and_whole_models_go_past_the_h
             whole.train_a_step(seq_id)
         whole.publish(41, sampler=1)
 
-        # Which follows the prompt in the data of all those steps.
+        # This token follows the prompt in the data of all those steps.
         assert first_tokens(whole.sample(1)) == [8, 8]
-        asked = asked_of_engines(session.cluster, session.namespace)
+        asked = requested_paths(session.cluster, session.namespace)
         assert {"/init_weights_update_group", "/update_weights_from_distributed"} <= asked
         assert not {"/update_weights_from_tensor", "/update_weights_from_disk"} & asked
         assert len(session.whole_models("trainer")) == 1
         assert session.whole_models("head") == []
 
 
-def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_share(
+def test_an_external_server_reads_adapters_from_a_shared_volume(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
     real_node.load(engine_image())
@@ -404,7 +404,7 @@ def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_s
     sampler = {"backend": "external", "external": servers}
     with starting_session(cluster, volumes, image, sampler=sampler) as session:
         by_request = "/load_lora_adapter_from_tensors"
-        others = a_server_of_others("server", key, folder, [by_request])
+        others = an_external_server("server", key, folder, [by_request])
         owned = [a_secret("servers-key", session.namespace, {"key": key}), *others]
         place = {"namespace": session.namespace}
         cluster.apply(*(each | {"metadata": each["metadata"] | place} for each in owned))
@@ -414,9 +414,9 @@ def test_a_server_that_is_not_the_sessions_reads_adapters_from_the_volume_they_s
         session.train_a_step(1)
 
         session.publish(3, sampler=0)
-        drawn = session.sample(0)
+        sampled = session.sample(0)
 
-        assert lengths(drawn) == [4, 4]
+        assert lengths(sampled) == [4, 4]
         asked = cluster.kubectl("logs", "server", f"--namespace={session.namespace}")
         assert {"/load_lora_adapter", "/generate"} <= set(asked.split())
         assert by_request in asked.split()

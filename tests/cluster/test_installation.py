@@ -1,6 +1,6 @@
-"""From `helm install` to `helm uninstall`, with the SDK between them: a real model in real pods.
+"""From `helm install` to `helm uninstall`: the SDK trains a real model in real pods.
 
-The tests are a story in the order they stand in: each goes on where the one before it ended.
+The tests depend on each other: each continues from the state that the previous one left.
 """
 
 import json
@@ -64,7 +64,7 @@ def installation(
     real_node: RealNode,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
-    """The service with one real model."""
+    """Install the service with one real model."""
     folder = tmp_path_factory.mktemp("installation")
     source = smollm2()
     models = make_volumes(folder)
@@ -81,7 +81,7 @@ def installation(
 def tiny_model_in_a_bucket(
     installation: Installation, own_node: RealNode, tmp_path: Path
 ) -> Iterator[None]:
-    """A tiny model that pods fetch from an object store of this machine."""
+    """Serve a tiny model that pods download from an object store on this machine."""
     del own_node
     with a_bucket(HOST_ADDRESS) as bucket:
         uri = bucket.hold(save(tiny_llama(), tmp_path / "tiny"), "tiny")
@@ -116,7 +116,7 @@ def served_by(client: tinker.ServiceClient) -> list[str | None]:
 
 @dataclass
 class Story:
-    """What later tests go on with."""
+    """State that later tests use."""
 
     training: tinker.TrainingClient | None = None
     path: str = ""
@@ -156,7 +156,7 @@ def test_the_sdk_trains_a_real_model_through_the_service(
     assert story.loss < before
 
 
-def test_clients_find_the_tokenizer_at_the_service(installation: Installation) -> None:
+def test_clients_load_the_tokenizer_from_the_service(installation: Installation) -> None:
     url = f"{installation.url}/hf/{MODEL}/resolve/main/tokenizer.json"
 
     with urlopen(url, timeout=60) as response:
@@ -171,15 +171,15 @@ def test_kubectl_shows_the_session(installation: Installation) -> None:
     assert row.split()[1:6] == ["Ready", "True", MODEL, "1/1", "1/1"]
 
 
-def test_what_it_has_learnt_is_sampled_and_saved(installation: Installation, story: Story) -> None:
+def test_trained_weights_are_sampled_and_saved(installation: Installation, story: Story) -> None:
     assert story.training is not None
     sampler = story.training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([1, 2, 3])
 
-    drawn = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1)).result()
+    sampled = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1)).result()
     story.path = story.training.save_state("learnt").result().path
 
-    assert len(drawn.sequences[0].tokens) == 4
+    assert len(sampled.sequences[0].tokens) == 4
     assert story.path.endswith("/weights/learnt")
 
 
@@ -206,7 +206,7 @@ def test_an_upgrade_does_not_disturb_a_training_session(
     assert installation.kubectl("get", "pods", selector, "--output=name") == pods
 
 
-def test_a_deleted_session_leaves_its_checkpoint_and_nothing_else(
+def test_a_deleted_session_leaves_only_its_checkpoint(
     installation: Installation,
 ) -> None:
     [session] = installation.sessions()
@@ -227,7 +227,7 @@ def test_a_new_session_resumes_from_the_checkpoint(
     assert loss_of(training, pairs()) == story.loss
 
 
-def test_the_charts_own_test_trains_a_fetched_model_in_a_pod_and_ends_its_session(
+def test_helm_test_trains_a_downloaded_model_in_a_pod_and_ends_its_session(
     installation: Installation, tiny_model_in_a_bucket: None
 ) -> None:
     before = {session["metadata"]["uid"] for session in installation.sessions()}
@@ -240,11 +240,11 @@ def test_the_charts_own_test_trains_a_fetched_model_in_a_pod_and_ends_its_sessio
         "the test's session gone",
         START_SECONDS,
     )
-    # Helm keeps the pod for its log, even when the release goes.
+    # Helm keeps the pod and its log after the release is uninstalled.
     installation.kubectl("delete", "pod", f"{RELEASE}-test")
 
 
-def test_uninstalling_leaves_no_finalizer_and_no_orphan(installation: Installation) -> None:
+def test_uninstalling_leaves_neither_finalizers_nor_orphans(installation: Installation) -> None:
     installation.helm("uninstall", RELEASE, "--wait", f"--timeout={START_SECONDS}s")
 
     def left() -> list[str]:
@@ -259,5 +259,5 @@ def test_uninstalling_leaves_no_finalizer_and_no_orphan(installation: Installati
 
 
 def is_kept(item: dict[str, Any]) -> bool:
-    """Whether an object is one that Helm itself keeps: the record of the other release."""
+    """Whether Helm itself keeps an object: the record of the other release."""
     return str(item["metadata"]["name"]).startswith("sh.helm.release.v1.tinkercloud-crds")

@@ -1,4 +1,4 @@
-"""Sessions whose RayClusters Kueue admits: real Kueue and KubeRay; pods run on played nodes."""
+"""Sessions whose RayClusters Kueue admits, with real Kueue and KubeRay on simulated nodes."""
 
 import json
 import sys
@@ -43,9 +43,9 @@ FLAVOR: dict[str, Any] = {
     "nodeLabels": {"type": "kwok"},
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
 }
-"""What Kueue adds to the pods that it admits."""
+"""Fields that Kueue adds to admitted pods."""
 WRITES_OF_A_REFUSAL = 2
-"""A session that can't be served has its status and an Event."""
+"""Writes for a session that cannot be served: its status and an Event."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def kueue(
     kwok.add("kueue-0", gpus=16)
     with a_kueue(control_plane, cluster_folder) as running:
         yield running
-        sys.stdout.write(running.manager.last_words())
+        sys.stdout.write(running.manager.log_tail())
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,11 @@ def operator(cluster: Cluster, namespace: str, cluster_folder: Path) -> Iterator
 def sessions(
     cluster: Cluster, namespace: str, kueue: Kueue, operator: RunningOperator
 ) -> Iterator[Sessions]:
-    """Sessions of the namespace, whose queue has room for one of them."""
+    """Return the sessions of the namespace, whose queue has quota for one of them."""
     kueue.offer(namespace, gpus=ONE_SESSION, **FLAVOR)
     yield Sessions(cluster, namespace)
     cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.last_words())
+    sys.stdout.write(operator.program.log_tail())
 
 
 def queued_model(namespace: str, **spec: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def pods(sessions: Sessions, name: str) -> set[str]:
 
 
 def applied_fields(sessions: Sessions, name: str) -> str:
-    """Return, as text, which fields of a RayCluster the operator has applied."""
+    """Return the fields of a RayCluster that the operator has applied, as text."""
     where = ("raycluster", name, "-n", sessions.namespace, "-o", "json")
     found = json.loads(sessions.cluster.kubectl("get", *where, "--show-managed-fields"))
     entries = [
@@ -115,7 +115,7 @@ def applied_fields(sessions: Sessions, name: str) -> str:
     return json.dumps(entries)
 
 
-def test_a_session_waits_until_another_gives_its_quota_back(sessions: Sessions) -> None:
+def test_a_session_waits_until_another_releases_its_quota(sessions: Sessions) -> None:
     sessions.make_ready("first")
 
     sessions.make("second")
@@ -132,7 +132,7 @@ def test_a_session_waits_until_another_gives_its_quota_back(sessions: Sessions) 
     sessions.wait_for("second", "condition=Ready")
 
 
-def test_a_suspended_session_makes_room_and_queues_again(sessions: Sessions) -> None:
+def test_a_suspended_session_frees_its_quota_and_is_queued_on_resume(sessions: Sessions) -> None:
     sessions.make_ready("first")
     sessions.make("second")
     sessions.wait_for_reason("second", "Queued")
@@ -145,7 +145,7 @@ def test_a_suspended_session_makes_room_and_queues_again(sessions: Sessions) -> 
     assert sessions.condition("first", "Stalled")["status"] == "False"
 
 
-def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kueue(
+def test_a_queued_session_causes_no_writes_and_the_operator_leaves_suspend_to_kueue(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
     sessions.make_ready("first")
@@ -170,7 +170,7 @@ def test_a_queued_session_costs_no_writes_and_its_operator_leaves_suspend_to_kue
     assert "f:suspend" not in applied
 
 
-def test_a_preempted_session_says_so_and_comes_back(sessions: Sessions) -> None:
+def test_a_preempted_session_reports_it_and_is_readmitted(sessions: Sessions) -> None:
     sessions.make_ready("first")
     before = pods(sessions, "first")
 
@@ -186,7 +186,7 @@ def test_a_preempted_session_says_so_and_comes_back(sessions: Sessions) -> None:
     assert not pods(sessions, "first") & before
 
 
-def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
+def test_fields_that_kueue_adds_to_an_admitted_session_are_kept(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
     sessions.make_ready("first")
@@ -202,7 +202,7 @@ def test_what_kueue_adds_to_an_admitted_session_is_left_alone(
     assert pods(sessions, "first") == running
 
 
-def test_a_changed_base_model_evicts_nobody(sessions: Sessions) -> None:
+def test_a_changed_base_model_evicts_no_session(sessions: Sessions) -> None:
     sessions.make_ready("first")
     running = pods(sessions, "first")
 

@@ -1,6 +1,5 @@
-"""The operator on a real control plane, with KubeRay; pods run on nodes that are played."""
+"""The operator on a real control plane with KubeRay; pods run on simulated nodes."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_session,
     a_volume,
 )
+from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
 
 TWO_ENGINES = {
@@ -55,18 +55,8 @@ def operator(
     definitions: Cluster, namespace: str, cluster_folder: Path
 ) -> Iterator[RunningOperator]:
     kubeconfig = operator_account(definitions, namespace, cluster_folder)
-    # Played pods have no head that would answer: the operator is not to wait for one.
-    patience = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-    with an_operator(kubeconfig, namespace, cluster_folder, **patience) as running:
+    with an_operator(kubeconfig, namespace, cluster_folder, **PATIENCE) as running:
         yield running
-
-
-@pytest.fixture
-def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Sessions of the namespace, which has none before and after each test."""
-    yield Sessions(cluster, namespace)
-    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.last_words())
 
 
 def has_raycluster(sessions: Sessions, name: str) -> bool:
@@ -74,7 +64,7 @@ def has_raycluster(sessions: Sessions, name: str) -> bool:
 
 
 def names_in_dns(sessions: Sessions, service: str) -> set[str]:
-    """Return the host names that a Service gives to addresses, by what DNS is made from."""
+    """Return the host names of a Service, from the EndpointSlices that DNS is derived from."""
     selector = f"kubernetes.io/service-name={service}"
     slices = sessions.cluster.objects("endpointslices", sessions.namespace, selector)
     return {
@@ -92,7 +82,7 @@ def test_a_session_becomes_a_raycluster_and_ready(sessions: Sessions) -> None:
     assert status["endpoint"] == f"http://one-head.{sessions.namespace}.svc:8000"
 
 
-def test_a_use_counts_from_when_it_was_written_though_the_writers_clock_is_years_behind(
+def test_last_activity_is_the_time_of_the_write_even_if_the_clock_of_the_writer_is_years_behind(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("one")
@@ -110,7 +100,7 @@ def test_a_use_counts_from_when_it_was_written_though_the_writers_clock_is_years
     assert sessions.status("one")["lastActivityTime"] >= made["creationTimestamp"]
 
 
-def test_engines_have_pods_with_names_of_their_own_beside_ray(sessions: Sessions) -> None:
+def test_engines_have_named_pods_outside_ray(sessions: Sessions) -> None:
     sessions.cluster.apply(
         a_base_model(sessions.namespace, "engines", modelName="Engines/Model", sampler=TWO_ENGINES)
     )
@@ -132,7 +122,7 @@ def test_engines_have_pods_with_names_of_their_own_beside_ray(sessions: Sessions
     )
 
 
-def test_kubectl_shows_what_a_platform_engineer_wants_to_know(sessions: Sessions) -> None:
+def test_kubectl_shows_the_columns_for_platform_engineers(sessions: Sessions) -> None:
     sessions.make_ready("shown")
 
     table = sessions.cluster.kubectl("get", "tsess", "shown", "-n", sessions.namespace)
@@ -159,7 +149,7 @@ def test_a_deleted_session_leaves_nothing_behind(sessions: Sessions) -> None:
     sessions.wait_until_nothing_is_left("gone")
 
 
-def test_a_session_made_again_under_its_name_waits_for_what_the_first_had(
+def test_a_recreated_session_waits_for_the_resources_of_its_predecessor(
     sessions: Sessions,
 ) -> None:
     where = ("-n", sessions.namespace)
@@ -193,7 +183,7 @@ def test_a_session_made_again_under_its_name_waits_for_what_the_first_had(
         ("poddisruptionbudget", "one"),
     ],
 )
-def test_a_deleted_child_is_made_again(sessions: Sessions, kind: str, name: str) -> None:
+def test_a_deleted_child_is_recreated(sessions: Sessions, kind: str, name: str) -> None:
     sessions.make_ready("one")
     uid = sessions.cluster.get(kind, name, sessions.namespace)["metadata"]["uid"]
 
@@ -236,7 +226,7 @@ def test_a_deleted_child_is_made_again(sessions: Sessions, kind: str, name: str)
         ),
     ],
 )
-def test_an_edited_child_is_put_right(
+def test_an_edited_child_is_corrected(
     sessions: Sessions, child: str, patch: str, path: str, value: str
 ) -> None:
     sessions.make_ready("one")
@@ -250,7 +240,7 @@ def test_an_edited_child_is_put_right(
     wait_until(lambda: value in current(), f"{child} {path} is {value} again", SOON_SECONDS)
 
 
-def test_a_token_outlives_its_witness(sessions: Sessions) -> None:
+def test_a_token_survives_the_deletion_of_its_marker(sessions: Sessions) -> None:
     sessions.make_ready("one")
     before = sessions.cluster.get("secret", "one-token", sessions.namespace)
 
@@ -275,7 +265,7 @@ def test_a_lost_pod_is_replaced(sessions: Sessions) -> None:
     assert sessions.status("one")["restarts"] == 1
 
 
-def test_a_removed_finalizer_is_put_back(sessions: Sessions) -> None:
+def test_a_removed_finalizer_is_restored(sessions: Sessions) -> None:
     sessions.make_ready("one")
     where = ("trainingsession", "one", "-n", sessions.namespace)
 
@@ -289,7 +279,7 @@ def test_a_removed_finalizer_is_put_back(sessions: Sessions) -> None:
     wait_until(lambda: "last-checkpoint" in finalizers(), "the finalizer", SOON_SECONDS)
 
 
-def test_a_session_that_was_restored_with_its_finalizer_can_be_deleted(sessions: Sessions) -> None:
+def test_a_session_restored_with_its_finalizer_can_be_deleted(sessions: Sessions) -> None:
     restored = a_session(sessions.namespace, "one")
     restored["metadata"]["finalizers"] = [labels.FINALIZER]
     sessions.cluster.apply(restored)
@@ -300,7 +290,7 @@ def test_a_session_that_was_restored_with_its_finalizer_can_be_deleted(sessions:
     sessions.wait_until_nothing_is_left("one")
 
 
-def test_a_suspended_session_gives_its_pods_back_and_resumes(sessions: Sessions) -> None:
+def test_a_suspended_session_releases_its_pods_and_resumes(sessions: Sessions) -> None:
     sessions.make_ready("one")
 
     sessions.make("one", suspend=True)
@@ -320,7 +310,7 @@ def test_a_suspended_session_gives_its_pods_back_and_resumes(sessions: Sessions)
         ({"queueName": "other"}, "NotAllowed"),
     ],
 )
-def test_what_can_never_be_served_is_stalled_with_its_reason(
+def test_an_unsatisfiable_session_is_stalled_with_the_reason(
     sessions: Sessions, spec: dict[str, object], reason: str
 ) -> None:
     sessions.make("refused", **spec)
@@ -331,7 +321,7 @@ def test_what_can_never_be_served_is_stalled_with_its_reason(
     assert not has_raycluster(sessions, "refused")
 
 
-def test_a_pod_no_node_could_hold_never_fits(sessions: Sessions, kwok: KwokNodes) -> None:
+def test_a_pod_larger_than_every_node_never_fits(sessions: Sessions, kwok: KwokNodes) -> None:
     huge = {"replicas": 1, "gpusPerReplica": 16, "backend": "megatron"}
     sessions.cluster.apply(
         a_base_model(sessions.namespace, "huge", modelName="Huge/Model", trainer=huge)
@@ -343,7 +333,7 @@ def test_a_pod_no_node_could_hold_never_fits(sessions: Sessions, kwok: KwokNodes
     assert sessions.reason("huge") == "NeverFits"
 
 
-def test_a_session_waits_for_nodes_of_a_kind_that_is_not_there_yet(
+def test_a_session_waits_for_matching_nodes_to_be_added(
     sessions: Sessions, kwok: KwokNodes
 ) -> None:
     later = {**PLACEMENT, "nodeSelector": {"pool": "later"}}
@@ -364,7 +354,7 @@ def test_a_session_waits_for_nodes_of_a_kind_that_is_not_there_yet(
     kwok.remove("operator-later")
 
 
-def test_a_session_that_waits_for_gpus_is_busy_and_not_stalled(
+def test_a_session_waiting_for_gpus_is_progressing_and_not_stalled(
     sessions: Sessions, kwok: KwokNodes
 ) -> None:
     big = {"replicas": 2, "gpusPerReplica": 4, "backend": "megatron"}
@@ -382,7 +372,7 @@ def test_a_session_that_waits_for_gpus_is_busy_and_not_stalled(
     kwok.remove("operator-1")
 
 
-def test_a_secret_of_somebody_else_is_neither_used_nor_taken(sessions: Sessions) -> None:
+def test_a_foreign_secret_is_neither_used_nor_adopted(sessions: Sessions) -> None:
     where = ("-n", sessions.namespace)
     sessions.cluster.kubectl("create", "secret", "generic", "one-token", *where)
 
@@ -408,7 +398,7 @@ def test_a_restarted_operator_changes_nothing(
     assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
 
 
-def test_a_settled_session_costs_no_writes(sessions: Sessions, operator: RunningOperator) -> None:
+def test_a_settled_session_causes_no_writes(sessions: Sessions, operator: RunningOperator) -> None:
     sessions.make_ready("one")
     written, looked = operator.rest(), looks(operator)
 
@@ -419,5 +409,5 @@ def test_a_settled_session_costs_no_writes(sessions: Sessions, operator: Running
 
 
 def looks(operator: RunningOperator) -> int:
-    """Return how often the operator has looked at a session."""
+    """Return how often the operator has reconciled a session."""
     return sum(operator.counted("tinkercloud_reconcile_total").values())

@@ -1,4 +1,4 @@
-"""Sessions that want the same GPUs, on a real scheduler: none waits for what another half holds."""
+"""Sessions that compete for GPUs on a real scheduler never block each other with partial sets."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +15,9 @@ from tinkercloud_testing.cluster.operators import (
     operator_account,
 )
 from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
+from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
 
-PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Played pods have no head that would answer: the operator is not to wait for one."""
 CONTESTED = {"pool": "contested"}
 SELECTED = {"nodeSelector": {**PLACEMENT["nodeSelector"], **CONTESTED}}
 TRAINER: dict[str, Any] = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 1}
@@ -28,7 +27,7 @@ OFFER: dict[str, Any] = {
     "sampler": SAMPLER | {"replicas": 1, "placement": SELECTED},
 }
 """Half of the GPUs of the contested node for the trainers, half for an engine; the head is on any
-node that is played."""
+simulated node."""
 
 
 @pytest.fixture
@@ -46,7 +45,9 @@ def sessions(
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
 
 
-def test_sessions_of_half_the_gpus_each_are_served_one_after_the_other(sessions: Sessions) -> None:
+def test_sessions_that_need_half_of_the_gpus_each_are_served_one_after_the_other(
+    sessions: Sessions,
+) -> None:
     names = {"one", "two", "three"}
     for name in names:
         sessions.make(name)
@@ -69,7 +70,7 @@ def test_sessions_of_half_the_gpus_each_are_served_one_after_the_other(sessions:
         sessions.wait_for(following, "condition=Ready")
 
 
-def test_each_role_is_on_the_nodes_that_its_placement_names(sessions: Sessions) -> None:
+def test_each_role_runs_on_the_nodes_of_its_placement(sessions: Sessions) -> None:
     sessions.make_ready("one")
 
     pods = sessions.cluster.objects("pods", sessions.namespace, "tinkercloud.dev/session=one")

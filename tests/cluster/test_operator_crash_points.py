@@ -1,9 +1,9 @@
-"""The operator killed at every write that it makes: the next one goes on where it was.
+"""The operator killed at each of its writes: the next one continues where it stopped.
 
-A session goes through a step of its life, its operator is killed at the n-th write, another is
-started, and everything must be as if nothing had happened: for every n, until a step takes fewer
-writes than that. How many those are depends on how its pods come and go, so nothing is assumed of
-it. Several namespaces go through this at once, each with an operator of its own.
+A session goes through a step of its lifecycle, its operator is killed at the n-th write, another
+is started, and the result must be the same as without the crash. This is repeated for every n until
+a step makes fewer writes than that. Their number depends on the timing of pods, so it is not
+assumed. Several namespaces run this concurrently, each with its own operator.
 """
 
 import os
@@ -32,25 +32,25 @@ pytestmark = pytest.mark.timeout(1800)
 MOMENTS = (
     ("asked", "answered") if os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full" else ("answered",)
 )
-"""When the operator is killed: just before a write reaches the API server, or just after. Before
-one write it leaves the cluster as after the write before."""
+"""When the operator is killed: just before or just after a write reaches the API server. Killing it
+before a write leaves the cluster in the same state as after the previous write."""
 WORLDS = 6
 IDLE_SESSIONS = 2
-"""Of each world and way to be culled, made beforehand; who needs more waits until they are old."""
+"""Sessions created in advance for each world and idle action; tests wait if they need more."""
 IDLE_SECONDS = 60
-"""The shortest time after which a session may be idle."""
+"""The minimum idle timeout of a session."""
 ENDLESS_SECONDS = 300
-"""Nothing here takes that long, however busy the machine is."""
+"""An upper limit for every wait, on a busy machine too."""
 RUNNING_CHILDREN = 12
 """RayCluster, head, two trainers, sampler; Services of the head and of the engine, Secret and its
-witness, ConfigMap, NetworkPolicy, budget."""
+marker, ConfigMap, NetworkPolicy, budget."""
 SUSPENDED_CHILDREN = 2
-"""Secret and its witness."""
+"""Secret and its marker."""
 
 
 @dataclass(frozen=True)
 class Worlds:
-    """Namespaces, and a thread for each: programs live as long as the thread that starts them."""
+    """Namespaces with one thread each: programs end with the thread that started them."""
 
     worlds: list[World]
     threads: ThreadPoolExecutor
@@ -65,7 +65,7 @@ def worlds(
     with ThreadPoolExecutor(WORLDS) as threads, ExitStack() as stack:
         contexts = [a_world(cluster, cluster_folder, "crashes") for _ in range(WORLDS)]
         made = list(threads.map(stack.enter_context, contexts))
-        # They grow old enough to be idle while other tests run.
+        # They reach the idle timeout while other tests run.
         list(threads.map(make_idle_sessions, made))
         yield Worlds(made, threads)
         for world in made:
@@ -83,34 +83,34 @@ def make_idle_sessions(world: World) -> None:
 
 
 def make_idle(sessions: Sessions, action: str, name: str, **spec: object) -> str:
-    """Apply a session that is to be culled; only one that has a client is ever deleted."""
+    """Apply a session to be culled; only a session with a client is ever deleted."""
     client = {"modelId": f"{name}:train:0"} if action == "Delete" else {}
     return sessions.make(name, **client, **spec)
 
 
 def idle_session(action: str, moment: str, number: int) -> str:
-    """Return the name of a session that is made to be culled."""
+    """Return the name of a session to be culled."""
     return f"idle-{action.lower()}-{moment}-{number}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a session's life."""
+    """One step in the lifecycle of a session."""
 
     begin: Callable[[Sessions, str], object]
     goal: str
-    """What `kubectl wait` waits for."""
+    """The condition for `kubectl wait`."""
     children: int
-    """How many objects carry the session's label when it is done."""
+    """The number of objects with the label of the session after the step."""
 
 
 def suspended(*, is_asked: bool) -> Callable[[Sessions, str], object]:
-    """Return what makes a session's owner suspend or resume it."""
+    """Return a function that suspends or resumes a session as its owner."""
     return lambda sessions, name: sessions.make(name, suspend=is_asked)
 
 
 def idle(action: str) -> Callable[[Sessions, str], object]:
-    """Return what makes a session that was unused for a minute idle."""
+    """Return a function that makes a session idle after a minute without use."""
     policy = {"timeoutSeconds": IDLE_SECONDS, "action": action}
     return lambda sessions, name: make_idle(sessions, action, name, idle=policy)
 
@@ -132,10 +132,10 @@ class Crash:
 
 
 def is_killed(world: World, name: str, step: Step, crash: Crash) -> bool:
-    """Go a step with an operator that is killed at a write, then with the next; look at the end.
+    """Run a step, kill the operator at a write, start the next one and check the result.
 
     Returns:
-        Whether the step took that many writes, so that the operator was killed.
+        Whether the step made that many writes, so that the operator was killed.
     """
     first = len(world.api.writes)
     trap = Trap(crash.write, crash.moment, world.operator.program.kill)
@@ -151,7 +151,7 @@ def is_killed(world: World, name: str, step: Step, crash: Crash) -> bool:
     left = f"{step.children} children of {name}"
     wait_until(lambda: len(world.sessions.children(name)) == step.children, left, ENDLESS_SECONDS)
     made = Counter(write.path for write in world.api.writes[first:] if write.status == 201)
-    assert set(made.values()) <= {1}, f"made twice: {made}"
+    assert set(made.values()) <= {1}, f"created twice: {made}"
     return was_killed
 
 
@@ -161,7 +161,7 @@ def wait_for(sessions: Sessions, name: str, goal: str) -> None:
 
 
 def is_over(world: World, trap: Trap, reached: Future[None]) -> bool:
-    """Whether an operator was killed, or will not be: the write that reached the goal is known."""
+    """Whether an operator was killed, or reached the goal and completed its last write."""
     return trap.has_sprung or (reached.done() and world.api.writes_under_way == 0)
 
 
@@ -189,7 +189,7 @@ def crashes(worlds: Worlds, moment: str, life: Callable[[World, Crash], bool]) -
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_creation_and_deletion_outlive_an_operator_that_is_killed_at_any_write(
+def test_creation_and_deletion_complete_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, moment: str
 ) -> None:
     def life(world: World, crash: Crash) -> bool:
@@ -204,7 +204,7 @@ def test_creation_and_deletion_outlive_an_operator_that_is_killed_at_any_write(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_suspension_and_resumption_outlive_an_operator_that_is_killed_at_any_write(
+def test_suspension_and_resumption_complete_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, moment: str
 ) -> None:
     def life(world: World, crash: Crash) -> bool:
@@ -221,7 +221,7 @@ def test_suspension_and_resumption_outlive_an_operator_that_is_killed_at_any_wri
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("action", ["Suspend", "Delete"])
-def test_culling_outlives_an_operator_that_is_killed_at_any_write(
+def test_culling_completes_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, action: str, moment: str
 ) -> None:
     step = {"Suspend": CULL_TO_SUSPEND, "Delete": CULL_TO_DELETE}[action]

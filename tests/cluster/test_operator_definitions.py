@@ -1,4 +1,4 @@
-"""Definitions that are older than the operator, or missing: sessions say it, and what to do."""
+"""Older or missing definitions: sessions report the problem and the solution."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ import yaml
 from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_testing.cluster import kuberay as current_kuberay
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.control_plane import a_control_plane
 from tinkercloud_testing.cluster.existing import existing_cluster
 from tinkercloud_testing.cluster.older_kuberay import install_older_definition
@@ -36,7 +36,7 @@ OLDER = {"v1.4.2": ("1.4 or older", "spec.authOptions"), "v1.5.1": ("1.5", "secr
 
 @pytest.fixture(scope="module")
 def plane(cluster_folder: Path) -> Iterator[Cluster]:
-    """A control plane without KubeRay, whose definitions these tests replace."""
+    """Run a control plane without KubeRay, whose definitions these tests replace."""
     folder = cluster_folder / "definitions"
     with a_control_plane(folder) as made:
         yield made.cluster
@@ -44,13 +44,13 @@ def plane(cluster_folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def a_namespace(cluster: Cluster, folder: Path) -> Iterator[tuple[str, RunningOperator]]:
-    """Make a namespace, and run an operator of it."""
+    """Create a namespace and run an operator for it."""
     with cluster.a_namespace("definitions") as namespace:
         kubeconfig = operator_account(cluster, namespace, folder)
         with an_operator(kubeconfig, namespace, folder, last_checkpoint_seconds=1) as operator:
             yield namespace, operator
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
-            sys.stdout.write(operator.program.last_words())
+            sys.stdout.write(operator.program.log_tail())
 
 
 def events_of(cluster: Cluster, namespace: str, reason: str) -> list[Any]:
@@ -59,7 +59,7 @@ def events_of(cluster: Cluster, namespace: str, reason: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("version", OLDER)
-def test_a_kuberay_that_is_too_old_is_named_with_its_version_and_the_one_needed(
+def test_an_outdated_kuberay_is_reported_with_its_version_and_the_required_one(
     plane: Cluster, cluster_folder: Path, version: str
 ) -> None:
     install_definitions(plane)
@@ -86,7 +86,7 @@ def test_a_kuberay_that_is_too_old_is_named_with_its_version_and_the_one_needed(
         assert "RayCluster/one" in sessions.children("one")
 
 
-def test_the_api_server_says_of_a_field_that_it_does_not_know_what_is_taken_for_that(
+def test_the_message_about_an_unknown_field_is_the_one_that_is_recognized(
     plane: Cluster,
 ) -> None:
     install_older_definition(plane, "v1.4.2")
@@ -94,13 +94,13 @@ def test_the_api_server_says_of_a_field_that_it_does_not_know_what_is_taken_for_
     wanted["metadata"]["namespace"] = "default"
 
     options = ("--server-side", "--validate=false", "-f", "-")
-    with pytest.raises(Refused) as answer:
+    with pytest.raises(KubectlFailed) as answer:
         plane.kubectl("apply", *options, stdin=json.dumps(wanted))
 
     assert is_undeclared(str(answer.value))
 
 
-def test_sessions_move_on_under_definitions_that_do_not_know_all_of_their_status(
+def test_sessions_progress_under_older_definitions_that_drop_status_fields(
     plane: Cluster, cluster_folder: Path
 ) -> None:
     current_kuberay.install_definitions(plane)
@@ -138,7 +138,7 @@ def test_sessions_move_on_under_definitions_that_do_not_know_all_of_their_status
         assert sessions.status("one")["phase"] == "Provisioning"
 
 
-def test_missing_definitions_are_said_once_and_their_arrival_is_noticed(
+def test_missing_definitions_are_reported_once_and_their_installation_is_noticed(
     plane: Cluster, cluster_folder: Path
 ) -> None:
     current_kuberay.install_definitions(plane)

@@ -1,4 +1,4 @@
-"""The operator cut off, frozen and doubled: everything converges, nothing is lost."""
+"""Outages, paused operators and replicas: everything converges, nothing is lost."""
 
 import os
 import signal
@@ -39,10 +39,10 @@ from tinkercloud_testing.cluster.worlds import PATIENCE, World, a_world
 from tinkercloud_testing.waiting import wait_until
 
 IS_FULL = os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full"
-"""Whether everything is tried, or what a run of all tests has time for."""
+"""Whether all faults are tested, instead of a selection."""
 OUTAGE_SECONDS = 60 if IS_FULL else 20
 FAULT_SECONDS = 8
-"""Long enough for a few of the operator's tries."""
+"""Long enough for several retries of the operator."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def world(definitions: Cluster, cluster_folder: Path) -> Iterator[World]:
         yield made
 
 
-def test_an_outage_restarts_nothing_and_tears_nothing_down(
+def test_an_outage_restarts_nothing_and_deletes_nothing(
     world: World, control_plane: ControlPlane
 ) -> None:
     world.sessions.make_ready("steady")
@@ -84,7 +84,7 @@ def test_an_outage_restarts_nothing_and_tears_nothing_down(
     assert world.operator.program.is_running
 
 
-def test_a_restart_of_etcd_tears_nothing_down(world: World, control_plane: ControlPlane) -> None:
+def test_a_restart_of_etcd_deletes_nothing(world: World, control_plane: ControlPlane) -> None:
     world.sessions.make_ready("steady")
     before = identities(world.sessions, "steady")
 
@@ -97,7 +97,7 @@ def test_a_restart_of_etcd_tears_nothing_down(world: World, control_plane: Contr
 
 
 def identities(sessions: Sessions, name: str) -> set[str]:
-    """Return the uids of a session's children: others, if one was made anew."""
+    """Return the uids of the children of a session, which change if one is recreated."""
     selector = f"tinkercloud.dev/session={name}"
     children = sessions.cluster.objects(CHILD_KINDS, sessions.namespace, selector)
     return {child["metadata"]["uid"] for child in children}
@@ -108,7 +108,7 @@ def identities(sessions: Sessions, name: str) -> set[str]:
     [refusing(429, Retry_After="1"), refusing(500), refusing(410), expired, slow(3.0)],
     ids=["throttled", "failing", "gone", "expired", "slow"],
 )
-def test_an_api_server_in_trouble_delays_and_breaks_nothing(world: World, fault: Fault) -> None:
+def test_a_failing_api_server_only_causes_delays(world: World, fault: Fault) -> None:
     world.sessions.make_ready("steady")
     before = identities(world.sessions, "steady")
     name = f"made-{uuid4().hex[:6]}"
@@ -125,7 +125,7 @@ def test_an_api_server_in_trouble_delays_and_breaks_nothing(world: World, fault:
     assert world.operator.program.is_running
 
 
-def test_what_happened_while_no_watch_was_open_is_seen(world: World) -> None:
+def test_changes_made_while_no_watch_was_open_are_noticed(world: World) -> None:
     world.sessions.make_ready("steady")
 
     world.api.cut_watches()
@@ -136,7 +136,7 @@ def test_what_happened_while_no_watch_was_open_is_seen(world: World) -> None:
     world.sessions.cluster.wait_for(service, "create", world.sessions.namespace, SOON_SECONDS)
 
 
-def test_what_no_watch_ever_tells_is_found_by_listing(
+def test_changes_that_no_watch_reports_are_found_by_listing(
     definitions: Cluster, cluster_folder: Path
 ) -> None:
     with a_world(definitions, cluster_folder, "resync", resync_seconds=5) as world:
@@ -151,14 +151,14 @@ def test_what_no_watch_ever_tells_is_found_by_listing(
 
 @dataclass(frozen=True)
 class Replica:
-    """One of two operators of a namespace, and its way to the API server."""
+    """One of two operators of a namespace, and its proxy to the API server."""
 
     api: FaultyApi
     operator: RunningOperator
 
     @property
     def leads(self) -> bool:
-        """Whether it says so."""
+        """Whether it reports that it is the leader."""
         return self.operator.get("/readyz") == "leading"
 
 
@@ -178,7 +178,7 @@ def two_replicas(
 
 @contextmanager
 def a_second_replica(world: World, folder: Path, **settings: object) -> Iterator[Replica]:
-    """Run another operator of a world's namespace, which stands by."""
+    """Run another operator for the namespace of a world, on standby."""
     namespace = world.sessions.namespace
     kubeconfig = operator_account(world.sessions.cluster, namespace, folder)
     with a_faulty_api(kubeconfig) as api:
@@ -188,7 +188,7 @@ def a_second_replica(world: World, folder: Path, **settings: object) -> Iterator
             yield Replica(api, operator)
         finally:
             operator.program.kill()
-            sys.stdout.write(operator.program.last_words())
+            sys.stdout.write(operator.program.log_tail())
 
 
 SHORT_LEASE = {"lease_seconds": 5, "lease_renew_seconds": 3, "lease_retry_seconds": 1}
@@ -207,9 +207,7 @@ def test_a_second_replica_takes_over_from_a_killed_leader(
         sessions.make_ready("after")
 
 
-def test_a_leader_that_stops_hands_over_before_its_lease_ends(
-    definitions: Cluster, cluster_folder: Path
-) -> None:
+def test_a_stopping_leader_releases_its_lease(definitions: Cluster, cluster_folder: Path) -> None:
     with two_replicas(definitions, cluster_folder, **ENDLESS_LEASE) as (sessions, first, second):
         first.operator.program.stop()
         wait_until(lambda: second.leads, "the second leads", SOON_SECONDS)
@@ -218,7 +216,7 @@ def test_a_leader_that_stops_hands_over_before_its_lease_ends(
         second.operator.program.stop()
 
 
-def test_a_leader_frozen_past_its_lease_writes_nothing_when_it_thaws(
+def test_a_leader_paused_beyond_its_lease_writes_nothing_when_it_continues(
     definitions: Cluster, cluster_folder: Path
 ) -> None:
     with two_replicas(definitions, cluster_folder, **SHORT_LEASE) as (sessions, first, second):

@@ -1,6 +1,6 @@
-"""What stands in a session's way: its status says it, and the session goes on when it is gone.
+"""Obstacles for a session: its status reports them, and it proceeds once they are removed.
 
-Pods that never start are played by a kwok of its own, whose stages do to them what a kubelet would.
+A separate kwok simulates pods that never start: its stages set the status that a kubelet would.
 """
 
 import json
@@ -30,10 +30,8 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_base_model,
     a_volume,
 )
+from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.waiting import wait_until
-
-PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Played pods have no head that would answer: the operator is not to wait for one."""
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +45,14 @@ def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
 def a_namespace(
     cluster: Cluster, folder: Path, **base_model: Any
 ) -> Iterator[tuple[Sessions, RunningOperator]]:
-    """Make a namespace with a BaseModel, and run an operator of it."""
+    """Create a namespace with a BaseModel and run an operator for it."""
     with cluster.a_namespace("obstacles") as namespace:
         cluster.apply(a_base_model(namespace, **base_model), *a_volume(namespace))
         kubeconfig = operator_account(cluster, namespace, folder)
         with an_operator(kubeconfig, namespace, folder, **PATIENCE) as operator:
             yield Sessions(cluster, namespace), operator
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
-            sys.stdout.write(operator.program.last_words())
+            sys.stdout.write(operator.program.log_tail())
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def a_quota(namespace: str, **most: str) -> dict[str, Any]:
     }
 
 
-def test_a_full_quota_is_waited_for(sessions: Sessions) -> None:
+def test_a_session_waits_for_an_exhausted_quota(sessions: Sessions) -> None:
     sessions.cluster.apply(a_quota(sessions.namespace, pods="3"))
 
     sessions.make("one")
@@ -84,7 +82,7 @@ def test_a_full_quota_is_waited_for(sessions: Sessions) -> None:
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_a_quota_that_is_too_small_even_when_empty_needs_help(sessions: Sessions) -> None:
+def test_a_quota_that_is_too_small_even_when_unused_stalls_the_session(sessions: Sessions) -> None:
     sessions.cluster.apply(a_quota(sessions.namespace, requests_cpu="100m"))
 
     sessions.make("one")
@@ -96,7 +94,7 @@ def test_a_quota_that_is_too_small_even_when_empty_needs_help(sessions: Sessions
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_an_owner_with_too_many_sessions_gets_the_next_when_one_is_gone(
+def test_an_owner_at_the_session_limit_gets_another_after_deleting_one(
     definitions: Cluster, cluster_folder: Path
 ) -> None:
     limits = {"maxSessionsPerOwner": 1}
@@ -160,12 +158,12 @@ FATES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"state": {"waiting": {"reason": "CreateContainerConfigError", "message": "no such key"}}},
     ),
 }
-"""By session: the reason that its status is to have, and what its containers' is."""
+"""The expected reason in the status of each session, and the state of its containers."""
 
 
 @pytest.fixture(scope="module")
 def ill_node(definitions: Cluster, cluster_folder: Path) -> Iterator[None]:
-    """A node on which each session's pods meet their fate."""
+    """Simulate a node on which the pods of each session fail in their own way."""
     built = build_folder("kwok")
     stages = [
         built / "share" / "kwok" / name for name in ("node-initialize.yaml", "pod-delete.yaml")
@@ -204,7 +202,7 @@ def ill_node(definitions: Cluster, cluster_folder: Path) -> Iterator[None]:
 
 
 def a_stage(folder: Path, session: str) -> Path:
-    """Write what happens to the containers of a session's pods once they have a node."""
+    """Write a stage that sets the container states of a session's scheduled pods."""
     _, fate = FATES[session]
     container = json.dumps({"ready": False, "restartCount": 0, "image": "", **fate})[1:]
     listed = "{{ range .spec.containers }}\n- {name: {{ .name | Quote }}, " + container
@@ -231,7 +229,7 @@ def a_stage(folder: Path, session: str) -> Path:
     return path
 
 
-def test_pods_that_never_start_say_why(
+def test_pods_that_never_start_report_the_reason(
     definitions: Cluster, ill_node: None, cluster_folder: Path
 ) -> None:
     placement = {**PLACEMENT, "nodeSelector": ILL}
@@ -248,7 +246,7 @@ def test_pods_that_never_start_say_why(
 
 
 def on_rack(name: str) -> Mapping[str, Any]:
-    """Return the placement of pods on played nodes of one rack."""
+    """Return the placement of pods on the simulated nodes of one rack."""
     return {**PLACEMENT, "nodeSelector": {**PLACEMENT["nodeSelector"], "rack": name}}
 
 
@@ -272,7 +270,7 @@ def test_a_drain_waits_until_a_session_has_moved_to_another_node(
         assert nodes_of(sessions, "one") == {"drained-1"}
 
 
-def test_a_pod_with_scheduling_gates_is_named_with_them(sessions: Sessions) -> None:
+def test_a_pod_with_scheduling_gates_is_reported_with_them(sessions: Sessions) -> None:
     sessions.make_ready("one")
     labelled = {"tinkercloud.dev/session": "one", "tinkercloud.dev/component": "trainer"}
     gated = {
@@ -294,14 +292,14 @@ def test_a_pod_with_scheduling_gates_is_named_with_them(sessions: Sessions) -> N
     sessions.wait_for("one", "condition=Ready")
 
 
-def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> None:
+def test_a_pod_on_a_node_that_is_not_ready_is_reported_with_it(sessions: Sessions) -> None:
     sessions.make_ready("one")
     where = ("-n", sessions.namespace, "-l", "tinkercloud.dev/component=head")
     pod = sessions.cluster.kubectl("get", "pods", *where, "-o", "name").strip()
     node = sessions.cluster.kubectl("get", "pods", *where, "-o", "jsonpath={..nodeName}").strip()
 
-    # What the node lifecycle controller does to the pods of a node that has fallen silent; that of
-    # this cluster would take an hour, since nodes that are played send no heartbeats.
+    # The node lifecycle controller does this to pods of a node without heartbeats. In this cluster
+    # it would take an hour, because simulated nodes send no heartbeats.
     patch = json.dumps({"status": {"conditions": [{"type": "Ready", "status": "False"}]}})
     options = ("-n", sessions.namespace, "--subresource=status", "--type=strategic")
     sessions.cluster.kubectl("patch", pod, *options, f"--patch={patch}")
@@ -310,7 +308,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> N
     assert f"its node {node} is not ready" in sessions.condition("one", "Ready")["message"]
 
 
-def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions) -> None:
+def test_a_suspended_session_keeps_its_secret_and_resumes(sessions: Sessions) -> None:
     sessions.make_ready("one")
     before = sessions.children("one")
 
@@ -329,7 +327,7 @@ def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions
 
 
 @pytest.mark.skipif(existing_cluster() is not None, reason="an existing cluster may have KubeRay")
-def test_sessions_go_on_when_kuberay_is_installed_after_them(cluster_folder: Path) -> None:
+def test_sessions_progress_once_kuberay_is_installed(cluster_folder: Path) -> None:
     folder = cluster_folder / "without-kuberay"
     with (
         a_control_plane(folder) as plane,

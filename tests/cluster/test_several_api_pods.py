@@ -1,4 +1,4 @@
-"""Two pods of the API server on one PostgreSQL, as the chart makes them."""
+"""Two pods of the API server with one PostgreSQL database, as installed by the chart."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ PODS = "app.kubernetes.io/component=api"
 
 @pytest.fixture(scope="module")
 def postgresql(own_node: RealNode) -> Iterator[PostgreSQL]:
-    """PostgreSQL where pods of this machine's node reach it."""
+    """Run PostgreSQL at an address that pods of this machine's node can reach."""
     del own_node
     with a_postgresql(HOST_ADDRESS) as running:
         yield running
@@ -44,7 +44,7 @@ def installation(
     postgresql: PostgreSQL,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
-    """The service with two API servers, and no model."""
+    """Install the service with two API servers and no model."""
     folder = tmp_path_factory.mktemp("replicas")
     make_volumes(folder)
     own_node.load(*map(program_image, ("api-server", "operator")))
@@ -70,7 +70,7 @@ def rest(installation: Installation, url: str) -> tinker.RestClient:
     return tinker.RestClient(base_url=url, api_key=installation.key)
 
 
-def test_what_one_pod_was_told_the_other_knows(installation: Installation) -> None:
+def test_changes_made_through_one_pod_are_visible_in_the_other(installation: Installation) -> None:
     one, other = (f"http://{address}:8000" for address in addresses(installation))
     fields = {"X-API-Key": installation.key, "Content-Type": "application/json"}
     request = Request(f"{one}/api/v1/create_session", data=b'{"sdk_version": "1"}', headers=fields)
@@ -92,7 +92,7 @@ def test_the_metrics_of_every_pod_can_be_read(installation: Installation) -> Non
     assert [page for page in pages if "tinkercloud_http_requests_total{" not in page] == []
 
 
-def test_clients_notice_nothing_of_pods_that_are_replaced(installation: Installation) -> None:
+def test_replacing_pods_is_invisible_to_clients(installation: Installation) -> None:
     before = addresses(installation)
     is_over = Event()
 
@@ -117,7 +117,7 @@ def test_clients_notice_nothing_of_pods_that_are_replaced(installation: Installa
     wait_until(lambda: not set(before) & set(addresses(installation)), "the old pods gone")
 
 
-def test_pods_wait_for_a_database_that_is_away_and_are_not_restarted(
+def test_pods_wait_for_an_unreachable_database_without_restarts(
     installation: Installation, postgresql: PostgreSQL
 ) -> None:
     postgresql.stop()

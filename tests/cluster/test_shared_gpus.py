@@ -1,9 +1,8 @@
-"""Engines in trainer pods: the real scheduler gives devices to claims; nodes and GPUs are played.
+"""Engines in trainer pods: a real scheduler allocates devices of simulated nodes to claims.
 
 What runs in such pods, and what it does to a GPU that it shares, is not shown here.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ COLOCATED: dict[str, Any] = {
         "engines": {"deviceClassName": DRIVER},
     },
 }
-"""As many GPUs as the node has."""
+"""The number of GPUs of the node."""
 
 
 def a_device_class() -> dict[str, Any]:
@@ -58,7 +57,7 @@ def a_device_class() -> dict[str, Any]:
 
 
 def gpus_of_the_node() -> dict[str, Any]:
-    """Return what a DRA driver on the node would say of its GPUs."""
+    """Return the ResourceSlice that a DRA driver would publish for the GPUs of the node."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceSlice",
@@ -91,14 +90,6 @@ def operator(cluster: Cluster, namespace: str, cluster_folder: Path) -> Iterator
         yield running
 
 
-@pytest.fixture
-def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Sessions of the namespace, which has none before and after each test."""
-    yield Sessions(cluster, namespace)
-    cluster.kubectl("delete", "trainingsessions", "--all", "-n", namespace, "--timeout=120s")
-    sys.stdout.write(operator.program.last_words())
-
-
 def trainer_pods(sessions: Sessions, name: str) -> Sequence[dict[str, Any]]:
     selector = f"tinkercloud.dev/session={name},tinkercloud.dev/component=trainer"
     return sessions.cluster.objects("pods", sessions.namespace, selector)
@@ -109,7 +100,7 @@ def claim_of(sessions: Sessions, pod: dict[str, Any]) -> dict[str, Any]:
     return sessions.cluster.get("resourceclaim", made["resourceClaimName"], sessions.namespace)
 
 
-def test_each_trainer_pod_is_bound_where_its_claim_has_gpus_that_all_its_containers_share(
+def test_each_trainer_pod_is_bound_to_a_node_with_gpus_that_all_its_containers_share(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("one")
@@ -135,7 +126,7 @@ def test_each_trainer_pod_is_bound_where_its_claim_has_gpus_that_all_its_contain
     assert status["gpus"] == GPUS
 
 
-def test_a_session_waits_for_gpus_that_another_has_claimed_and_gets_them_when_it_ends(
+def test_a_session_waits_for_claimed_gpus_and_gets_them_when_the_other_session_ends(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("first")
@@ -150,7 +141,7 @@ def test_a_session_waits_for_gpus_that_another_has_claimed_and_gets_them_when_it
     assert sessions.status("second")["workers"]["samplers"] == "2/2"
 
 
-def test_the_template_of_the_claims_is_made_again_and_goes_with_its_session(
+def test_the_claim_template_is_recreated_and_is_deleted_with_its_session(
     sessions: Sessions,
 ) -> None:
     sessions.make_ready("one")
@@ -176,7 +167,7 @@ def test_the_template_of_the_claims_is_made_again_and_goes_with_its_session(
     )
 
 
-def test_a_cluster_without_claims_of_devices_serves_all_sessions_that_need_none(
+def test_a_cluster_without_device_claims_serves_sessions_that_need_none(
     cluster: Cluster, namespace: str, kwok: KwokNodes, cluster_folder: Path
 ) -> None:
     kwok.add("older-0", gpus=8)

@@ -1,8 +1,8 @@
-"""Trainer pods, installed and driven as a user would: two that share a model, one of two ranks.
+"""Trainer pods in an installation: two that share a model, and one with two ranks.
 
-The two are megatron's, and an engine in a pod of its own samples what they train.
+The two use the megatron trainer, and an engine in a separate pod samples their weights.
 
-The tests are a story in the order they stand in: each goes on where the one before it ended.
+The tests depend on each other: each continues from the state that the previous one left.
 """
 
 import os
@@ -18,8 +18,8 @@ import tinker
 from tinker import types
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster, Refused
-from tinkercloud_testing.cluster.engine_image import asked_of_engines, engine_image
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.engine_image import engine_image, requested_paths
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -87,7 +87,7 @@ ONE_POD = {
     },
 }
 RANKS = 'for process in $(grep -l "^ray::Rank" /proc/[0-9]*/cmdline); do {}; done'
-"""Something that a shell does for each rank of its pod, whose file it calls `$process`."""
+"""A shell command for each rank of a pod, with the /proc folder of the rank in `$process`."""
 FREEZE = 'kill -STOP "$(basename "${process%/*}")"'
 DATA = [
     types.Datum(
@@ -103,7 +103,7 @@ DATA = [
 
 @dataclass
 class Story:
-    """What later tests go on with."""
+    """State that later tests use."""
 
     training: tinker.TrainingClient
 
@@ -113,7 +113,7 @@ def a_run(client: tinker.ServiceClient, model: str = MODEL) -> tinker.TrainingCl
 
 
 def train_a_step(training: tinker.TrainingClient) -> float:
-    """Send data and a step; return the loss."""
+    """Send a batch and an optimizer step; return the loss."""
     output = training.forward_backward(DATA, "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     return float(output.result().metrics["loss:sum"])
@@ -122,7 +122,7 @@ def train_a_step(training: tinker.TrainingClient) -> float:
 def logprobs_of_trainer_and_engine(
     training: tinker.TrainingClient,
 ) -> tuple[list[float], list[float]]:
-    """Publish; return the logprobs of a sequence's tokens but the first, as each computes them."""
+    """Publish the weights; return the logprobs of a sequence from the trainer and the engine."""
     datum = DATA[1]
     computed = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -133,7 +133,7 @@ def logprobs_of_trainer_and_engine(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of the node, with a model of random weights."""
+    """Return a folder of the node with a model of random weights."""
     folder = tmp_path_factory.mktemp("trainers")
     model = save(tiny_llama(), make_volumes(folder) / "tiny")
     (model / "model.safetensors").chmod(0o644)
@@ -142,7 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of four steps on the torch trainer of one process."""
+    """Return the losses of four steps with the torch trainer in one process."""
     models = {MODEL: folder / "models" / "tiny"}
     with a_server(tmp_path_factory.mktemp("server"), models) as server:
         training = a_run(server.client())
@@ -154,8 +154,8 @@ def installation(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, folder: Path
 ) -> Iterator[Installation]:
     real_node.load(*map(program_image, IMAGES), engine_image())
-    # The stand-in for an engine computes on the CPU; what is scheduled is an engine's pod.
-    # No plugin offers the network either: the node counts what its status says.
+    # The fake engine computes on the CPU, but its pod is scheduled like a real one. No plugin
+    # provides the network devices either: the node has what its status declares.
     cluster.patch_status("node", NODE, {"capacity": {"nvidia.com/gpu": "1", NIC: "2"}})
     with an_installation(cluster, folder, values_of_one_node(TWO_PODS, ONE_POD)) as release:
         yield release
@@ -173,20 +173,20 @@ def pods_of(installation: Installation, component: str) -> list[str]:
 
 
 def network_of(installation: Installation, pod: str) -> list[str | None]:
-    """Return what a pod's first container requests, and is limited to, of the network."""
+    """Return the request and the limit of network devices of a pod's first container."""
     spec = installation.cluster.get("pod", pod, installation.namespace)["spec"]
     needs = spec["containers"][0]["resources"]
     return [needs[kind].get(NIC) for kind in ("requests", "limits")]
 
 
 def at_ranks(installation: Installation, pod: str, command: str) -> str:
-    """Run a command in a pod for each rank that is there, and return what was printed."""
+    """Run a command for each rank of a pod, and return the output."""
     script = RANKS.format(command)
     where = f"--namespace={installation.namespace}"
     return installation.cluster.kubectl("exec", pod, where, "--", "bash", "-c", script)
 
 
-def test_two_pods_learn_what_one_process_would(
+def test_two_pods_have_the_same_losses_as_one_process(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     losses = [train_a_step(story.training) for _ in range(2)]
@@ -194,7 +194,7 @@ def test_two_pods_learn_what_one_process_would(
     assert losses == pytest.approx(expected[:2], abs=1e-4)
 
 
-def test_the_engine_has_what_the_trainer_pods_learn_whenever_it_is_published(
+def test_the_engine_serves_the_published_weights_of_the_trainer_pods(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     first, sampled_first = logprobs_of_trainer_and_engine(story.training)
@@ -205,11 +205,11 @@ def test_the_engine_has_what_the_trainer_pods_learn_whenever_it_is_published(
     assert second != pytest.approx(first, abs=1e-2)
     assert sampled_first == pytest.approx(first, abs=1e-4)
     assert sampled_second == pytest.approx(second, abs=1e-4)
-    asked = asked_of_engines(installation.cluster, installation.namespace)
+    asked = requested_paths(installation.cluster, installation.namespace)
     assert {"/load_lora_adapter_from_tensors", "/generate"} <= asked
 
 
-def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
+def test_each_trainer_pod_has_one_rank_and_the_head_has_none(
     installation: Installation, story: Story
 ) -> None:
     trainers, [head] = pods_of(installation, "trainer"), pods_of(installation, "head")
@@ -219,15 +219,15 @@ def test_each_trainer_pod_has_its_rank_and_the_head_has_none(
     assert counts == [1, 1, 0]
 
 
-def test_each_trainer_pod_has_its_part_of_a_network_and_its_rank_the_variables_for_it(
+def test_each_trainer_pod_has_its_network_devices_and_its_rank_the_environment_for_them(
     installation: Installation, story: Story
 ) -> None:
     trainers, [head] = pods_of(installation, "trainer"), pods_of(installation, "head")
     printed = 'tr "\\0" "\\n" < "${process%/*}/environ" | grep "^NCCL_"'
 
-    told = [at_ranks(installation, pod, printed).split() for pod in trainers]
+    output = [at_ranks(installation, pod, printed).split() for pod in trainers]
 
-    assert told == [[f"{VARIABLE}==mlx5_0:1"]] * 2
+    assert output == [[f"{VARIABLE}==mlx5_0:1"]] * 2
     assert [network_of(installation, pod) for pod in trainers] == [["1", "1"]] * 2
     assert network_of(installation, head) == [None, None]
 
@@ -238,7 +238,7 @@ def test_kubectl_shows_both_trainers(installation: Installation, story: Story) -
     assert row.split()[1:5] == ["Ready", "True", MODEL, "2/2"]
 
 
-def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
+def test_requests_to_a_lost_trainer_pod_fail_and_the_run_continues(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     lost, _ = pods_of(installation, "trainer")
@@ -253,12 +253,12 @@ def test_what_waits_for_a_lost_trainer_pod_is_told_and_the_run_goes_on(
     assert lost not in pods_of(installation, "trainer")
 
 
-def test_ranks_of_a_killed_head_end_and_the_next_heads_take_their_places(
+def test_ranks_of_a_killed_head_end_and_are_replaced_by_those_of_the_next_head(
     installation: Installation, story: Story
 ) -> None:
     saved = story.training.save_state("before").result().path
     [head], trainers = pods_of(installation, "head"), pods_of(installation, "trainer")
-    before = {start for pod in trainers for start in starts_of_ranks(installation, pod)}
+    before = {rank for pod in trainers for rank in ranks_of(installation, pod)}
     pod = installation.cluster.get("pod", head, installation.namespace)
 
     os.kill(head_process(pod), signal.SIGKILL)
@@ -269,18 +269,22 @@ def test_ranks_of_a_killed_head_end_and_the_next_heads_take_their_places(
     assert len(before) == len(trainers)
 
 
-def starts_of_ranks(installation: Installation, pod: str) -> list[str]:
-    """Return when each rank of a pod began, in ticks since this machine did."""
-    return at_ranks(installation, pod, 'cut -d " " -f 22 "${process%/*}/stat"').split()
+def ranks_of(installation: Installation, pod: str) -> list[str]:
+    """Return an identifier of each rank of a pod: the pod, the process id and the start time.
+
+    Start times, in clock ticks since boot, are not unique: ranks often start in the same tick.
+    """
+    printed = 'echo "$(basename "${process%/*}")@$(cut -d " " -f 22 "${process%/*}/stat")"'
+    return [f"{pod}:{rank}" for rank in at_ranks(installation, pod, printed).split()]
 
 
 def is_replaced(installation: Installation, before: Set[str]) -> bool:
-    """Whether each trainer pod has one rank, and none of those before."""
+    """Whether each trainer pod has exactly one rank, which is a new one."""
     try:
-        now = [starts_of_ranks(installation, pod) for pod in pods_of(installation, "trainer")]
-    except Refused:
+        now = [ranks_of(installation, pod) for pod in pods_of(installation, "trainer")]
+    except KubectlFailed:
         return False
-    return [len(starts) for starts in now] == [1, 1] and not before & set(chain(*now))
+    return [len(ranks) for ranks in now] == [1, 1] and not before & set(chain(*now))
 
 
 def test_a_deleted_session_leaves_nothing(installation: Installation, story: Story) -> None:
@@ -291,7 +295,7 @@ def test_a_deleted_session_leaves_nothing(installation: Installation, story: Sto
     assert installation.sessions() == []
 
 
-def test_two_ranks_of_one_pod_divide_a_batch_and_learn_what_one_process_would(
+def test_two_ranks_of_one_pod_split_a_batch_and_have_the_same_losses_as_one_process(
     expected: list[float], installation: Installation, story: Story
 ) -> None:
     training = a_run(installation.client(), TORCH_MODEL)

@@ -1,7 +1,7 @@
-"""One started server with a tiny model, shared by the conformance tests.
+"""One running server with a tiny model, shared by the conformance tests.
 
-`--trainer NAME` runs what a trainer has to do with on a server whose heads have that trainer; it
-may be given several times. Without it heads train in their own process.
+`--trainer NAME` runs the tests that depend on the trainer with heads that use that trainer; the
+option may be repeated. By default, heads train in their own process.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,16 @@ MODEL = "tiny/llama"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--trainer", action="append", choices=list(TRAINERS), help="of the heads")
+    parser.addoption(
+        "--trainer",
+        action="append",
+        choices=list(TRAINERS),
+        help="trainer of the heads; may be repeated",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with every trainer that was asked for."""
+    """Run a test with every trainer that `--trainer` selects."""
     if "trainer" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("trainer") or ["torch"]
         metafunc.parametrize("trainer", wanted, scope="session")
@@ -29,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the tiny model that is served."""
+    """Return the folder of the tiny model to serve."""
     return save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
 
 
@@ -37,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, trainer: str
 ) -> Iterator[Server]:
-    """Run a server for all tests of the session."""
+    """Run one server for all tests of the session."""
     state_dir = tmp_path_factory.mktemp("state")
     with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
         yield running
@@ -45,6 +50,6 @@ def server(
 
 @pytest.fixture
 def client(server: Server) -> Iterator[tinker.ServiceClient]:
-    """Return a client with a session of its own, finished afterwards."""
+    """Return a client with its own session, which ends with the test."""
     with server.client() as service_client:
         yield service_client

@@ -1,4 +1,4 @@
-"""Every checkpoint path: save, load, resume, list, publish, expire, delete."""
+"""Every operation on checkpoints: save, load, resume, list, publish, expire, delete."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def apply(training: tinker.TrainingClient) -> dict[str, float]:
     return metrics
 
 
-def test_a_gradient_that_waits_for_optim_step_is_part_of_a_checkpoint(
+def test_a_pending_gradient_is_part_of_a_checkpoint(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -59,7 +59,7 @@ def test_a_gradient_that_waits_for_optim_step_is_part_of_a_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_loading_in_place_replaces_the_gradient_by_the_checkpoints(
+def test_loading_in_place_replaces_the_gradient_with_the_one_in_the_checkpoint(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -102,7 +102,7 @@ def test_loading_in_place_restores_the_state(client: tinker.ServiceClient) -> No
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_client_whose_load_was_refused_trains_on(client: tinker.ServiceClient) -> None:
+def test_a_client_can_train_after_a_rejected_load(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     path = f"tinker://{training.model_id}/weights/never-saved"
 
@@ -112,7 +112,7 @@ def test_a_client_whose_load_was_refused_trains_on(client: tinker.ServiceClient)
     assert losses(training, 1)
 
 
-def test_loading_without_the_optimizer_begins_with_fresh_moments(
+def test_loading_without_the_optimizer_resets_the_moments(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -127,7 +127,7 @@ def test_loading_without_the_optimizer_begins_with_fresh_moments(
     assert again[1] != first[1]
 
 
-def test_a_named_sampler_checkpoint_keeps_the_weights_it_was_made_of(
+def test_a_named_sampler_checkpoint_keeps_the_weights_it_was_saved_with(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -143,7 +143,7 @@ def test_a_named_sampler_checkpoint_keeps_the_weights_it_was_made_of(
     assert sampler.compute_logprobs(text).result() == live.compute_logprobs(text).result()
 
 
-def test_a_name_is_written_over_only_when_asked(client: tinker.ServiceClient) -> None:
+def test_a_name_is_overwritten_only_on_request(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     first = training.save_state("same", user_metadata={"which": "first"}).result().path
 
@@ -161,7 +161,7 @@ def test_a_name_is_written_over_only_when_asked(client: tinker.ServiceClient) ->
     assert losses(resumed, 2) == after
 
 
-def test_lists_show_what_was_saved_and_nothing_else(
+def test_lists_show_exactly_the_saved_checkpoints(
     server: Server, client: tinker.ServiceClient
 ) -> None:
     training = a_training_client(client)
@@ -212,7 +212,7 @@ def test_weights_info_describes_a_checkpoint(server: Server, client: tinker.Serv
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, False, True)
 
 
-def test_runs_are_listed_by_the_project_they_were_begun_in(server: Server) -> None:
+def test_runs_are_listed_by_project(server: Server) -> None:
     sessions = [
         server.post("create_session", {"sdk_version": "t", **project}).json()["session_id"]
         for project in ({"project_id": "alpha"}, {})
@@ -236,7 +236,7 @@ def test_runs_are_listed_by_the_project_they_were_begun_in(server: Server) -> No
     assert of_project.cursor.total_count == 1
 
 
-def test_metadata_of_any_json_type_is_read_back_as_text(server: Server) -> None:
+def test_metadata_of_any_json_type_is_returned_as_text(server: Server) -> None:
     values: dict[str, Any] = {
         "seed": 3,
         "lr": 0.5,
@@ -256,7 +256,7 @@ def test_metadata_of_any_json_type_is_read_back_as_text(server: Server) -> None:
 
     client = server.client()
     training = client.create_lora_training_client(MODEL, rank=4, user_metadata=values).result()
-    # The SDK itself sends texts only with what it saves.
+    # The SDK itself sends only strings as metadata of a save.
     path = training.save_state("a", user_metadata=kept).result().path
 
     rest = server.rest()
@@ -266,7 +266,7 @@ def test_metadata_of_any_json_type_is_read_back_as_text(server: Server) -> None:
     assert [(each.tinker_path, each.user_metadata) for each in listed] == [(path, kept)]
 
 
-def test_metadata_that_is_nested_too_deeply_is_refused(server: Server) -> None:
+def test_deeply_nested_metadata_is_rejected(server: Server) -> None:
     for depth in (50, 980, 100_000):
         body = b'{"sdk_version": "1", "user_metadata": {"a": %s1%s}}' % (b"[" * depth, b"]" * depth)
         answer = server.post("create_session", body)

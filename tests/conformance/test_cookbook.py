@@ -1,4 +1,4 @@
-"""tinker-cookbook's own training programs, unmodified, against a started server, offline."""
+"""Unmodified training programs of tinker-cookbook, run offline against a server."""
 
 import json
 import os
@@ -49,7 +49,7 @@ asyncio.run(train.main(config))
 
 @pytest.fixture
 def environment(server: Server, tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which the hub is this server's mirror and nothing else exists."""
+    """Return an environment whose only hub is the mirror of this server."""
     return {
         **os.environ,
         "TINKER_BASE_URL": server.url,

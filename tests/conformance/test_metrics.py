@@ -1,4 +1,4 @@
-"""What the server counts while the SDK works with it."""
+"""The metrics of a server that the SDK uses."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +12,7 @@ MODEL = "tiny/llama"
 REQUESTS = "tinkercloud_http_requests_total"
 
 
-def test_a_training_step_is_counted_where_it_passes(
+def test_a_training_step_is_counted_at_every_stage(
     server: Server, client: tinker.ServiceClient
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
@@ -29,7 +29,7 @@ def test_a_training_step_is_counted_where_it_passes(
     assert server.metric("tinkercloud_proxy_bytes_total", direction="from_head") > returned
 
 
-def test_what_clients_write_into_paths_makes_no_series(server: Server) -> None:
+def test_client_supplied_path_segments_create_no_time_series(server: Server) -> None:
     known = {"route": "/api/v1/sessions/{session_id}", "status": "404"}
     unknown = {"route": "other", "status": "404"}
     before = server.metric(REQUESTS, **known), server.metric(REQUESTS, **unknown)
@@ -47,7 +47,9 @@ def test_the_port_of_the_api_shows_no_metrics(server: Server) -> None:
     assert server.metric("tinkercloud_catalog_errors_total") == 0
 
 
-def test_who_waits_for_a_result_is_counted(server: Server, client: tinker.ServiceClient) -> None:
+def test_clients_waiting_for_a_result_are_counted(
+    server: Server, client: tinker.ServiceClient
+) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     behind_a_gap = {"model_id": training.model_id, "seq_id": 7, "adam_params": {}}
     promise = server.post("optim_step", {**behind_a_gap, "type": "optim_step"}).json()

@@ -1,4 +1,4 @@
-"""Two owners can't see each other; an admin sees both."""
+"""Owners cannot see each other's objects; an admin sees all."""
 
 import json
 
@@ -20,7 +20,7 @@ def stranger(server: Server) -> str:
 
 @pytest.fixture(scope="module")
 def theirs(server: Server) -> dict[str, str]:
-    """Return what the first owner has: a run, checkpoints, a sampler, a session, a request."""
+    """Return the first owner's objects: a run, checkpoints, a sampler, a session, a request."""
     client = server.client()
     training = client.create_lora_training_client(MODEL, rank=4).result()
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -33,7 +33,7 @@ def theirs(server: Server) -> dict[str, str]:
     }
 
 
-def test_nothing_of_another_owner_exists(
+def test_objects_of_another_owner_are_not_found(
     server: Server, stranger: str, theirs: dict[str, str]
 ) -> None:
     run, session, path = theirs["run"], theirs["session"], theirs["path"]
@@ -86,7 +86,7 @@ def sampler_of(session: str, path: str) -> dict[str, object]:
     return {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
 
 
-def test_lists_show_each_owner_its_own(
+def test_each_owner_lists_only_its_own_objects(
     server: Server, stranger: str, theirs: dict[str, str]
 ) -> None:
     mine = server.rest(stranger).list_training_runs().result().training_runs
@@ -98,7 +98,7 @@ def test_lists_show_each_owner_its_own(
     assert theirs["run"] in {run.training_run_id for run in everything}
 
 
-def test_a_published_checkpoint_can_be_read_by_others_until_it_is_not(
+def test_a_published_checkpoint_can_be_read_by_others_until_it_is_unpublished(
     server: Server, stranger: str
 ) -> None:
     owner = server.client()
@@ -116,7 +116,7 @@ def test_a_published_checkpoint_can_be_read_by_others_until_it_is_not(
         server.client(stranger).create_sampling_client(model_path=path).result()
 
 
-def test_a_revoked_key_is_refused_within_moments(server: Server) -> None:
+def test_a_revoked_key_is_rejected_within_seconds(server: Server) -> None:
     made = json.loads(server.command("keys", "create", "leaver", "--json"))
 
     def status() -> int:
@@ -129,7 +129,7 @@ def test_a_revoked_key_is_refused_within_moments(server: Server) -> None:
     wait_until(lambda: status() == 401, "the refusal")
 
 
-def test_a_key_that_revokes_itself_is_refused_at_once(server: Server) -> None:
+def test_a_key_that_revokes_itself_is_rejected_immediately(server: Server) -> None:
     key = server.new_key("leaver")
     assert server.request("GET", "/api/v1/sessions", key=key).status == 200
 
@@ -138,7 +138,7 @@ def test_a_key_that_revokes_itself_is_refused_at_once(server: Server) -> None:
     assert server.request("GET", "/api/v1/sessions", key=key).status == 401
 
 
-def test_no_key_and_an_unknown_key_are_refused(server: Server) -> None:
+def test_missing_and_unknown_keys_are_rejected(server: Server) -> None:
     for key in (None, "tml-unknown", ""):
         for path in ("get_info", "forward_backward", "retrieve_future", "client/config"):
             answer = server.post(path, {}, key=key)

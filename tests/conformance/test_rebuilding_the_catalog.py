@@ -1,4 +1,4 @@
-"""A catalog that was lost is made again from the checkpoints."""
+"""A lost catalog is rebuilt from the checkpoints."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +14,13 @@ MODEL = "tiny/llama"
 
 @pytest.fixture
 def own_server(tmp_path: Path, model_folder: Path) -> Iterator[Server]:
-    """Run a server whose catalog may be lost."""
+    """Run a server whose catalog a test may delete."""
     with a_server(tmp_path / "state", {MODEL: model_folder}) as running:
         yield running
 
 
 def listed(server: Server) -> dict[str, set[tuple[object, ...]]]:
-    """Return what is listed of all runs and checkpoints, but for times and public ones."""
+    """Return all listed runs and checkpoints, without times and without public ones."""
     rest = server.rest()
     runs = rest.list_training_runs().result().training_runs
     checkpoints = rest.list_user_checkpoints().result().checkpoints
@@ -31,14 +31,14 @@ def listed(server: Server) -> dict[str, set[tuple[object, ...]]]:
 
 
 def lose_catalog(server: Server) -> None:
-    """Stop the server, and start it without its catalog."""
+    """Stop the server, delete its catalog and start it again."""
     server.stop()
     for file in server.state_dir.glob("catalog.db*"):
         file.unlink()
     server.start()
 
 
-def test_runs_and_checkpoints_are_listed_again_and_suspended_runs_resume(
+def test_a_rebuilt_catalog_lists_runs_and_checkpoints_and_suspended_runs_resume(
     own_server: Server,
 ) -> None:
     client = own_server.client()
@@ -73,7 +73,7 @@ def test_runs_and_checkpoints_are_listed_again_and_suspended_runs_resume(
     assert step(training) == step(resumed)
 
 
-def test_a_run_that_was_not_suspended_is_told_as_lost_after_a_rebuild(own_server: Server) -> None:
+def test_a_run_that_was_not_suspended_is_reported_lost_after_a_rebuild(own_server: Server) -> None:
     training = own_server.client().create_lora_training_client(MODEL, rank=4).result()
     path = training.save_state("saved").result().path
     own_server.kill_heads()

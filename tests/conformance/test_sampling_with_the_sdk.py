@@ -1,4 +1,4 @@
-"""What a researcher does with samplers: base model, snapshots, policy gradients."""
+"""Sampling as researchers use it: base models, snapshots, policy gradients."""
 
 import pickle
 import subprocess
@@ -40,7 +40,7 @@ def test_a_base_model_can_be_sampled(client: tinker.ServiceClient) -> None:
     assert [len(sequence.logprobs or []) for sequence in result.sequences] == [6, 6, 6]
 
 
-def test_sampled_logprobs_are_the_trainers_own(client: tinker.ServiceClient) -> None:
+def test_sampled_logprobs_equal_those_of_the_trainer(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     train(training, steps=2)
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -53,7 +53,7 @@ def test_sampled_logprobs_are_the_trainers_own(client: tinker.ServiceClient) -> 
     np.testing.assert_allclose(scored[2:], sequence.logprobs, atol=1e-5)
 
 
-def test_a_policy_gradient_loop_begins_on_policy(client: tinker.ServiceClient) -> None:
+def test_a_policy_gradient_loop_starts_on_policy(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     sampler = training.save_weights_and_get_sampling_client().result()
     result = sampler.sample(PROMPT, 4, types.SamplingParams(max_tokens=5, stop=[], seed=3)).result()
@@ -69,13 +69,13 @@ def test_a_policy_gradient_loop_begins_on_policy(client: tinker.ServiceClient) -
     output = training.forward_backward(data, "importance_sampling").result()
     applied = training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 
-    # Every ratio is one, so the loss is minus the sum of the advantages, here zero.
+    # Every ratio is one, so the loss is the negative sum of the advantages, which is zero here.
     assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=1e-4)
     assert applied.metrics is not None
     assert applied.metrics["grad_norm"] > 0
 
 
-def test_an_older_snapshot_keeps_its_weights_while_training_goes_on(
+def test_an_older_snapshot_keeps_its_weights_while_training_continues(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -95,7 +95,7 @@ def test_an_older_snapshot_keeps_its_weights_while_training_goes_on(
     assert after.sample(PROMPT, 1, params).result().sequences[0].tokens == [8]
 
 
-def test_inflight_samplers_share_the_newest_weights(client: tinker.ServiceClient) -> None:
+def test_inflight_samplers_share_the_latest_weights(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     text = types.ModelInput.from_ints([5, 6, 7, 8])
 
@@ -108,7 +108,9 @@ def test_inflight_samplers_share_the_newest_weights(client: tinker.ServiceClient
     assert new.compute_logprobs(text).result() != before
 
 
-def test_prompt_questions_are_answered_together(client: tinker.ServiceClient) -> None:
+def test_prompt_logprobs_and_top_logprobs_are_returned_together(
+    client: tinker.ServiceClient,
+) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput.from_ints([5, 6, 7, 8, 9])
 
@@ -139,7 +141,7 @@ def test_prompt_questions_are_answered_together(client: tinker.ServiceClient) ->
     assert result.sequences[0].topk_logprobs is not None
 
 
-def test_the_prompts_own_logprobs_come_with_its_most_likely_tokens(
+def test_prompt_logprobs_are_returned_with_the_most_likely_tokens(
     client: tinker.ServiceClient,
 ) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
@@ -154,24 +156,24 @@ def test_the_prompts_own_logprobs_come_with_its_most_likely_tokens(
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-40, 1e-37, 1e-6])
-def test_temperatures_too_low_to_compute_with_take_the_most_likely_token(
+def test_very_low_temperatures_select_the_most_likely_token(
     client: tinker.ServiceClient, temperature: float
 ) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    drawn = [
+    sampled = [
         sampler.sample(
             prompt, 1, types.SamplingParams(max_tokens=6, stop=[], temperature=each, seed=1)
         )
         for each in (temperature, 0.0)
     ]
 
-    low, greedy = [each.result().sequences[0].tokens for each in drawn]
+    low, greedy = [each.result().sequences[0].tokens for each in sampled]
 
     assert low == greedy
 
 
-def test_what_was_drawn_up_to_the_context_length_can_be_scored(
+def test_a_sequence_sampled_up_to_the_context_length_can_be_scored(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -218,7 +220,7 @@ def test_a_pickled_sampling_client_samples_the_same_weights(
     assert clone.compute_logprobs(text).result() == sampler.compute_logprobs(text).result()
 
 
-def test_many_samples_at_once_are_all_answered(client: tinker.ServiceClient) -> None:
+def test_many_concurrent_sampling_requests_complete(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
 
     futures = [
@@ -230,7 +232,7 @@ def test_many_samples_at_once_are_all_answered(client: tinker.ServiceClient) -> 
     assert len(tokens) > 50
 
 
-def test_a_tokenizer_is_found_through_the_mirror_alone(server: Server, tmp_path: Path) -> None:
+def test_a_tokenizer_is_loaded_through_the_mirror_only(server: Server, tmp_path: Path) -> None:
     script = (
         "from transformers import AutoTokenizer;"
         f"print(AutoTokenizer.from_pretrained({MODEL!r}).encode('Hi'))"

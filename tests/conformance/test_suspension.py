@@ -1,4 +1,4 @@
-"""A server that is stopped properly loses nothing: its clients wait and go on, bit for bit."""
+"""A graceful stop loses nothing: clients wait and continue with bitwise identical results."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def in_the_background(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_a_client_trains_on_through_a_restart_as_if_nothing_had_happened(
+def test_training_continues_unchanged_through_a_restart(
     own_server: Server,
 ) -> None:
     uninterrupted = a_training_client(own_server)
@@ -66,7 +66,7 @@ def test_a_client_trains_on_through_a_restart_as_if_nothing_had_happened(
     assert own_server.rest().list_checkpoints(training.model_id).result().checkpoints == []
 
 
-def test_a_gradient_that_was_not_applied_survives_a_restart(own_server: Server) -> None:
+def test_a_pending_gradient_survives_a_restart(own_server: Server) -> None:
     def two_parts(training: tinker.TrainingClient, between: Callable[[], None]) -> float:
         step(training)
         first = training.forward_backward([a_datum(5)], "cross_entropy")
@@ -80,11 +80,11 @@ def test_a_gradient_that_was_not_applied_survives_a_restart(own_server: Server) 
 
     interrupted = two_parts(a_training_client(own_server), lambda: restart(own_server))
 
-    # Parts of a sum that ranks add up are added up in another order: the last bits may differ.
+    # Ranks add partial sums in a different order, so the last bits may differ.
     assert interrupted == pytest.approx(expected, rel=1e-6)
 
 
-def test_pipelined_requests_and_results_nobody_has_read_survive_a_restart(
+def test_pipelined_requests_and_unread_results_survive_a_restart(
     own_server: Server,
 ) -> None:
     uninterrupted = a_training_client(own_server)
@@ -105,7 +105,7 @@ def test_pipelined_requests_and_results_nobody_has_read_survive_a_restart(
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
-def test_a_sampling_client_does_not_go_on_with_what_took_its_checkpoints_place(
+def test_a_sampling_client_does_not_continue_with_an_overwritten_checkpoint(
     own_server: Server, kind: str
 ) -> None:
     training = a_training_client(own_server)
@@ -134,7 +134,7 @@ def test_a_sampling_client_does_not_go_on_with_what_took_its_checkpoints_place(
     assert again.compute_logprobs(PROMPT).result() != logprobs[0]
 
 
-def test_a_loop_that_runs_meanwhile_does_not_notice_a_hangup(own_server: Server) -> None:
+def test_a_training_loop_does_not_notice_a_hangup_of_the_server(own_server: Server) -> None:
     uninterrupted = a_training_client(own_server)
     expected = [step(uninterrupted) for _ in range(60)]
     training = a_training_client(own_server)
@@ -153,7 +153,7 @@ def test_a_loop_that_runs_meanwhile_does_not_notice_a_hangup(own_server: Server)
     assert own_server.head_pids() != heads
 
 
-def test_samplers_that_were_never_saved_keep_sampling_their_own_version(own_server: Server) -> None:
+def test_unsaved_samplers_keep_sampling_their_own_version(own_server: Server) -> None:
     params = types.SamplingParams(max_tokens=20, stop=[], seed=3)
     training = a_training_client(own_server)
     step(training)
@@ -162,7 +162,7 @@ def test_samplers_that_were_never_saved_keep_sampling_their_own_version(own_serv
     second = training.save_weights_and_get_sampling_client().result()
     samplers = (first, second)
     before = [s.compute_logprobs(PROMPT).result() for s in samplers]
-    drawn = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
+    sampled = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
     assert before[0] != before[1]
 
     restart(own_server)
@@ -170,13 +170,11 @@ def test_samplers_that_were_never_saved_keep_sampling_their_own_version(own_serv
     assert [s.compute_logprobs(PROMPT).result() for s in samplers] == before
     again = [s.sample(PROMPT, 2, params).result().sequences for s in samplers]
     assert [[s.tokens for s in group] for group in again] == [
-        [s.tokens for s in group] for group in drawn
+        [s.tokens for s in group] for group in sampled
     ]
 
 
-def test_samples_that_were_being_drawn_are_drawn_after_a_restart(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_samples_in_progress_complete_after_a_restart(model_folder: Path, tmp_path: Path) -> None:
     params = types.SamplingParams(max_tokens=200, stop=[], seed=3)
     settings = {"TINKERCLOUD_TIMINGS__DRAIN_SECONDS": "0.1"}
     with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
@@ -187,11 +185,11 @@ def test_samples_that_were_being_drawn_are_drawn_after_a_restart(
         time.sleep(0.5)
         restart(server)
 
-        drawn = [future.result() for future in sent]
-        assert [len(result.sequences) for result in drawn] == [8] * 8
+        sampled = [future.result() for future in sent]
+        assert [len(result.sequences) for result in sampled] == [8] * 8
 
 
-def test_a_run_that_was_resumed_and_then_killed_is_lost_and_says_from_where_to_go_on(
+def test_a_run_killed_after_resuming_is_lost_and_names_the_checkpoint_to_resume_from(
     own_server: Server,
 ) -> None:
     training = a_training_client(own_server)
@@ -208,7 +206,7 @@ def test_a_run_that_was_resumed_and_then_killed_is_lost_and_says_from_where_to_g
     assert path in str(raised.value)
 
 
-def test_a_session_that_is_over_leaves_nothing_suspended(own_server: Server) -> None:
+def test_an_ended_session_leaves_nothing_suspended(own_server: Server) -> None:
     with own_server.client() as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=4).result()
         step(training)
@@ -218,7 +216,7 @@ def test_a_session_that_is_over_leaves_nothing_suspended(own_server: Server) -> 
     assert suspended_files(own_server, training) == []
 
 
-def test_a_server_that_starts_while_a_head_still_stops_waits_for_what_it_suspends(
+def test_a_starting_server_waits_for_a_head_that_is_still_suspending_its_runs(
     own_server: Server,
 ) -> None:
     uninterrupted = a_training_client(own_server)
@@ -235,7 +233,7 @@ def test_a_server_that_starts_while_a_head_still_stops_waits_for_what_it_suspend
     assert losses == expected
 
 
-def test_no_client_can_name_a_suspended_state(server: Server) -> None:
+def test_clients_cannot_address_suspended_state(server: Server) -> None:
     answer = server.post("weights_info", {"tinker_path": "tinker://s:train:0/suspended/manifest"})
 
     assert answer.status == 400

@@ -1,4 +1,4 @@
-"""`get_tokenizer()` finds the served model's tokenizer without the public hub."""
+"""`get_tokenizer()` loads the tokenizer of a served model without the public hub."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ hf_hub_download({MODEL!r}, "model.safetensors")
 def run(
     program: str, server: Server, cache: Path, endpoint: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as a user whose hub is at an address."""
+    """Run a program as a user with this address as the hub."""
     variables = {
         "TINKER_BASE_URL": server.url,
         "TINKER_API_KEY": API_KEY,
@@ -48,9 +48,7 @@ def run(
     )
 
 
-def test_the_sdk_gets_a_tokenizer_on_this_machine_without_any_hub(
-    server: Server, tmp_path: Path
-) -> None:
+def test_the_sdk_loads_a_tokenizer_locally_without_a_hub(server: Server, tmp_path: Path) -> None:
     result = run(ENCODE_WITH_THE_SDK, server, tmp_path, endpoint="http://127.0.0.1:9")
 
     assert result.stdout.strip() == str(byte_tokenizer().encode(TEXT)), result.stderr
@@ -62,14 +60,14 @@ def test_transformers_loads_a_tokenizer_from_the_mirror(server: Server, tmp_path
     assert result.stdout.strip() == str(byte_tokenizer().encode(TEXT)), result.stderr
 
 
-def test_the_mirror_gives_no_weights_away(server: Server, tmp_path: Path) -> None:
+def test_the_mirror_does_not_serve_weights(server: Server, tmp_path: Path) -> None:
     result = run(DOWNLOAD_WEIGHTS, server, tmp_path, endpoint=f"{server.url}/hf")
 
     assert result.returncode != 0
     assert "EntryNotFound" in result.stderr
 
 
-def test_a_client_elsewhere_is_given_the_name_that_the_mirror_knows(server: Server) -> None:
+def test_a_remote_client_receives_the_name_used_by_the_mirror(server: Server) -> None:
     training = server.client().create_lora_training_client(MODEL, rank=4).result()
     body = {"model_id": training.model_id}
 
@@ -102,7 +100,7 @@ print(len(tokenizers), "tokenizers")
 
 @pytest.fixture(scope="module")
 def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of one model under the names whose tokenizers clients ask for by other names."""
+    """Run a server that serves a model under names that clients map to other tokenizer names."""
     models = dict.fromkeys(["meta-llama/Llama-3.1-8B", LLAMA, VARIANT, MODEL], model_folder)
     state_dir = tmp_path_factory.mktemp("named")
     with a_server(state_dir, models, {"TINKERCLOUD_PRELOAD": "false"}) as running:
@@ -110,7 +108,7 @@ def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.parametrize("name", [LLAMA, VARIANT, LONG])
-def test_the_sdk_and_the_cookbook_get_tokenizers_of_models_they_rename_offline(
+def test_the_sdk_and_the_cookbook_load_tokenizers_of_renamed_models_offline(
     named: Server, tmp_path: Path, name: str
 ) -> None:
     program = GET_TOKENIZERS.replace("sys.argv[1]", repr(name))
@@ -120,7 +118,7 @@ def test_the_sdk_and_the_cookbook_get_tokenizers_of_models_they_rename_offline(
     assert result.stdout.strip().endswith("tokenizers"), result.stderr
 
 
-def test_a_name_with_a_context_length_means_the_model_it_is_of(named: Server) -> None:
+def test_a_model_name_with_a_context_length_selects_the_same_model(named: Server) -> None:
     client = named.client()
 
     training = client.create_lora_training_client(LONG, rank=4).result()

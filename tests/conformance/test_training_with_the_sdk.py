@@ -1,4 +1,4 @@
-"""What a researcher does with the unmodified SDK: start, train, evaluate."""
+"""Training as researchers do it with the unmodified SDK: start, train, evaluate."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def norm_of(result: types.OptimStepResponse) -> float:
     return result.metrics["grad_norm"]
 
 
-def test_the_start_up_sequence_ends_with_a_described_model(client: tinker.ServiceClient) -> None:
+def test_the_startup_sequence_returns_a_model_description(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
 
     info = training.get_info()
@@ -61,7 +61,7 @@ def test_supervised_steps_lower_the_loss(client: tinker.ServiceClient) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_logprobs_come_back_for_every_target_in_request_order(
+def test_logprobs_are_returned_for_every_target_in_request_order(
     client: tinker.ServiceClient,
 ) -> None:
     training = a_training_client(client)
@@ -93,13 +93,13 @@ def test_cross_entropy_reports_the_loss_of_every_target(
         np.testing.assert_array_equal(
             losses.to_numpy(), -logprobs.to_numpy() * (1 if weights is None else weights.to_numpy())
         )
-    # Its first targets, of weight zero, are part of a prompt.
+    # Its first targets belong to a prompt and have weight zero.
     assert result.loss_fn_outputs[0]["elementwise_loss"].data[:2] == [0, 0]
     total = sum(sum(output["elementwise_loss"].data) for output in result.loss_fn_outputs)
     assert loss_of(result) == pytest.approx(total, rel=1e-5)
 
 
-def test_a_policy_loss_reports_logprobs_alone(client: tinker.ServiceClient) -> None:
+def test_a_policy_loss_reports_only_logprobs(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     sampled = a_text([5, 6, 7], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
 
@@ -118,7 +118,7 @@ POLICY_LOSSES: dict[types.LossFnType, dict[str, float]] = {
 
 
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
-def test_weights_and_masks_that_a_policy_loss_does_not_use_are_counted_and_change_nothing(
+def test_unused_weights_and_masks_of_a_policy_loss_are_counted_and_have_no_effect(
     client: tinker.ServiceClient, loss_fn: types.LossFnType
 ) -> None:
     training = a_training_client(client)
@@ -140,9 +140,9 @@ def test_weights_and_masks_that_a_policy_loss_does_not_use_are_counted_and_chang
     assert not [name for name in expected.metrics if name.startswith("unused")]
 
 
-def test_gspo_without_settings_clips_as_ppo_does(client: tinker.ServiceClient) -> None:
+def test_gspo_with_default_settings_clips_like_ppo(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
-    # What the cookbook's rl_loop sends, of samples whose ratio is far above every bound.
+    # The request of the cookbook's rl_loop, with samples whose ratio is far above every bound.
     sampled = a_text(
         [5, 6, 7], logprobs=[-30.0, -30.0], advantages=[1.0, 1.0], sequence_ratio_mask=[0.0, 1.0]
     )
@@ -152,7 +152,7 @@ def test_gspo_without_settings_clips_as_ppo_does(client: tinker.ServiceClient) -
     assert loss_of(result) == pytest.approx(-2 * 1.2, rel=1e-5)
 
 
-def test_a_pipelined_step_sees_the_weights_of_the_one_before(
+def test_a_pipelined_step_uses_the_weights_of_the_previous_one(
     client: tinker.ServiceClient,
 ) -> None:
     pipelined, waiting = a_training_client(client), a_training_client(client)
@@ -171,7 +171,7 @@ def test_a_pipelined_step_sees_the_weights_of_the_one_before(
     assert all(norm_of(future.result()) > 0 for future in applied)
 
 
-def test_requests_after_a_large_answer_are_not_held_up(
+def test_requests_after_a_large_response_are_not_delayed(
     server: Server, client: tinker.ServiceClient
 ) -> None:
     training = a_training_client(client)
@@ -187,7 +187,7 @@ def test_requests_after_a_large_answer_are_not_held_up(
     assert server.metric("tinkercloud_proxy_errors_total") == before
 
 
-def test_forward_leaves_the_gradient_alone(client: tinker.ServiceClient) -> None:
+def test_forward_does_not_change_the_gradient(client: tinker.ServiceClient) -> None:
     one, other = a_training_client(client), a_training_client(client)
     adam = types.AdamParams(learning_rate=1e-2)
 
@@ -223,7 +223,7 @@ def test_a_call_split_in_parallel_chunks_equals_one_call(
         np.testing.assert_allclose(one["logprobs"].data, other["logprobs"].data, atol=1e-5)
 
 
-def test_gradients_add_up_until_the_optimizer_step(client: tinker.ServiceClient) -> None:
+def test_gradients_accumulate_until_the_optimizer_step(client: tinker.ServiceClient) -> None:
     once, parts = a_training_client(client), a_training_client(client)
     adam = types.AdamParams(learning_rate=1e-2)
 
@@ -235,7 +235,7 @@ def test_gradients_add_up_until_the_optimizer_step(client: tinker.ServiceClient)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_a_custom_loss_on_the_client_has_the_gradient_of_the_built_in_one(
+def test_a_custom_loss_on_the_client_has_the_same_gradient_as_the_built_in_one(
     client: tinker.ServiceClient,
 ) -> None:
     custom, built_in = a_training_client(client), a_training_client(client)
@@ -285,7 +285,7 @@ def test_top_k_targets_and_sparse_weights_are_a_distillation_loss(
     np.testing.assert_allclose(elementwise_loss.data, losses.ravel(), rtol=1e-6)
 
 
-def test_two_models_in_one_head_do_not_touch_each_other(
+def test_two_models_in_one_head_are_independent(
     server: Server, client: tinker.ServiceClient
 ) -> None:
     one, other = a_training_client(client), a_training_client(client, rank=8)

@@ -1,4 +1,4 @@
-"""unload_model frees one model for good; its checkpoints, and other models, stay."""
+"""unload_model releases one model permanently; its checkpoints and other models remain."""
 
 import pytest
 import tinker
@@ -10,7 +10,7 @@ MODEL = "tiny/llama"
 
 
 def unload(server: Server, model_id: str, key: str | None = None) -> dict[str, object]:
-    """Unload a model as SDKs before 0.30 do; return the future's result."""
+    """Unload a model like SDKs before 0.30; return the result of the future."""
     user = {} if key is None else {"key": key}
     promise = server.post("unload_model", {"model_id": model_id, "type": "unload_model"}, **user)
     assert promise.status == 200, promise.body
@@ -26,7 +26,7 @@ def state_of(server: Server, training: tinker.TrainingClient) -> str:
     return str(state)
 
 
-def test_a_model_is_unloaded_and_another_of_its_session_trains_on(
+def test_unloading_a_model_does_not_affect_others_of_its_session(
     server: Server, client: tinker.ServiceClient
 ) -> None:
     done, other = [client.create_lora_training_client(MODEL, rank=4).result() for _ in range(2)]
@@ -47,7 +47,7 @@ def test_a_model_is_unloaded_and_another_of_its_session_trains_on(
         sampler.compute_logprobs(tinker.ModelInput.from_ints([5, 6])).result()
 
 
-def test_only_its_owner_unloads_a_model(server: Server, client: tinker.ServiceClient) -> None:
+def test_only_its_owner_can_unload_a_model(server: Server, client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     stranger = server.new_key("a-stranger")
 
@@ -71,7 +71,7 @@ def test_only_its_owner_unloads_a_model(server: Server, client: tinker.ServiceCl
         ({"model_id": "s:train:0", "type": "other"}, 400),
     ],
 )
-def test_requests_that_name_no_model_are_refused(
+def test_requests_without_a_model_are_rejected(
     server: Server, body: dict[str, object], status: int
 ) -> None:
     assert server.post("unload_model", body).status == status

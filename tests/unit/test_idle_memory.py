@@ -11,6 +11,8 @@ from tinkercloud_testing.bare_heads import Head, a_head
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 
+pytestmark = pytest.mark.timeout(120)
+
 
 @pytest.fixture
 async def head(tmp_path: Path) -> AsyncIterator[Head]:

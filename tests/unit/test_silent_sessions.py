@@ -32,6 +32,8 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 
+pytestmark = pytest.mark.timeout(120)
+
 SILENCE, PERIOD = timedelta(minutes=10), timedelta(seconds=30)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
 

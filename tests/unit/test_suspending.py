@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import obstore
 import orjson
 import pytest
 
@@ -14,12 +13,15 @@ from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.results import Kept, Results
 from tinkercloud_worker.head.suspension import Suspension
+
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
@@ -142,10 +144,6 @@ async def test_resuming_twice_at_once_and_again_is_resuming_once(root: str, tmp_
         assert orjson.loads(await after.answer(6))["metrics"]["step"] == 3
 
 
-class Death(Exception):
-    """Stands for the end of the process."""
-
-
 async def train_a_step_and_suspend(root: str, tmp_path: Path) -> None:
     """Have a head of generation g1 train one step, and suspend the model."""
     with a_head(root, tmp_path, "g1") as before:
@@ -265,26 +263,6 @@ async def test_an_upload_that_a_stopping_head_gives_up_can_be_sent_again(
         after.send(routes.SAVE_WEIGHTS, 2, path="mine")
 
         assert orjson.loads(await after.answer(2)) == {"path": f"tinker://{MODEL}/weights/mine"}
-
-
-class DyingObstore:
-    """The obstore module, until a number of writes have been made."""
-
-    def __init__(self, writes_until_death: int) -> None:
-        self.left = writes_until_death
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(obstore, name)
-        if name not in {"put_async", "rename_async", "delete_async"}:
-            return function
-
-        async def write(*arguments: object, **keywords: object) -> object:
-            if self.left == 0:
-                raise Death
-            self.left -= 1
-            return await function(*arguments, **keywords)
-
-        return write
 
 
 async def suspend_until_death(

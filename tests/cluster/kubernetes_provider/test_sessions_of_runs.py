@@ -1,4 +1,4 @@
-"""A run is a TrainingSession: made, queued, refused, declared, deleted."""
+"""The TrainingSession of a run: created, queued, rejected, declared, deleted."""
 
 import pytest
 import tinker
@@ -20,7 +20,7 @@ from tinkercloud_testing.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_a_created_model_is_a_training_session_that_trains_and_goes_with_its_client(
+def test_a_created_model_is_a_training_session_that_ends_with_its_client(
     world: World, server: Server
 ) -> None:
     known = world.sessions()
@@ -33,11 +33,11 @@ def test_a_created_model_is_a_training_session_that_trains_and_goes_with_its_cli
         training = waiting.result()
         losses = [step(training), step(training)]
         sampler = training.save_weights_and_get_sampling_client().result()
-        drawn = sampler.compute_logprobs(types.ModelInput.from_ints([5, 6, 7])).result()
+        sampled = sampler.compute_logprobs(types.ModelInput.from_ints([5, 6, 7])).result()
         made = world.session(name)
 
     assert losses[1] < losses[0]
-    assert len(drawn) == 3
+    assert len(sampled) == 3
     assert made["spec"]["modelId"] == training.model_id
     assert made["spec"]["lora"]["rank"] == 4
     assert made["spec"]["queueName"] == "research"
@@ -46,7 +46,7 @@ def test_a_created_model_is_a_training_session_that_trains_and_goes_with_its_cli
     world.cluster.wait_for(f"trainingsession/{name}", "delete", world.namespace)
 
 
-def test_a_queued_session_says_what_it_waits_for(world: World, server: Server) -> None:
+def test_a_queued_session_reports_what_it_waits_for(world: World, server: Server) -> None:
     known = world.sessions()
     session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
@@ -87,7 +87,7 @@ def test_a_session_that_never_fits_fails_its_run_at_once(
     world.cluster.wait_for(f"trainingsession/{name}", "delete", world.namespace)
 
 
-def test_a_run_over_its_owners_number_of_sessions_waits_and_is_told_its_place(
+def test_a_run_over_the_session_limit_of_its_owner_waits_and_reports_its_position(
     world: World, server: Server
 ) -> None:
     known = world.sessions()
@@ -108,7 +108,7 @@ def test_a_run_over_its_owners_number_of_sessions_waits_and_is_told_its_place(
     assert name in world.sessions()
 
 
-def test_what_the_base_model_does_not_allow_is_refused_before_anything_is_made(
+def test_options_that_the_base_model_does_not_allow_are_rejected_before_anything_is_created(
     world: World, server: Server
 ) -> None:
     known = world.sessions()
@@ -120,7 +120,7 @@ def test_what_the_base_model_does_not_allow_is_refused_before_anything_is_made(
     assert world.sessions() == known
 
 
-def test_an_unknown_choice_is_refused_with_those_that_exist(server: Server) -> None:
+def test_an_unknown_option_is_rejected_with_the_valid_ones(server: Server) -> None:
     answer = server.post("create_session", {"sdk_version": "1", "tags": ["tinkercloud.dev/gpus=8"]})
 
     assert answer.status == 400
@@ -158,7 +158,7 @@ def test_a_client_attaches_to_a_session_declared_in_git(
     assert world.sessions() == known
 
 
-def test_a_client_that_asks_for_something_else_than_was_declared_is_told_the_difference(
+def test_a_client_whose_options_differ_from_the_declared_session_gets_the_difference(
     world: World, server: Server
 ) -> None:
     world.cluster.apply(a_declared_session("wide", world.namespace, lora={"rank": 64}))
@@ -168,7 +168,7 @@ def test_a_client_that_asks_for_something_else_than_was_declared_is_told_the_dif
         server.client().create_lora_training_client(MODEL, rank=4, user_metadata=wanted).result()
 
 
-def test_a_session_of_another_owner_does_not_exist(world: World, server: Server) -> None:
+def test_a_session_of_another_owner_is_not_found(world: World, server: Server) -> None:
     world.cluster.apply(a_declared_session("theirs", world.namespace, owner="somebody"))
     wanted = {"tinkercloud.dev/session": "theirs"}
 

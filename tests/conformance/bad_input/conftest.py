@@ -1,8 +1,8 @@
-"""Every kind of wrong request has a documented answer, and the session still trains afterwards.
+"""Every kind of invalid request has a documented response, and the session can still train.
 
-Requests that name a place in a model's order (they carry a seq_id) take that place: what is wrong
-with their content is told by their future, as category `user`. Everything else is refused at once
-with a 4xx whose `detail` says what to change.
+Requests with a position in a model's sequence (a seq_id) take that position: their future reports
+invalid content with the category `user`. All other requests are rejected immediately with a 4xx
+status whose `detail` says what to change.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A batch that can't be trained on fails alone, with a reason."""
+"""An invalid batch fails alone, with a reason."""
 
 import gzip
 from typing import Any
@@ -75,7 +75,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_BATCHES)
-def test_a_bad_batch_fails_with_a_reason_and_spoils_nothing(run: Run, name: str) -> None:
+def test_an_invalid_batch_fails_with_a_reason_and_has_no_side_effects(run: Run, name: str) -> None:
     arguments, reason = BAD_BATCHES[name]
 
     outcome = run.outcome(run.train(run.batch(**arguments).SerializeToString()))
@@ -113,7 +113,7 @@ BROKEN_TENSORS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN_TENSORS)
-def test_a_broken_tensor_fails_with_a_reason(run: Run, name: str) -> None:
+def test_an_invalid_tensor_fails_with_a_reason(run: Run, name: str) -> None:
     fields, reason = BROKEN_TENSORS[name]
 
     outcome = run.outcome(run.train(broken_tensor(run, **fields)))
@@ -121,7 +121,7 @@ def test_a_broken_tensor_fails_with_a_reason(run: Run, name: str) -> None:
     assert reason in str(outcome["error"])
 
 
-def test_images_are_refused_by_name(run: Run) -> None:
+def test_images_are_rejected_by_name(run: Run) -> None:
     message = run.batch()
     message.data[0].model_input.add().image.data = b"png"
 
@@ -130,7 +130,7 @@ def test_images_are_refused_by_name(run: Run) -> None:
     assert "chunk type 'image' is not served" in str(outcome["error"])
 
 
-def test_bytes_that_are_no_batch_are_refused_at_once(run: Run) -> None:
+def test_bytes_that_are_not_a_batch_are_rejected_immediately(run: Run) -> None:
     bodies = [b"", b"\xff" * 100, b'{"model_id": "x"}', b"\x0a\xff\xff\xff\xff\x7f"]
 
     for body in bodies:
@@ -153,7 +153,7 @@ def test_a_negative_number_is_named(run: Run) -> None:
     assert run.train(message.SerializeToString()).status == 200
 
 
-def test_a_batch_in_another_encoding_is_refused_by_name(run: Run) -> None:
+def test_a_batch_in_another_encoding_is_rejected_by_name(run: Run) -> None:
     body = run.batch().SerializeToString()
 
     answer = run.train(gzip.compress(body), **{"Content-Encoding": "gzip"})
@@ -163,13 +163,13 @@ def test_a_batch_in_another_encoding_is_refused_by_name(run: Run) -> None:
     assert run.train(body).status == 200
 
 
-def test_a_batch_cut_short_fails_with_a_reason(run: Run) -> None:
+def test_a_truncated_batch_fails_with_a_reason(run: Run) -> None:
     outcome = run.outcome(run.train(run.batch().SerializeToString()[:-5]))
 
     assert "not valid protobuf" in str(outcome["error"])
 
 
-def test_a_place_that_is_none_is_refused(run: Run) -> None:
+def test_an_invalid_sequence_number_is_rejected(run: Run) -> None:
     message = run.batch()
     run.next_seq_id -= 1
     message.seq_id = 0
@@ -180,7 +180,7 @@ def test_a_place_that_is_none_is_refused(run: Run) -> None:
     assert "seq_id: must be 1 or more" in answer.detail
 
 
-def test_a_number_used_again_with_other_content_is_refused(run: Run) -> None:
+def test_a_reused_sequence_number_with_different_content_is_rejected(run: Run) -> None:
     message = run.batch()
     first = run.train(message.SerializeToString())
     same = run.train(message.SerializeToString())
@@ -192,7 +192,7 @@ def test_a_number_used_again_with_other_content_is_refused(run: Run) -> None:
     assert "used before by a request with other content" in other.detail
 
 
-def test_a_body_over_the_limit_is_refused_and_leaves_no_gap(run: Run) -> None:
+def test_a_body_over_the_limit_is_rejected_and_leaves_no_gap(run: Run) -> None:
     message = run.batch(loss_fn="x" * (70 << 20))
 
     answer = run.train(message.SerializeToString())
@@ -201,7 +201,7 @@ def test_a_body_over_the_limit_is_refused_and_leaves_no_gap(run: Run) -> None:
     assert "larger than" in answer.detail
 
 
-def test_a_small_body_that_expands_over_the_limit_is_refused(run: Run) -> None:
+def test_a_compressed_body_that_expands_over_the_limit_is_rejected(run: Run) -> None:
     message = run.batch(loss_fn="x" * (70 << 20))
     compressed = zstandard.compress(message.SerializeToString())
     assert len(compressed) < 1 << 20
@@ -211,7 +211,7 @@ def test_a_small_body_that_expands_over_the_limit_is_refused(run: Run) -> None:
     assert answer.status == 413
 
 
-def test_a_compressed_batch_is_read(run: Run) -> None:
+def test_a_compressed_batch_is_accepted(run: Run) -> None:
     compressed = zstandard.compress(run.batch().SerializeToString())
 
     answer = run.train(compressed, **{"Content-Encoding": "zstd"})
@@ -220,7 +220,7 @@ def test_a_compressed_batch_is_read(run: Run) -> None:
     assert "loss:sum" in pb.ForwardBackwardOutput.FromString(output).metrics
 
 
-def test_a_gradient_that_is_not_finite_is_dropped(run: Run) -> None:
+def test_a_gradient_that_is_not_finite_is_discarded(run: Run) -> None:
     huge = np.full(3, 3e38, np.float32)
 
     run.train(run.batch(weights=huge).SerializeToString())
@@ -229,7 +229,7 @@ def test_a_gradient_that_is_not_finite_is_dropped(run: Run) -> None:
     assert "NaN or an infinity" in str(applied["error"])
 
 
-def test_a_step_that_failed_in_part_is_not_applied(run: Run) -> None:
+def test_a_partially_failed_step_is_not_applied(run: Run) -> None:
     before = run.step()
     sound = run.batch()
     broken = run.batch(loss_fn="rmsprop")
@@ -239,5 +239,5 @@ def test_a_step_that_failed_in_part_is_not_applied(run: Run) -> None:
 
     assert "not applied" in str(applied["error"])
     assert "rmsprop" in str(run.outcome(failed)["error"])
-    # A sound step may raise the loss a little; one of such a size would undo all that was learnt.
+    # A valid step may raise the loss slightly; one of this size would undo all training.
     assert run.step() < before + 0.5

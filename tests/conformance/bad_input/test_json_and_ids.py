@@ -1,16 +1,16 @@
-"""Ids, JSON and pages that are none."""
+"""Invalid ids, JSON and pages."""
 
 import gzip
 
 from tinkercloud_testing.raw_run import Run
 
 
-def test_malformed_ids_are_refused(run: Run) -> None:
+def test_malformed_ids_are_rejected(run: Run) -> None:
     for request_id in ("", "x", "a:train:0", "a:train:x:1", "../:train:0:1", "a:b:0:1"):
         assert run.server.post("retrieve_future", {"request_id": request_id}).status == 400
 
 
-def test_json_that_is_none_is_refused(run: Run) -> None:
+def test_invalid_json_is_rejected(run: Run) -> None:
     nested = b"[" * 100_000
     for path in ("create_model", "optim_step", "asample", "create_session", "retrieve_future"):
         for body in (b"", b"{", b"[]", b"null", b'"x"', nested):
@@ -19,20 +19,20 @@ def test_json_that_is_none_is_refused(run: Run) -> None:
             assert answer.status == 400, (path, body[:10], answer.body)
 
 
-def test_a_large_json_body_is_refused(run: Run) -> None:
+def test_a_large_json_body_is_rejected(run: Run) -> None:
     body = b'{"sdk_version": "' + b"x" * (2 << 20) + b'"}'
 
     assert run.server.request("POST", "/api/v1/create_session", body).status == 413
 
 
-def test_lists_refuse_absurd_pages(run: Run) -> None:
+def test_lists_reject_invalid_pages(run: Run) -> None:
     absurd = ("limit=0", "limit=100000", "offset=-1", f"offset={1 << 63}", "limit=x")
     for listed in ("training_runs", "checkpoints", "sessions"):
         for query in (*absurd, "access_scope=all"):
             assert run.server.request("GET", f"/api/v1/{listed}?{query}").status == 400
 
 
-def test_what_is_not_served_is_named(run: Run) -> None:
+def test_unsupported_calls_are_named(run: Run) -> None:
     answers = {
         "GET /api/v1/audit": 404,
         "POST /api/v1/copy_weights": 404,
@@ -49,7 +49,7 @@ def test_what_is_not_served_is_named(run: Run) -> None:
         assert f"{what} is not served here" in answer.detail
 
 
-def test_a_character_that_no_database_holds_is_refused_by_name(run: Run) -> None:
+def test_a_character_that_databases_cannot_store_is_rejected_by_name(run: Run) -> None:
     text = "a\0b"
     answers = [
         run.server.post("create_session", {"sdk_version": "t", "display_name": text}),
@@ -69,7 +69,7 @@ def test_a_character_that_no_database_holds_is_refused_by_name(run: Run) -> None
     ]
 
 
-def test_json_that_is_compressed_is_refused_by_name(run: Run) -> None:
+def test_compressed_json_is_rejected_by_name(run: Run) -> None:
     body = gzip.compress(b'{"sdk_version": "t"}')
     for path in ("create_session", "optim_step", "asample", "retrieve_future"):
         headers = {"Content-Encoding": "gzip"}
@@ -79,7 +79,7 @@ def test_json_that_is_compressed_is_refused_by_name(run: Run) -> None:
         assert answer.detail == "content-encoding 'gzip' is not accepted: use none"
 
 
-def test_a_body_that_is_no_json_at_all_is_told_why(run: Run) -> None:
+def test_a_body_that_is_not_json_is_rejected_with_the_reason(run: Run) -> None:
     reasons = {
         b"[" * 100_000: "nested too deeply",
         b'{"sdk_version": "\xff"}': "not UTF-8",

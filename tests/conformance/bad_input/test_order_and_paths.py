@@ -1,4 +1,4 @@
-"""Steps, saves, loads and creations that make no sense are told so."""
+"""Invalid steps, saves, loads and creations fail with a reason."""
 
 from urllib.parse import quote
 
@@ -54,7 +54,7 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_ORDERED_REQUESTS)
-def test_a_bad_request_in_order_fails_with_a_reason(run: Run, name: str) -> None:
+def test_an_invalid_request_in_sequence_fails_with_a_reason(run: Run, name: str) -> None:
     path, fields, reason = BAD_ORDERED_REQUESTS[name]
 
     outcome = run.outcome(run.send(path, **fields))
@@ -63,7 +63,7 @@ def test_a_bad_request_in_order_fails_with_a_reason(run: Run, name: str) -> None
     assert outcome["category"] == "user"
 
 
-def test_a_request_over_the_limit_fails_in_its_place(run: Run) -> None:
+def test_a_request_over_the_limit_fails_in_sequence(run: Run) -> None:
     metadata = {"a": "x" * (70 << 20)}
 
     outcome = run.outcome(run.send("save_weights", path="x", user_metadata=metadata))
@@ -93,7 +93,7 @@ BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CREATIONS)
-def test_a_bad_creation_is_refused_at_once(run: Run, name: str) -> None:
+def test_an_invalid_creation_is_rejected_immediately(run: Run, name: str) -> None:
     changes, status, reason = BAD_CREATIONS[name]
 
     answer = run.server.post("create_model", run.create(5, **changes))
@@ -102,7 +102,7 @@ def test_a_bad_creation_is_refused_at_once(run: Run, name: str) -> None:
     assert reason in answer.detail
 
 
-def test_creations_that_only_the_engine_can_judge_fail_with_a_reason(run: Run) -> None:
+def test_creations_that_only_the_engine_can_validate_fail_with_a_reason(run: Run) -> None:
     requests = {
         "rank": run.create(10, lora_config={"rank": 1000}),
         "dimuon": run.create(11, optimizer_config={"type": "dimuon", "version": 1}),
@@ -114,7 +114,7 @@ def test_creations_that_only_the_engine_can_judge_fail_with_a_reason(run: Run) -
         assert reason in str(outcome["error"])
 
 
-def test_a_model_index_used_again_for_another_model_is_refused(run: Run) -> None:
+def test_a_reused_model_index_for_another_model_is_rejected(run: Run) -> None:
     same = run.server.post("create_model", run.create(0))
     other = run.server.post("create_model", run.create(0, lora_config={"rank": 8}))
 
@@ -123,7 +123,7 @@ def test_a_model_index_used_again_for_another_model_is_refused(run: Run) -> None
     assert "used before" in other.detail
 
 
-def test_a_sampling_session_keeps_its_weights_whoever_asks_for_it_again(run: Run) -> None:
+def test_a_sampling_session_keeps_its_weights_when_requested_by_another_caller(run: Run) -> None:
     sampler = {"session_id": run.session, "sampling_session_seq_id": 30, "base_model": MODEL}
     of_the_base = run.server.post("create_sampling_session", sampler)
     assert of_the_base.status == 200
@@ -150,7 +150,7 @@ def test_a_sampling_session_keeps_its_weights_whoever_asks_for_it_again(run: Run
     run.step()
 
 
-def test_a_state_is_not_restored_into_another_optimizer(run: Run) -> None:
+def test_state_is_not_restored_into_another_optimizer(run: Run) -> None:
     saved = run.outcome(run.send("save_weights", path="of-adamw"))
     create = {"session_id": run.session, "path": saved["path"], "optimizer": True}
     dimuon, adamw = {"type": "dimuon", "version": 1}, {"type": "adamw"}
@@ -181,7 +181,7 @@ BAD_PATHS = [
 
 
 @pytest.mark.parametrize("path", BAD_PATHS)
-def test_a_path_outside_the_grammar_is_refused_everywhere(run: Run, path: str) -> None:
+def test_a_malformed_path_is_rejected_everywhere(run: Run, path: str) -> None:
     uri = path.format(run=run.model_id)
     create = {"session_id": run.session, "model_seq_id": 20, "path": uri, "optimizer": False}
     sampler = {"session_id": run.session, "sampling_session_seq_id": 20, "model_path": uri}
@@ -195,13 +195,13 @@ def test_a_path_outside_the_grammar_is_refused_everywhere(run: Run, path: str) -
     assert [answer.status for answer in answers] == [400, 400, 400]
 
 
-def test_a_checkpoint_that_does_not_exist_is_not_found(run: Run) -> None:
+def test_a_missing_checkpoint_is_not_found(run: Run) -> None:
     uri = f"tinker://{run.model_id}/weights/never-saved"
 
     assert run.server.post("weights_info", {"tinker_path": uri}).status == 404
 
 
-def test_a_load_in_both_forms_or_in_none_is_refused(run: Run) -> None:
+def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
     path = f"tinker://{run.model_id}/weights/x"
 
     answer = run.server.post("load_weights", {"path": path, "optimizer": False})
@@ -221,8 +221,8 @@ NOT_SERVED_IN_ORDER = {
 
 
 @pytest.mark.parametrize("path", NOT_SERVED_IN_ORDER)
-def test_a_call_that_is_not_served_leaves_no_hole_in_the_order(run: Run, path: str) -> None:
-    # As the SDK writes them: the data first, however much it is.
+def test_an_unsupported_call_leaves_no_gap_in_the_sequence(run: Run, path: str) -> None:
+    # Like the SDK, which writes the data first, however large.
     body = {
         "forward_backward_input": {"data": [list(range(50_000))], "loss_fn": "cross_entropy"},
         "model_id": run.model_id,
@@ -238,13 +238,13 @@ def test_a_call_that_is_not_served_leaves_no_hole_in_the_order(run: Run, path: s
     assert ("not applied" in str(applied.get("error"))) == may_belong_to_the_step
 
 
-def test_a_call_that_is_not_served_and_names_no_place_is_refused_at_once(run: Run) -> None:
+def test_an_unsupported_call_without_a_sequence_number_is_rejected_immediately(run: Run) -> None:
     for body in ({}, {"model_id": run.model_id}, {"seq_id": 1}, {"model_id": 1, "seq_id": 1}):
         assert run.server.post("copy_weights", body).status == 404
     assert run.server.post("forward_backward", {"model_id": run.model_id}).status == 400
 
 
-def test_nobody_takes_a_place_in_the_order_of_another_owners_model(run: Run) -> None:
+def test_nobody_can_use_sequence_numbers_of_another_owners_model(run: Run) -> None:
     body = {"model_id": run.model_id, "seq_id": run.next_seq_id}
 
     answer = run.server.post("forward", body, key=run.server.new_key("another"))

@@ -1,4 +1,4 @@
-"""A sample that can't be drawn is refused at once."""
+"""An invalid sampling request is rejected immediately."""
 
 from collections.abc import Sequence
 
@@ -105,7 +105,9 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_a_bad_sample_is_refused_at_once(run: Run, sampler: str, name: str) -> None:
+def test_an_invalid_sampling_request_is_rejected_immediately(
+    run: Run, sampler: str, name: str
+) -> None:
     changes, reason = BAD_SAMPLES[name]
 
     answer = run.server.post("asample", a_sample(sampler, 1000, **changes))
@@ -114,7 +116,7 @@ def test_a_bad_sample_is_refused_at_once(run: Run, sampler: str, name: str) -> N
     assert reason in answer.detail
 
 
-def test_a_sample_number_used_again_with_other_content_is_refused(run: Run, sampler: str) -> None:
+def test_a_reused_sample_number_with_different_content_is_rejected(run: Run, sampler: str) -> None:
     first = run.server.post("asample", a_sample(sampler, 1))
     same = run.server.post("asample", a_sample(sampler, 1))
     other = run.server.post("asample", a_sample(sampler, 1, num_samples=2))
@@ -123,7 +125,7 @@ def test_a_sample_number_used_again_with_other_content_is_refused(run: Run, samp
     assert other.status == 400
 
 
-def test_a_body_about_two_sessions_is_refused(run: Run, sampler: str) -> None:
+def test_a_body_with_two_sessions_is_rejected(run: Run, sampler: str) -> None:
     """The proxy must not check one session's owner and the head sample from another."""
     hidden = {"x": {"sampling_session_id": sampler}}
 

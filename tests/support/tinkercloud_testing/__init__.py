@@ -1,1 +1,1 @@
-"""Builders, tiny models and started servers for the tests. Typed like the packages it tests."""
+"""Builders, tiny models and running servers for tests, typed like the packages under test."""

@@ -1,7 +1,7 @@
-"""Importing this makes the process one of a machine with torch and transformers, and no more.
+"""Importing this makes a process behave as if only torch and transformers were installed.
 
-Nothing else that is installed is found any more, by imports or by who asks for versions. pydantic
-neither, though late versions of typer, which transformers brings, bring it.
+After that, imports and version queries do not find other distributions. pydantic is hidden too,
+although recent versions of typer, a dependency of transformers, depend on it.
 """
 
 import sys
@@ -25,7 +25,7 @@ OURS = ("benchmarks", "tinkercloud_")
 
 
 def brought(names: Sequence[str]) -> set[str]:
-    """Return what pip would install of what is here, asked for some distributions."""
+    """Return the installed distributions that pip would install for some names."""
     found: set[str] = set()
     left = list(names)
     while left:
@@ -50,7 +50,7 @@ REFUSED = {
 
 
 class BareFinder:
-    """Finds files as Python does, but for those of what is refused."""
+    """Finds files like Python, except those of hidden distributions."""
 
     @staticmethod
     def find_spec(

@@ -17,13 +17,13 @@ _KEY = "testing"
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket, which whoever has its key may read and write."""
+    """A bucket that its key can read and write."""
 
     endpoint: str
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a program needs to find it."""
+        """The environment variables with its address and key."""
         return {
             "AWS_ENDPOINT": self.endpoint,
             "AWS_ACCESS_KEY_ID": _KEY,
@@ -55,7 +55,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def a_bucket(address: str) -> Iterator[Bucket]:
-    """Serve an empty bucket on one of this machine's addresses."""
+    """Serve an empty bucket at a local address."""
     server = ThreadedMotoServer(ip_address=address, port=0)
     server.start()
     try:

@@ -10,7 +10,7 @@ from tinkercloud_testing.models import VOCAB_SIZE
 
 
 def a_datum(tokens: Sequence[int] = (1, 2, 3), **inputs: Array) -> Datum:
-    """Return a datum that predicts its own next token, ending in token 0, unless told otherwise."""
+    """Return a datum that predicts each next token and ends in token 0; inputs override that."""
     ids = np.asarray(tokens, dtype=np.int32)
     targets = np.append(ids[1:], 0).astype(np.int64)
     return Datum(ids, {"target_tokens": targets, **inputs})
@@ -24,7 +24,7 @@ def a_request(
     seq_id: int = 1,
     forward_only: bool = False,
 ) -> ForwardBackwardRequest:
-    """Return a forward_backward request about a model that may not exist."""
+    """Return a forward_backward request for a model that may not exist."""
     return ForwardBackwardRequest(
         model_id="s:train:0",
         seq_id=seq_id,
@@ -54,7 +54,7 @@ def random_data(
 
 
 def counting_every_token(data: Sequence[Datum]) -> list[Datum]:
-    """Return data with the mask that losses over whole sequences take, which leaves nothing out."""
+    """Return data with a mask for sequence losses that includes every token."""
     masks = [np.ones(len(datum.tokens), np.float32) for datum in data]
     return [
         replace(datum, inputs={**datum.inputs, "sequence_ratio_mask": mask})

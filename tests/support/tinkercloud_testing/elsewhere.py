@@ -1,11 +1,11 @@
-"""A device that is not the CPU, on machines that have none: `elsewhere`.
+"""A fake device other than the CPU, for machines without one: `elsewhere`.
 
-Its tensors hold real numbers, and refuse what a GPU's would: to be computed with together with the
-CPU's, or to be read by NumPy. So code that forgets where its tensors are fails here as it would
-there. What is not like a GPU: its speed, its kernels, that it computes as it is told to.
+Its tensors hold real data and reject the same operations as GPU tensors: those that mix them with
+CPU tensors, and conversion to NumPy. Code that ignores the device of its tensors therefore fails
+here too. The differences from a GPU are its speed, its kernels and its synchronous execution.
 
-To import this module is to make it the process's accelerator, which can't be undone: import it in a
-process of its own.
+Importing this module makes the device the accelerator of the process, which cannot be undone:
+import it in a separate process.
 """
 
 from typing import Any
@@ -20,26 +20,26 @@ from torch.utils.backend_registration import (
 
 _NAME = "elsewhere"
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
-"""Their indices, and only those, may lie on the CPU: as it is with CUDA."""
+"""Operations whose indices may be on the CPU, as with CUDA."""
 
 
 class _Backend(_DummyBackendModule):
-    """What torch asks of an accelerator's module."""
+    """The module interface that torch expects of an accelerator."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the types of mixed precision, for which layers computed again ask."""
+        """Return the dtypes of mixed precision, which recomputed layers query."""
         return [torch.float16, torch.bfloat16]
 
 
 _setup_privateuseone_for_python_backend(_NAME, backend_module=_Backend())
-# A module that is converted gets other tensors: the numbers behind these can't be exchanged.
+# Converting a module replaces its tensors: the data behind them cannot be swapped.
 torch.__future__.set_swap_module_params_on_conversion(True)
 
 DEVICE = torch.device(_NAME, 0)
 
 
 class _Elsewhere(torch.Tensor):
-    """A tensor that says it is there, and keeps its numbers in one that is here."""
+    """A tensor that reports the fake device and keeps its data in a CPU tensor."""
 
     here: Tensor
 
@@ -57,15 +57,15 @@ class _Elsewhere(torch.Tensor):
         return tensor
 
     def tolist(self) -> Any:
-        """Return the numbers, which also a GPU's tensor brings here by itself."""
+        """Return the values, which are copied to the CPU implicitly, as for a GPU tensor."""
         return self.here.tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return what tells two tensors that share memory from two that do not."""
+        """Return the storage, which identifies tensors that share memory."""
         return self.here.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Return an address, as a GPU's tensor has one."""
+        """Return an address, like that of a GPU tensor."""
         return self.here.data_ptr()
 
     @classmethod
@@ -76,7 +76,7 @@ class _Elsewhere(torch.Tensor):
 
 
 def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the CPU, and say that its results are where they would be."""
+    """Run an operation on the CPU, with results that report the expected device."""
     name = operation._schema.name.removeprefix("aten::")
     known: dict[int, _Elsewhere] = {}
 
@@ -89,7 +89,7 @@ def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
     def there(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        # What is changed in place stays the tensor it was.
+        # An in-place operation returns the same tensor.
         return known[id(value)] if id(value) in known else _Elsewhere(value)
 
     is_there = _is_there(name, (args[:1], kwargs) if name in _INDEXES else (args, kwargs))
@@ -102,16 +102,16 @@ def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_there(name: str, arguments: Any) -> bool:
-    """Return where an operation is to run.
+    """Return the device of an operation.
 
     Raises:
-        RuntimeError: its tensors are on two devices.
+        RuntimeError: The tensors are on different devices.
     """
     tensors = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
     if name == "copy_":
         return isinstance(tensors[0], _Elsewhere)
     elsewhere = [tensor for tensor in tensors if isinstance(tensor, _Elsewhere)]
-    # A GPU computes with a number that lies on the CPU.
+    # A GPU accepts scalar tensors on the CPU.
     strangers = [tensor for tensor in tensors if tensor.ndim and not isinstance(tensor, _Elsewhere)]
     if elsewhere and strangers:
         raise RuntimeError(
@@ -134,7 +134,7 @@ def _copy_from(source: Tensor, target: Tensor, *_: object, **__: object) -> Tens
     return result
 
 
-# What makes tensors has none among its arguments, and so does not reach `__torch_dispatch__`.
+# Factory functions have no tensor arguments, so they do not reach `__torch_dispatch__`.
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")

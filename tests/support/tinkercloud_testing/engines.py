@@ -27,7 +27,7 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBeside
 
 @dataclass(frozen=True)
 class Engine:
-    """What a head is built around."""
+    """The components of a head."""
 
     trainer: TorchTrainer
     sampler: TorchSampler
@@ -48,7 +48,7 @@ def an_engine(
     max_sampler_bytes: int = 1 << 30,
     recorder: Recorder | None = None,
 ) -> Iterator[Engine]:
-    """Start an engine over `model`; end its thread afterwards."""
+    """Start an engine with a model; stop its thread afterwards."""
     base = BaseModel(model, packed=recorder is None)
     thread = EngineThread(on_crash=_end_the_process)
     sampler = TorchSampler(
@@ -68,26 +68,26 @@ def an_engine(
 
 @asynccontextmanager
 async def held(engine: Engine) -> AsyncIterator[None]:
-    """Keep the engine's thread from work; what is asked for meanwhile waits together."""
-    is_held, may_go_on = threading.Event(), threading.Event()
+    """Block the thread of the engine, so that requests during the block are queued together."""
+    is_held, may_continue = threading.Event(), threading.Event()
 
     def hold() -> None:
         is_held.set()
-        may_go_on.wait()
+        may_continue.wait()
 
     holding = asyncio.create_task(engine.thread.run(lambda _: hold()))
     await asyncio.to_thread(is_held.wait)
     try:
         yield
-        # Tasks made meanwhile have asked by then.
+        # Tasks created during the block have sent their requests by now.
         await asyncio.sleep(0)
     finally:
-        may_go_on.set()
+        may_continue.set()
         await holding
 
 
 async def publish_adapter(engine: Engine, name: str, seed: int, rank: int = 4) -> None:
-    """Publish a version with an adapter that changes what the model says."""
+    """Publish a version with an adapter that changes the output of the model."""
     model_id = f"{name}-{seed}"
     engine.trainer.add_model(model_id, LoraConfig(rank=rank, seed=seed))
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def a_sampling_request(
     top_logprobs: int = 0,
     questions: PromptQuestions | None = None,
 ) -> SamplingRequest:
-    """Return a sampling request that stops at the end token unless told otherwise."""
+    """Return a sampling request that stops at the end token by default."""
     return SamplingRequest(
         prompt=np.asarray(prompt, dtype=np.int32),
         num_samples=num_samples,

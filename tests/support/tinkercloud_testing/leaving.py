@@ -1,4 +1,4 @@
-"""What leaves a trainer on a device of its own (`elsewhere`), and what that takes of the device."""
+"""Exports of a trainer on a separate device (`elsewhere`), and the device memory they use."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _TRAINERS: Sequence[type[TorchTrainer]] = (TorchTrainer, TrainerBesideSampler, D
 
 
 class _Taken(TorchDispatchMode):
-    """Counts the numbers for which operations take memory of the device; single ones are free."""
+    """Counts the elements that operations allocate on the device, apart from scalars."""
 
     elements: int = 0
 
@@ -40,9 +40,9 @@ class _Taken(TorchDispatchMode):
 
 
 def taken_by_what_leaves() -> dict[str, int]:
-    """Return the numbers for which each way out takes memory of the device, by its name.
+    """Return the number of elements that each export allocates on the device, by name.
 
-    Call it in a process of its own, where the device has not been made yet.
+    Call it in a separate process in which the device is not registered yet.
     """
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -69,7 +69,7 @@ def taken_by_what_leaves() -> dict[str, int]:
 
 
 def taken_by(leave: Callable[[], object]) -> int:
-    """Return the numbers for which something takes memory of the device."""
+    """Return the number of elements that a function allocates on the device."""
     with _Taken() as taken:
         leave()
     elements: int = taken.elements

@@ -1,4 +1,4 @@
-"""What embeddings should have for a gradient."""
+"""The expected gradient of embeddings."""
 
 from collections.abc import Callable
 from typing import cast
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 def gradient_of_lookups(embedding: nn.Module) -> Callable[[], Tensor]:
-    """Return what adds up the gradients of all that is looked up from here on, in float64.
+    """Return a function that sums the gradients of all later lookups in float64.
 
     Args:
-        embedding: of ids in any order; what it finds is in the same.
+        embedding: Embedding of ids in any order; its output has the same order.
     """
     seen: list[tuple[Tensor, Tensor]] = []
 

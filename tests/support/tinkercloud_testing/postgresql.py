@@ -1,6 +1,7 @@
-"""A real PostgreSQL: programs of the operating system, a data folder of its own, a free port.
+"""A real PostgreSQL server with the programs of the operating system.
 
-It listens on one address, wants a password, and ends with the test run.
+It has its own data folder, listens on a free port of one address, requires a password, and ends
+with the test run.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ _USER = "tinkercloud"
 _SYSTEM_USER = "postgres"
 _SETTINGS = {
     "unix_socket_directories": "",
-    # What the machine would lose in a power cut is of no interest here.
+    # Durability after a power failure is irrelevant here.
     "fsync": "off",
 }
 
 
 @dataclass(frozen=True)
 class PostgreSQL:
-    """A server. `start` and `stop` may alternate and may be repeated."""
+    """A server. `start` and `stop` may be called repeatedly."""
 
     program: Program
     programs: Path
@@ -37,18 +38,18 @@ class PostgreSQL:
     password: str
 
     def start(self) -> None:
-        """Start it unless it runs."""
+        """Start it unless it is running."""
         self.program.start()
 
     def stop(self) -> None:
-        """Stop it at once, whoever is connected."""
+        """Stop it immediately, and disconnect all clients."""
         if self.program.is_running and self.program.process is not None:
             self.program.process.send_signal(signal.SIGINT)
             self.program.process.wait()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Let it hang, connections and all, for the length of a block."""
+        """Suspend it and its connections during a block."""
         assert self.program.process is not None
         main = self.program.process.pid
         children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
@@ -62,7 +63,7 @@ class PostgreSQL:
                 os.kill(process, signal.SIGCONT)
 
     def new_database(self) -> str:
-        """Make an empty database and return its URL, as `TINKERCLOUD_DATABASE_URL` wants it."""
+        """Create an empty database and return its URL for `TINKERCLOUD_DATABASE_URL`."""
         name = f"db_{secrets.token_hex(8)}"
         self._run("createdb", name)
         return f"postgresql+asyncpg://{_USER}:{self.password}@{self.address}:{self.port}/{name}"
@@ -76,10 +77,10 @@ class PostgreSQL:
 
 @contextlib.contextmanager
 def a_postgresql(address: str = "127.0.0.1") -> Iterator[PostgreSQL]:
-    """Run PostgreSQL, which is installed first where it is missing (Debian, as root).
+    """Run PostgreSQL; install it first if it is missing (Debian, as root).
 
     Args:
-        address: where it listens.
+        address: The address to listen on.
     """
     subprocess.run([str(ROOT / "tools" / "install_postgresql.sh")], check=True)
     programs = _programs()
@@ -88,8 +89,8 @@ def a_postgresql(address: str = "127.0.0.1") -> Iterator[PostgreSQL]:
         data = _initialised(programs, folder, password)
         settings = {**_SETTINGS, "listen_addresses": address, "port": str(port)}
         options = [f"-c{name}={value}" for name, value in settings.items()]
-        # Giving up root undoes the order to die with this run, so it is given again: a fast
-        # shutdown, which leaves no shared memory behind.
+        # Dropping root clears the parent-death signal, so it is set again: SIGINT is a fast
+        # shutdown that removes shared memory.
         as_nobody = _as_nobody_special("--pdeathsig", "INT")
         command = [*as_nobody, str(programs / "postgres"), "-D", str(data)]
         is_ready = [str(programs / "pg_isready"), "--quiet", f"--host={address}", f"--port={port}"]
@@ -108,15 +109,15 @@ def a_postgresql(address: str = "127.0.0.1") -> Iterator[PostgreSQL]:
 
 
 def _programs() -> Path:
-    """Return the folder of the newest installed version: Debian keeps most off the PATH."""
+    """Return the folder of the latest installed version, which Debian does not add to PATH."""
     folders = Path("/usr/lib/postgresql").glob("*/bin")
     found = max(folders, key=lambda path: int(path.parent.name), default=None)
     return found or Path(system_tool("initdb")).resolve().parent
 
 
 def _initialised(programs: Path, folder: Path, password: str) -> Path:
-    """Return a new data folder, which belongs to whom the server runs as."""
-    # Root's folder, through which the server's user has to pass.
+    """Return a new data folder, owned by the user of the server."""
+    # The user of the server must be able to traverse this folder of root.
     folder.chmod(0o711)
     data, password_file = folder / "data", folder / "password"
     data.mkdir(mode=0o700)
@@ -142,7 +143,7 @@ def _initialised(programs: Path, folder: Path, password: str) -> Path:
 
 
 def _as_nobody_special(*options: str) -> Sequence[str]:
-    """Return what to put before a command that refuses to run as root."""
+    """Return the prefix for a command that does not run as root."""
     if os.geteuid() != 0:
         return ()
     user = pwd.getpwnam(_SYSTEM_USER)

@@ -1,4 +1,4 @@
-"""Providers of session heads that tests decide about."""
+"""Providers of session heads that tests control."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tinkercloud_protocol.launch import ModelSpec
 
 
 class OneHead:
-    """A provider (`providers.base.SessionProvider`) of the head it was given last."""
+    """A provider (`providers.base.SessionProvider`) that returns a fixed head."""
 
     def __init__(self) -> None:
         self.route: HeadRoute | None = None

@@ -1,4 +1,4 @@
-"""Requests the SDK would never send."""
+"""Requests that the SDK never sends."""
 
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
@@ -10,7 +10,7 @@ VOCAB_SIZE, CONTEXT = 264, 512
 
 
 class Run:
-    """A training run without the SDK, whose requests may be wrong in any way."""
+    """A training run without the SDK, whose requests may be invalid."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -41,12 +41,12 @@ class Run:
         return self.server.request("POST", "/api/v1/forward_backward", body, headers=fields)
 
     def outcome(self, answer: Answer) -> dict[str, object]:
-        """Return what the future of an accepted request says."""
+        """Return the result of the future of an accepted request."""
         assert answer.status == 200, answer.body
         return self.server.result(str(answer.json()["request_id"])).json()
 
     def step(self) -> float:
-        """Train one sound step and return its loss."""
+        """Train one valid step and return its loss."""
         answer = self.train(self.batch().SerializeToString())
         request_id = str(answer.json()["request_id"])
         output = pb.ForwardBackwardOutput.FromString(self.server.result(request_id).body)

@@ -1,4 +1,4 @@
-"""Recording decoding steps where there is no GPU."""
+"""Recording of decoding steps without a GPU."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from tinkercloud_worker.torch_sampler.graphs import Compute
 
 
 class Operations:
-    """Records work as operations on the tensors that it used."""
+    """Records work as operations on the same tensors."""
 
     def __init__(self) -> None:
         self.recorded = 0

@@ -1,7 +1,7 @@
-"""SDK clients that end with the server they are clients of.
+"""SDK clients that end with their server.
 
-One that is left alone goes on sending heartbeats to a server that is gone, until the test run ends
-and beyond: its thread may be killed in the midst of it then, and take the process along.
+Otherwise a client keeps sending heartbeats to a stopped server until the test run ends. Killing its
+thread at that point may crash the process.
 """
 
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ import tinker
 
 @dataclass
 class SdkClients:
-    """Those of one server."""
+    """The clients of one server."""
 
     made: list[tinker.ServiceClient] = field(default_factory=list)
 
     def make(self, url: str, key: str) -> tinker.ServiceClient:
-        """Return another."""
+        """Return a new client."""
         client = tinker.ServiceClient(base_url=url, api_key=key)
         self.made.append(client)
         return client
 
     def close(self) -> None:
-        """End them all."""
+        """Close all clients."""
         for client in self.made:
-            # The public property makes a session for a client that has none, or is closed.
+            # The public property would create a session for a closed client.
             if client._session_holder is not None:
                 client._session_holder.close()

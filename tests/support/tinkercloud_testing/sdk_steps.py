@@ -1,4 +1,4 @@
-"""Steps of training with the SDK, on one short text."""
+"""Training steps with the SDK on one short text."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ ADAM = types.AdamParams(learning_rate=0.01)
 
 
 def a_text(tokens: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
-    """Return a text whose every token but the first is predicted.
+    """Return a text in which every token except the first is predicted.
 
     Args:
-        tokens: of the text.
-        inputs: of the loss, by name: a number for each token but the first.
+        tokens: The tokens of the text.
+        inputs: The inputs of the loss by name, with a number for each token except the first.
     """
     targets = types.TensorData.from_numpy(np.asarray(tokens[1:], np.int64))
     numbers = {
@@ -28,18 +28,18 @@ def a_text(tokens: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
 
 
 def a_datum(first: int = 5) -> types.Datum:
-    """Return a text of four tokens, of which the first may be chosen, and what follows each."""
+    """Return a text of four tokens with a given first token, and its targets."""
     return a_text([first, 6, 7, 8, 9], weights=[1.0] * 4)
 
 
 def step(training: tinker.TrainingClient, first: int = 5) -> float:
-    """Train one step, and return the loss before it."""
+    """Train one step and return the loss before it."""
     result = training.forward_backward([a_datum(first)], "cross_entropy")
     training.optim_step(ADAM).result()
     return result.result().metrics["loss:sum"]
 
 
 def score(training: tinker.TrainingClient, tokens: Sequence[int]) -> list[float]:
-    """Return the trainer's own logprobs of every token but the first."""
+    """Return the trainer's logprobs of every token except the first."""
     output = training.forward([a_text(tokens)], "cross_entropy").result()
     return list(output.loss_fn_outputs[0]["logprobs"].data)

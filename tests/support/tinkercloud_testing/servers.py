@@ -1,4 +1,4 @@
-"""A real server on this machine: the `tinkercloud` command, its heads, its own state folder."""
+"""A real local server: the `tinkercloud` command, its heads and its state folder."""
 
 import contextlib
 import json
@@ -32,11 +32,11 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
         "TINKERCLOUD_TRAINER__TENSOR_PARALLEL": "2",
     },
 }
-"""Settings of a server, by the trainer of its heads: in the head's process, or of two ranks."""
+"""Server settings by the trainer of heads: in the head's process, or with two ranks."""
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 @dataclass
 class Answer:
-    """What a plain HTTP request got."""
+    """The response to a plain HTTP request."""
 
     status: int
     headers: Mapping[str, str]
@@ -58,13 +58,13 @@ class Answer:
 
     @property
     def detail(self) -> str:
-        """Return what an error says."""
+        """Return the message of an error."""
         return str(self.json()["detail"])
 
 
 @dataclass
 class Server:
-    """One server. `start` and `stop` may alternate; the state folder and the port stay."""
+    """A server. `start` and `stop` may be repeated; the state folder and the port remain."""
 
     models: Mapping[str, Path]
     state_dir: Path
@@ -76,12 +76,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """The output so far."""
         return (self.state_dir / "server.log").read_text()
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class Server:
         assert process.poll() is None, self.log
 
     def environment(self) -> dict[str, str]:
-        """Return the environment its commands run in."""
+        """Return the environment of its commands."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
         own = {
             "TINKERCLOUD_STATE_DIR": str(self.state_dir),
@@ -114,7 +114,7 @@ class Server:
         return {**inherited, **own, **self.settings}
 
     def command(self, *arguments: str) -> str:
-        """Run the `tinkercloud` command beside it and return what it printed."""
+        """Run the `tinkercloud` command in its environment and return the output."""
         result = subprocess.run(
             [sys.executable, "-m", "tinkercloud_api", *arguments],
             env=self.environment(),
@@ -126,14 +126,14 @@ class Server:
         return result.stdout
 
     def is_healthy(self) -> bool:
-        """Whether it answers that it is."""
+        """Whether its health check succeeds."""
         try:
             return self.request("GET", "/healthz", key=None).status == 200
         except OSError:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return what it has counted, summed over all series with these labels; 0 for none."""
+        """Return the sum of a metric over all series with these labels; 0 without any."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
             families = text_string_to_metric_families(response.read().decode())
@@ -141,13 +141,13 @@ class Server:
         return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
     def stop(self) -> None:
-        """Stop it as a service manager would, and wait for the end."""
+        """Stop it like a service manager and wait until it has exited."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait(PATIENCE_SECONDS)
 
     def kill(self) -> None:
-        """Kill it without warning; its heads go on."""
+        """Kill it without warning; its heads keep running."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -172,7 +172,7 @@ class Server:
         return tinker.RestClient(base_url=self.url, api_key=key)
 
     def new_key(self, owner: str) -> str:
-        """Return a fresh key of an owner."""
+        """Return a new key of an owner."""
         return str(json.loads(self.command("keys", "create", owner, "--json"))["key"])
 
     def request(
@@ -184,7 +184,7 @@ class Server:
         key: str | None = API_KEY,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Send a plain HTTP request; bytes go as they are, anything else as JSON."""
+        """Send a plain HTTP request; bytes are sent unchanged, other bodies as JSON."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         fields = {"Content-Type": "application/json", **(headers or {})}
         if key is not None:
@@ -201,7 +201,7 @@ class Server:
         return self.request("POST", f"/api/v1/{path}", body, key=key)
 
     def result(self, request_id: str, *, key: str | None = API_KEY) -> Answer:
-        """Wait for a future, as the SDK would."""
+        """Wait for a future like the SDK."""
         while True:
             answer = self.post("retrieve_future", {"request_id": request_id}, key=key)
             if answer.status != 408:
@@ -212,7 +212,7 @@ class Server:
 def a_server(
     state_dir: Path, models: Mapping[str, Path], settings: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Run a server; end it and its heads afterwards, whatever happens."""
+    """Run a server; stop it and its heads afterwards in any case."""
     server = Server(models, state_dir, settings or {})
     try:
         server.start()

@@ -1,4 +1,4 @@
-"""Ranks in a Ray cluster of two nodes, both on this machine, each with its own store and cores."""
+"""Ranks in a Ray cluster of two local nodes, each with its own object store and cores."""
 
 import os
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ _STORE_BYTES = 100 << 20
 
 
 class Located(Recorder):
-    """Knows where it is."""
+    """Reports its node."""
 
     def node(self) -> str:
-        """Return the node's id."""
+        """Return the id of the node."""
         return str(ray.get_runtime_context().get_node_id())
 
 
 def sums_and_nodes(shapes: Sequence[GroupShape]) -> list[tuple[float, list[str]]]:
-    """Start groups, one after another; return what the ranks of each add up to, and their nodes.
+    """Start groups one after another; return the sum over the ranks of each, and their nodes.
 
-    Call it in a process of its own, since a process is in one cluster at most.
+    Call it in a separate process, because a process can join only one cluster.
 
     Args:
-        shapes: of the groups; each rank adds its number and one.
+        shapes: The shapes of the groups; each rank adds its number and one.
     """
     os.environ["PYTHONPATH"] = str(Path(tinkercloud_testing.__path__[0]).parent)
     cluster = Cluster()

@@ -1,18 +1,18 @@
-"""Waiting for what tests do not control."""
+"""Waiting for conditions that tests do not control."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
 PATIENCE_SECONDS = 600.0
-"""For a machine that does much besides; on a quiet one nothing takes a tenth of it."""
+"""Timeout for a busy machine; on an idle one, nothing takes a tenth of it."""
 
 
 def wait_until(ready: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait for something outside our control to become true.
+    """Wait until a condition is true.
 
     Raises:
-        TimeoutError: It did not in that many seconds.
+        TimeoutError: The condition was not true in time.
     """
     deadline = time.monotonic() + seconds
     while not ready():
@@ -22,12 +22,12 @@ def wait_until(ready: Callable[[], bool], what: str, seconds: float = PATIENCE_S
 
 
 async def reached(condition: Callable[[], bool]) -> bool:
-    """Wait for something that another task of this event loop does.
+    """Wait until another task of this event loop makes a condition true.
 
     Raises:
-        TimeoutError: It did not.
+        TimeoutError: The condition was not true in time.
     """
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
+        while not condition():  # noqa: ASYNC110 - the condition sends no notification
             await asyncio.sleep(0.001)
     return True

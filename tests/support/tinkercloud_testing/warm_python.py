@@ -1,8 +1,8 @@
-"""`python -m tinkercloud_testing.warm_python SOCKET MODULE...`: import once what many ranks need.
+"""`python -m tinkercloud_testing.warm_python SOCKET MODULE...`: import modules once for many ranks.
 
-To import torch, transformers and megatron-core takes longer than what most ranks of tests do. A
-program that has imported them becomes, in copies of itself, the scripts that `warm_start.py` asks
-for at a socket: each is a process of its own, born with what it would import first.
+Importing torch, transformers and megatron-core takes longer than the work of most ranks in tests. A
+process that has imported them forks for every script that `warm_start.py` requests at a socket:
+each fork runs a script with the modules already imported.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ MODULES = (
     "tinkercloud_worker.megatron_trainer.model",
     "tinkercloud_worker.megatron_trainer.trainer",
 )
-"""Of ranks: none of Ray's, which reads its settings as it is imported."""
+"""Modules of ranks, without those of Ray, which reads its settings on import."""
 _SETTINGS = {
-    # As Ray and the group set them for ranks, which comes too late for what has been imported.
+    # The values that Ray and the group set for ranks, which is too late for imported modules.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
@@ -36,10 +36,10 @@ _CLIENT = Path(__file__).with_name("warm_start.py")
 
 @contextlib.contextmanager
 def warm_ranks(folder: Path) -> Iterator[Mapping[str, str]]:
-    """Run such a program; the environment that is returned lets Ray begin its workers there.
+    """Run the process; with the returned environment, Ray starts its workers there.
 
     Args:
-        folder: for its log and its socket.
+        folder: The folder of its log and its socket.
     """
     path = folder / "socket"
     program = Program(
@@ -64,7 +64,7 @@ def main() -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
-    # Who has ended is to leave at once: nobody waits for copies here.
+    # Finished forks must be reaped immediately, because nothing waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -79,8 +79,8 @@ def main() -> None:
 
 
 def _become(asking: socket.socket) -> None:
-    """Be the script that is asked for, with its arguments, environment, folder and files."""
-    # Ray ends the process groups of its workers.
+    """Run the requested script with its arguments, environment, folder and open files."""
+    # Ray kills the process groups of its workers.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     content, files, _, _ = socket.recv_fds(asking, 1 << 20, 3)

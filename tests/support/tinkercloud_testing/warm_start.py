@@ -1,6 +1,6 @@
-"""`python -IS warm_start.py SOCKET SCRIPT ARGUMENT...`: have a warm Python run a script.
+"""`python -IS warm_start.py SOCKET SCRIPT ARGUMENT...`: run a script in a fork of a warm Python.
 
-It imports next to nothing, as what it stands for is to begin at once: see `warm_python`.
+It imports almost nothing, so that the script starts immediately: see `warm_python`.
 """
 
 import json

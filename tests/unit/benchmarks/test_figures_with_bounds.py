@@ -1,4 +1,4 @@
-"""A figure with a bound misses it when what was computed is no number, or came another way."""
+"""A figure with a bound fails for values that are not finite, or were transferred another way."""
 
 import asyncio
 import math
@@ -18,6 +18,8 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 from tinkercloud_worker.metrics import Way
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[3]
 URL = "http://an-engine-of-these-tests"
 CLOSE = 1e-6
@@ -29,7 +31,7 @@ Modules = Callable[[str], ModuleType]
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """`benchmarks`, which nobody installs, has its place beside the tests."""
+    """Make `benchmarks` importable, which is not an installed package."""
     monkeypatch.syspath_prepend(ROOT)
     return lambda name: import_module(f"benchmarks.{name}")
 
@@ -37,7 +39,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Modules:
 @pytest.mark.parametrize(
     "errors", [(NOT_A_NUMBER, 1.0), (1.0, NOT_A_NUMBER), (1.0, math.inf), (1.0, -math.inf)]
 )
-def test_the_largest_of_errors_is_infinite_where_any_is_not_finite(
+def test_the_largest_error_is_infinite_if_any_is_not_finite(
     benchmarks: Modules, errors: tuple[float, ...]
 ) -> None:
     largest_error = benchmarks("measuring").largest_error
@@ -49,7 +51,7 @@ def test_the_largest_of_errors_is_infinite_where_any_is_not_finite(
 
 @pytest.mark.parametrize("spoilt", ["first", "middle", "last"])
 @pytest.mark.parametrize("value", [NOT_A_NUMBER, math.inf])
-def test_a_gradient_with_a_value_that_is_no_number_is_infinitely_far(
+def test_a_gradient_with_a_nan_is_infinitely_far(
     benchmarks: Modules, spoilt: str, value: float
 ) -> None:
     worst = benchmarks("gpu.numerics").worst
@@ -61,7 +63,7 @@ def test_a_gradient_with_a_value_that_is_no_number_is_infinitely_far(
     assert worst(ours, theirs) == worst(theirs, ours) == math.inf
 
 
-def test_a_gradient_is_as_far_as_its_worst_tensor_and_from_zeros_only_zeros_are_not(
+def test_the_distance_of_a_gradient_is_that_of_its_worst_tensor_and_only_zeros_equal_zeros(
     benchmarks: Modules,
 ) -> None:
     worst = benchmarks("gpu.numerics").worst
@@ -83,7 +85,7 @@ def a_state(step: int = 5) -> TrainingState:
 
 
 @pytest.mark.slow
-def test_a_state_that_moves_arrives_with_all_of_its_tensors_and_steps(
+def test_a_transferred_state_arrives_with_all_tensors_and_steps(
     benchmarks: Modules,
 ) -> None:
     handed_over = benchmarks("gpu.megatron").handed_over
@@ -110,7 +112,7 @@ def test_a_state_that_moves_arrives_with_all_of_its_tensors_and_steps(
 
 
 class Sender:
-    """Stands for a head's sampler, whose weights go one way."""
+    """A fake sampler of a head that transfers weights in one way."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -123,7 +125,7 @@ class Sender:
 
 @pytest.fixture
 def a_proof(benchmarks: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes a proof without a server, whose gaps are given by version."""
+    """Return a factory of proofs without a server, with the given gaps by version."""
     made = benchmarks("gpu.sglang_proof").Proof
     results = [SimpleNamespace(prompt=SimpleNamespace(logprobs=np.array([np.nan, -1.0])))]
 
@@ -150,7 +152,7 @@ def a_proof(benchmarks: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
 @pytest.mark.parametrize("version", ["whole", "base", "one"])
 @pytest.mark.parametrize("value", [FAR, NOT_A_NUMBER])
-def test_a_server_passes_whose_whole_model_base_and_adapter_are_all_right(
+def test_a_server_passes_if_whole_model_base_and_adapter_are_correct(
     benchmarks: Modules, a_proof: Callable[..., Any], version: str, value: float
 ) -> None:
     whole = benchmarks("gpu.sglang")._whole
@@ -165,7 +167,7 @@ def test_a_server_passes_whose_whole_model_base_and_adapter_are_all_right(
 
 
 @pytest.mark.parametrize("asked", ["request", "file", "group", "shared_memory"])
-def test_a_whole_model_that_took_another_way_is_not_what_was_to_be_measured(
+def test_a_whole_model_transferred_another_way_fails_the_measurement(
     benchmarks: Modules, a_proof: Callable[..., Any], asked: Way
 ) -> None:
     sglang = benchmarks("gpu.sglang")
@@ -179,7 +181,7 @@ def test_a_whole_model_that_took_another_way_is_not_what_was_to_be_measured(
     assert elsewhere.note == f"went another way than {asked}: {another}"
 
 
-def test_an_adapter_that_took_another_way_is_not_what_was_to_be_measured(
+def test_an_adapter_transferred_another_way_fails_the_measurement(
     benchmarks: Modules, a_proof: Callable[..., Any]
 ) -> None:
     sglang = benchmarks("gpu.sglang")

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu` runs to its end, also without a GPU, and says what it left out.
+"""`python -m benchmarks.gpu` succeeds even without a GPU, and lists what it has skipped.
 
-What it measures here is no figure of anything; that it measures all there is, and checks the
-engine's numbers, is what these tests are about.
+Its figures are meaningless here. These tests check that it measures everything, and verifies the
+results of the engine.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 ABSENT = {"vllm", "several GPUs"}
 MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
-BESIDE_PEFT = {"G4", "G5"}
+NEED_PEFT = {"G4", "G5"}
 SERVED = {f"S{number}" for number in range(1, 31)}
-"""Of a server of others."""
+"""Figures that need an external server."""
 EVERY_FIGURE = {
     *("N1", "N2", "N3", "N4", "N5", "N6", "N7"),
     *("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G10"),
@@ -42,11 +42,11 @@ def spoilt(self, model_id):
 
 MegatronTrainer.export_gradient = spoilt
 """
-"""Gives a gradient one tensor, not the first, that is no number."""
+"""Makes one tensor of the gradient, not the first, NaN."""
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process that runs `program` first."""
+    """Run the command in a process that executes the code of `program` first."""
     command = f"{program}\nimport sys\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main())"
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
     return subprocess.run(
@@ -54,20 +54,20 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
         check=False,
     )
 
 
 def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
-    """Return what the command wrote, which has to succeed; see `run`."""
+    """Return the results that the command wrote; it must succeed. See `run`."""
     done = run(program, "--out", str(out), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     written: dict[str, Any] = json.loads(out.read_text())
     return written
 
 
-def test_every_part_runs_on_a_device_that_is_not_the_cpu_and_computes_what_huggingface_does(
+def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingface(
     tmp_path: Path,
 ) -> None:
     written = results(
@@ -86,7 +86,7 @@ def test_every_part_runs_on_a_device_that_is_not_the_cpu_and_computes_what_huggi
     assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | SERVED
 
 
-def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do(
+def test_the_megatron_trainer_agrees_with_huggingface_and_the_torch_trainer(
     tmp_path: Path,
 ) -> None:
     figures = ["M1", "M3", "M6", "G2m"]
@@ -100,7 +100,7 @@ def test_the_megatron_trainer_computes_what_huggingface_and_the_torch_trainer_do
     assert verdicts["M5"] == "pass"
 
 
-def test_a_gradient_that_is_no_number_fails_the_command(tmp_path: Path) -> None:
+def test_a_nan_gradient_fails_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     done = run(SPOILING, "--out", str(out), "--device", "cpu", "--only", "M3")
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_no_number_fails_the_command(tmp_path: Path) -> None:
     assert (measured["M4"]["value"], measured["M4"]["verdict"]) == (math.inf, "below")
 
 
-def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
+def test_with_only_torch_and_transformers_all_figures_that_need_no_more_are_measured(
     tmp_path: Path,
 ) -> None:
     written = results(
@@ -122,10 +122,10 @@ def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
     skipped = written["skipped"]
     assert written["failed"] == {}
     assert written["git"].keys() == {"commit", "dirty"}
-    assert verdicts.keys() == EVERY_FIGURE - BESIDE_PEFT - MEMORY - MEGATRON
+    assert verdicts.keys() == EVERY_FIGURE - NEED_PEFT - MEMORY - MEGATRON
     assert {verdicts[f"N{number}"] for number in range(1, 8)} == {"pass"}
-    assert skipped.keys() == ABSENT | BESIDE_PEFT | MEMORY | MEGATRON | SERVED
-    assert {skipped[name] for name in BESIDE_PEFT} == {"peft is not installed (pip install peft)"}
+    assert skipped.keys() == ABSENT | NEED_PEFT | MEMORY | MEGATRON | SERVED
+    assert {skipped[name] for name in NEED_PEFT} == {"peft is not installed (pip install peft)"}
     assert {skipped[name] for name in MEGATRON} == {
         "megatron-core is not installed (pip install megatron-core)"
     }
@@ -139,7 +139,7 @@ def test_with_torch_and_transformers_alone_all_is_measured_that_needs_no_more(
     assert versions["tinker"] is versions["peft"] is None
 
 
-def test_a_run_that_measures_nothing_fails_and_says_so(tmp_path: Path) -> None:
+def test_a_run_that_measures_nothing_fails_with_a_message(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     done = run("", "--out", str(out), "--device", "cpu", "--only", "G6")
@@ -149,7 +149,7 @@ def test_a_run_that_measures_nothing_fails_and_says_so(tmp_path: Path) -> None:
     assert "does not count" in json.loads(out.read_text())["skipped"]["G6"]
 
 
-def test_a_figure_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_figure_is_rejected_with_the_valid_ones(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     refused = run("", "--out", str(out), "--device", "cpu", "--only", "N1", "S166")
@@ -160,14 +160,14 @@ def test_a_figure_that_there_is_not_is_refused_with_those_that_there_are(tmp_pat
     assert not out.exists()
 
 
-def test_a_figure_that_comes_in_letters_is_named_without_them(tmp_path: Path) -> None:
+def test_a_figure_with_variants_is_selected_by_its_number(tmp_path: Path) -> None:
     written = results(tmp_path / "out.json", "", "--device", "cpu", "--only", "G11", "G1")
 
     measured = {m["id"] for m in written["measurements"]}
     assert measured == {"G11a", "G11b", "G12", "G14", "G1"}
 
 
-def test_each_run_of_a_day_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_run_of_a_day_has_its_own_file(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     elsewhere = (

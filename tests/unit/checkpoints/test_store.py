@@ -25,6 +25,7 @@ from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
@@ -129,30 +130,6 @@ async def test_a_store_without_an_endpoint_of_its_own_is_opened_for_https_alone(
 
     assert objects.client_options is not None
     assert str(objects.client_options["allow_http"]).lower() == "false"
-
-
-class Death(Exception):
-    """Stands for the end of the process."""
-
-
-class DyingObstore:
-    """The obstore module, until a number of writes have been made."""
-
-    def __init__(self, writes_until_death: int) -> None:
-        self.left = writes_until_death
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(obstore, name)
-        if name not in {"put_async", "rename_async", "delete_async"}:
-            return function
-
-        async def write(*arguments: object, **keywords: object) -> object:
-            if self.left == 0:
-                raise Death
-            self.left -= 1
-            return await function(*arguments, **keywords)
-
-        return write
 
 
 async def write_until_death(

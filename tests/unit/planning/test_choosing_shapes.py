@@ -27,6 +27,8 @@ from tinkercloud_planning.plan import Plan, plan
 from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus
 from tinkercloud_planning.search import Demand, divide, micro_batch_tokens
 
+pytestmark = pytest.mark.timeout(120)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     name: model["config"]
     for name, model in json.loads(

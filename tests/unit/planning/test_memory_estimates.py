@@ -47,6 +47,8 @@ from tinkercloud_testing.models import (
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
+pytestmark = pytest.mark.timeout(120)
+
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "public_models.json").read_text()
 )

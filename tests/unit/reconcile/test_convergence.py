@@ -20,6 +20,8 @@ from tinkercloud_testing.session_world import (
     wanted_pods,
 )
 
+pytestmark = pytest.mark.timeout(300)
+
 GROWTH = ("the operator looks", "KubeRay works", "a pod gets on", "Kueue admits")
 CHANGES = ("its owner wants one trainer", "its owner wants all trainers", "the BaseModel shrinks")
 HEADS = ("the head goes deaf", "the head hears again", "a pod gets on", "containers restart")

@@ -37,6 +37,8 @@ from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.torch_trainer import logprobs
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
+pytestmark = pytest.mark.timeout(120)
+
 ADAM = AdamParams(learning_rate=1e-2)
 LORA = LoraConfig(rank=4, seed=1)
 

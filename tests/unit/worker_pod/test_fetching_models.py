@@ -25,6 +25,8 @@ from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker import fetch_model
 
+pytestmark = pytest.mark.timeout(120)
+
 SOURCE = "hub:acme/tiny"
 CLUTTER = ("pytorch_model.bin", "modeling_acme.py", "consolidated.safetensors", "onnx/model.json")
 

@@ -8,6 +8,8 @@ import pytest
 
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig
 
+pytestmark = pytest.mark.timeout(120)
+
 ABSENT = "no-such-folder"
 
 

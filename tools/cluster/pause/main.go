@@ -1,5 +1,5 @@
-// Pause does nothing until it is told to end: the first process of every pod. Where the containers
-// of a pod share its process namespace, it is their init and buries their orphans.
+// Pause is the first process of every pod and waits until it is stopped. If the containers of a pod
+// share a process namespace, it is their init process and reaps orphans.
 package main
 
 import (

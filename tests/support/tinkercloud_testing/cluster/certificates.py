@@ -26,7 +26,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Authority:
-    """Signs certificates that are good for a day; all files lie in one folder."""
+    """Signs certificates that are valid for a day; all files are in one folder."""
 
     folder: Path
     key: ec.EllipticCurvePrivateKey
@@ -34,12 +34,12 @@ class Authority:
 
     @property
     def certificate(self) -> Path:
-        """Where its own certificate lies."""
+        """The path of its own certificate."""
         return self.folder / "ca.crt"
 
     @classmethod
     def create(cls, folder: Path) -> "Authority":
-        """Make an authority that keeps its files in a folder."""
+        """Create an authority with its files in a folder."""
         folder.mkdir(mode=0o700, parents=True)
         authority = cls(
             folder, ec.generate_private_key(ec.SECP256R1()), _name("test-cluster-ca", [])
@@ -55,7 +55,7 @@ class Authority:
     def issue(
         self, user: str, *, groups: Sequence[str] = (), hosts: Sequence[str] = ()
     ) -> Certificate:
-        """Sign a certificate for a user who is also a server at these names and addresses."""
+        """Sign a client certificate that is also a server certificate for these hosts."""
         key = ec.generate_private_key(ec.SECP256R1())
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         builder = _builder(_name(user, groups), key.public_key(), self.name)
@@ -71,7 +71,7 @@ class Authority:
         return issued
 
     def kubeconfig(self, server: str, user: str, *, groups: Sequence[str] = ()) -> Path:
-        """Issue a certificate for a user and write the kubeconfig that carries it."""
+        """Issue a certificate for a user and write a kubeconfig with it."""
         issued = self.issue(user, groups=groups)
         credentials = {
             "client-certificate-data": _encoded(issued.certificate),
@@ -83,10 +83,10 @@ class Authority:
 
 
 def write_kubeconfig(path: Path, server: str, authority: str, credentials: dict[str, str]) -> None:
-    """Write a kubeconfig of one cluster and one user.
+    """Write a kubeconfig with one cluster and one user.
 
     Args:
-        path: Where to.
+        path: The path of the file.
         server: URL of the API server.
         authority: Certificate of its authority, base64 of PEM.
         credentials: The user's entry: certificate and key, or a token.
@@ -118,7 +118,7 @@ def write_key(key: ec.EllipticCurvePrivateKey, path: Path) -> None:
 
 
 def new_key(path: Path) -> Path:
-    """Write a fresh private key and return its path."""
+    """Write a new private key and return its path."""
     write_key(ec.generate_private_key(ec.SECP256R1()), path)
     return path
 

@@ -1,4 +1,4 @@
-"""What tests do to a cluster, whoever made it: kubectl with an administrator's kubeconfig."""
+"""A client of our own or an existing cluster: kubectl with an administrator's kubeconfig."""
 
 import contextlib
 import json
@@ -16,24 +16,24 @@ from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 Manifest = Mapping[str, Any]
 FIELD_MANAGER = "tests"
 ENDED = ("Succeeded", "Failed")
-"""Phases that a pod does not leave again."""
+"""Final phases of a pod."""
 
 
-class Refused(Exception):
-    """kubectl failed; the message is what it wrote."""
+class KubectlFailed(Exception):
+    """kubectl failed; the message is its output."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster, as its administrator sees it."""
+    """A running cluster, accessed as administrator."""
 
     kubeconfig: Path
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """Run kubectl and return what it printed.
+        """Run kubectl and return its output.
 
         Raises:
-            Refused: It failed.
+            KubectlFailed: It failed.
         """
         result = subprocess.run(
             [str(binary("kubectl")), f"--kubeconfig={self.kubeconfig}", *arguments],
@@ -43,12 +43,12 @@ class Cluster:
             check=False,
         )
         if result.returncode != 0:
-            raise Refused(f"kubectl {' '.join(arguments)}: {result.stderr.strip()}")
+            raise KubectlFailed(f"kubectl {' '.join(arguments)}: {result.stderr.strip()}")
         return result.stdout
 
     def is_healthy(self) -> bool:
-        """Whether the API server says that it is ready."""
-        with contextlib.suppress(Refused):
+        """Whether the API server reports that it is ready."""
+        with contextlib.suppress(KubectlFailed):
             return self.kubectl("get", "--raw=/readyz", "--request-timeout=2s") == "ok"
         return False
 
@@ -56,7 +56,7 @@ class Cluster:
         """Apply objects server-side.
 
         Raises:
-            Refused: The API server refused one of them; the message says why.
+            KubectlFailed: The API server rejected one of them; the message says why.
         """
         self.apply_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
 
@@ -64,7 +64,7 @@ class Cluster:
         """Apply YAML or JSON server-side.
 
         Raises:
-            Refused: The API server refused one of the objects; the message says why.
+            KubectlFailed: The API server rejected one of the objects; the message says why.
         """
         options = ("--server-side", "--force-conflicts", f"--field-manager={FIELD_MANAGER}")
         self.kubectl("apply", *options, "-f", "-", stdin=manifests)
@@ -72,7 +72,7 @@ class Cluster:
     def patch_status(
         self, kind: str, name: str, status: Manifest, namespace: str = "default"
     ) -> None:
-        """Merge into an object's status, as the program that owns it would."""
+        """Merge into the status of an object, like the controller that owns it."""
         patch = json.dumps({"status": status})
         where = (f"--namespace={namespace}", "--subresource=status", "--type=merge")
         self.kubectl("patch", kind, name, *where, f"--patch={patch}")
@@ -81,7 +81,7 @@ class Cluster:
         """Return an object.
 
         Raises:
-            Refused: There is none.
+            KubectlFailed: It does not exist.
         """
         found: dict[str, Any] = json.loads(
             self.kubectl("get", kind, name, f"--namespace={namespace}", "--output=json")
@@ -91,14 +91,14 @@ class Cluster:
     def objects(
         self, kind: str, namespace: str = "default", selector: str = ""
     ) -> Sequence[dict[str, Any]]:
-        """Return the objects of a kind in a namespace, or those a label selector chooses."""
+        """Return the objects of a kind in a namespace, optionally by label selector."""
         where = (f"--namespace={namespace}", f"--selector={selector}")
         answer = json.loads(self.kubectl("get", kind, *where, "--output=json"))
         items: Sequence[dict[str, Any]] = answer["items"]
         return items
 
     def delete(self, kind: str, name: str, namespace: str = "default") -> None:
-        """Delete an object, if it is there, without waiting for its end."""
+        """Delete an object if it exists, without waiting for the deletion."""
         where = f"--namespace={namespace}"
         self.kubectl("delete", kind, name, where, "--wait=false", "--ignore-not-found")
 
@@ -109,16 +109,16 @@ class Cluster:
         namespace: str = "default",
         seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """Wait as `kubectl wait` does.
+        """Wait with `kubectl wait`.
 
         Args:
             what: The object: "pod/head", "rayclusters.ray.io/one".
             condition: "create", "delete", "condition=Ready", "jsonpath={.status.state}=ready".
-            namespace: Where it is.
-            seconds: How long.
+            namespace: The namespace of the object.
+            seconds: The timeout.
 
         Raises:
-            Refused: It did not come true in time.
+            KubectlFailed: The condition was not met in time.
         """
         options = (f"--for={condition}", f"--namespace={namespace}", f"--timeout={seconds:.0f}s")
         self.kubectl("wait", what, *options)
@@ -126,7 +126,7 @@ class Cluster:
     def wait_until_established(self, definition: str) -> None:
         """Wait until a custom resource definition is served: `rayclusters.ray.io`.
 
-        Not as `kubectl wait` does, which fails while there are no conditions at all.
+        `kubectl wait` cannot do this: it fails as long as there are no conditions.
         """
 
         def is_established() -> bool:
@@ -139,16 +139,16 @@ class Cluster:
         wait_until(is_established, f"{definition} is served")
 
     def output_of(self, pod: str, namespace: str) -> str:
-        """Wait for the end of a pod that is not started again, and return what it printed.
+        """Wait for the end of a pod that is not restarted, and return its output.
 
         Raises:
-            Refused: It failed; the message is what it printed.
+            KubectlFailed: It failed; the message is its output.
             TimeoutError: It does not end.
         """
         wait_until(lambda: self._phase_of(pod, namespace) in ENDED, f"the end of the pod {pod}")
         printed = self.kubectl("logs", pod, f"--namespace={namespace}")
         if self._phase_of(pod, namespace) == "Failed":
-            raise Refused(f"the pod {pod} failed: {printed}")
+            raise KubectlFailed(f"the pod {pod} failed: {printed}")
         return printed
 
     def _phase_of(self, pod: str, namespace: str) -> str:
@@ -156,7 +156,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def a_namespace(self, name: str = "test", **labels: str) -> Iterator[str]:
-        """Make a namespace for the length of a block; its content goes with it."""
+        """Create a namespace for a block; its objects are deleted with it."""
         unique = f"{name}-{uuid.uuid4().hex[:8]}"
         metadata = {"name": unique, "labels": labels}
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
@@ -167,7 +167,7 @@ class Cluster:
             self.delete("namespace", unique)
 
     def kubeconfig_of(self, service_account: str, namespace: str, folder: Path) -> Path:
-        """Write the kubeconfig of a service account, which may do what its roles allow."""
+        """Write the kubeconfig of a service account, with the rights of its roles."""
         account = (service_account, f"--namespace={namespace}")
         token = self.kubectl("create", "token", *account, "--duration=24h").strip()
         view = ("config", "view", "--raw", "--minify", "--flatten", "--output=json")

@@ -1,4 +1,4 @@
-"""A Kubernetes control plane of real programs on free ports of this machine."""
+"""A Kubernetes control plane of real programs on free local ports."""
 
 import contextlib
 import socket
@@ -15,15 +15,15 @@ SERVICE_RANGE = "10.96.0.0/16"
 KUBERNETES_SERVICE = "10.96.0.1"
 POD_RANGE = "10.244.0.0/16"
 _COMPONENTS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
-# The API server's own limits of a client would slow a thousand pods down.
+# The default rate limits of clients would slow down a thousand pods.
 _FAST_CLIENT = ("--kube-api-qps=400", "--kube-api-burst=800")
 
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """etcd, API server, controller manager and scheduler, each a `Program` of its own.
+    """etcd, API server, controller manager and scheduler, each a separate `Program`.
 
-    Each may be stopped, killed and started again at any time; the state is etcd's.
+    Each may be stopped, killed and restarted at any time; etcd holds the state.
     """
 
     cluster: Cluster
@@ -36,24 +36,24 @@ class ControlPlane:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All of them, in the order they start in."""
+        """All programs, in their startup order."""
         return (self.etcd, self.api_server, self.controller_manager, self.scheduler)
 
     def start(self) -> None:
-        """Start what does not run, and wait until the cluster can make pods."""
+        """Start all stopped programs, and wait until pods can be created."""
         for program in self.programs:
             program.start()
         self.cluster.wait_for("serviceaccount/default", "create")
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill all programs."""
         for program in reversed(self.programs):
             program.kill()
 
 
 @contextlib.contextmanager
 def a_control_plane(folder: Path) -> Iterator[ControlPlane]:
-    """Run a control plane that keeps its state and its logs in a folder."""
+    """Run a control plane with its state and its logs in a folder."""
     plane = _assemble(folder)
     try:
         plane.start()
@@ -63,7 +63,7 @@ def a_control_plane(folder: Path) -> Iterator[ControlPlane]:
 
 
 def own_address() -> str:
-    """Return the address this machine sends from, which its pods can reach; else loopback."""
+    """Return the outgoing address of this machine, which its pods can reach, or loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -112,7 +112,7 @@ def _etcd(folder: Path, authority: Authority, port: int) -> Program:
         f"--trusted-ca-file={authority.certificate}",
         f"--cert-file={own.certificate}",
         f"--key-file={own.key}",
-        # The folder does not outlive the run, so its writes need not outlive a power cut.
+        # The folder is deleted after the run, so writes need not survive a power failure.
         "--unsafe-no-fsync",
     )
     return Program("etcd", command, folder / "etcd.log", lambda: accepts_connections(port))
@@ -150,7 +150,7 @@ def _api_server_command(
         "--authorization-mode=Node,RBAC",
         "--anonymous-auth=false",
         "--enable-admission-plugins=NodeRestriction",
-        # Webhooks of programs on this machine are reached without a kube-proxy.
+        # Reach webhooks of local programs without a kube-proxy.
         "--enable-aggregator-routing",
         "--profiling=false",
     )
@@ -169,7 +169,7 @@ def _controller_manager(folder: Path, authority: Authority, url: str, service_ke
         f"--service-cluster-ip-range={SERVICE_RANGE}",
         "--leader-elect=false",
         "--secure-port=0",
-        # A busy test machine delays heartbeats; a node is not to be given up for that.
+        # Heartbeats are late on a busy machine, which must not make a node NotReady.
         "--node-monitor-grace-period=1h",
         *_FAST_CLIENT,
     )
@@ -189,5 +189,5 @@ def _scheduler(folder: Path, authority: Authority, url: str) -> Program:
 
 
 def _unserved(name: str, command: tuple[str, ...], folder: Path) -> Program:
-    """Return a program that listens nowhere; it is seen to work by what it does."""
+    """Return a program without a port, which counts as ready immediately."""
     return Program(name, command, folder / f"{name}.log", lambda: True)

@@ -1,17 +1,17 @@
-"""Names inside the real cluster: CoreDNS, in a pod, behind the address that pods ask."""
+"""DNS of the real cluster: CoreDNS in a pod, at the address that pods query."""
 
 from typing import Any
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes
 from tinkercloud_testing.cluster.node_config import CLUSTER_DNS
-from tinkercloud_testing.cluster.programs import build_folder
+from tinkercloud_testing.cluster.programs import build_folder, layer_folder
 
 _NAMESPACE = "kube-system"
 _NAME = "coredns"
 _PORT = 8053
 _LABELS = {"k8s-app": "kube-dns"}
-# No forwarding: the cluster knows no other names.
+# No forwarding: other names do not resolve in the cluster.
 _COREFILE = f"""
 .:{_PORT} {{
     errors
@@ -26,10 +26,10 @@ _COREFILE = f"""
 
 
 def dns_image() -> Image:
-    """Return the image of CoreDNS: the program and nothing else."""
+    """Return the image of CoreDNS, which contains only the program."""
     folder = build_folder("coredns")
     program = (folder / "bin" / "coredns").read_bytes()
-    layers = LayerCache(folder.parent / "layers")
+    layers = LayerCache(layer_folder())
     layer = layers.layer(
         f"coredns {folder.name}", lambda tar: add_bytes(tar, "coredns", program, 0o755)
     )
@@ -37,7 +37,7 @@ def dns_image() -> Image:
 
 
 def install_dns(cluster: Cluster) -> None:
-    """Run CoreDNS and wait until it answers."""
+    """Run CoreDNS and wait until it is available."""
     cluster.apply(*_rights(), _settings(), _deployment(), _service())
     cluster.wait_for(f"deployment/{_NAME}", "condition=Available", _NAMESPACE)
 
@@ -87,7 +87,7 @@ def _deployment() -> dict[str, Any]:
         "serviceAccountName": _NAME,
         "containers": [container],
         "volumes": [{"name": "settings", "configMap": {"name": _NAME}}],
-        # It is the DNS, so it asks nobody.
+        # It serves DNS, so it does not use any.
         "dnsPolicy": "Default",
     }
     return {

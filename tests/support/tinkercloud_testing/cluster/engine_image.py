@@ -1,6 +1,6 @@
-"""An image whose `python3 -m sglang.launch_server` is the fake SGLang, with all it imports.
+"""An image whose `python3 -m sglang.launch_server` starts the fake SGLang.
 
-And a server of it that belongs to no session.
+Also a server with that image that belongs to no session.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tinkercloud_testing.cluster.images import (
     add_tree,
 )
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.programs import build_folder
+from tinkercloud_testing.cluster.programs import layer_folder
 from tinkercloud_testing.sglang_definitions import sglang_sources
 from tinkercloud_testing.sglang_program import REFUSES
 
@@ -30,7 +30,7 @@ _NAME = "tinkercloud.test/engine:test"
 _MODULES = "/opt/engine"
 _CACHE = "/opt/cache"
 _TESTING = Path(__file__).parents[1]
-# Processes of its ranks import it again.
+# The processes of its ranks import this module too.
 _START = b"""from tinkercloud_testing.sglang_program import main
 
 if __name__ == "__main__":
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 
 def engine_image() -> Image:
-    """Return the image: that of the worker, and the fake above it."""
+    """Return the image of the worker with the fake SGLang as an additional layer."""
     worker = program_image("worker")
     environment = {**worker.environment, "PYTHONPATH": _MODULES, "XDG_CACHE_HOME": _CACHE}
     return dataclasses.replace(
@@ -50,23 +50,23 @@ def engine_image() -> Image:
     )
 
 
-def asked_of_engines(cluster: Cluster, namespace: str) -> set[str]:
-    """Return the paths that the engines of a namespace's sessions were asked."""
+def requested_paths(cluster: Cluster, namespace: str) -> set[str]:
+    """Return the paths of the requests to all engines in a namespace."""
     where = (f"--namespace={namespace}", "--container=engine", "--tail=-1")
     selector = f"--selector={labels.COMPONENT_LABEL}=sampler"
     return set(cluster.kubectl("logs", selector, *where).split())
 
 
-def a_server_of_others(
+def an_external_server(
     name: str, key: str, adapters_folder: str, refuses: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return a server that someone else operates: its pod, and the Service `name`.
+    """Return the pod and the Service of an externally operated server.
 
     Args:
-        name: of both.
-        key: that it wants.
-        adapters_folder: where it has the volume `adapters`.
-        refuses: paths of requests.
+        name: the name of both.
+        key: the API key of the server.
+        adapters_folder: the mount path of the volume `adapters`.
+        refuses: the paths of requests to reject.
     """
     selector, port = {"app": name}, 30000
     service = {
@@ -143,5 +143,5 @@ def _fake() -> Layer:
         add_tree(tar, _TESTING, f"{_MODULES}/tinkercloud_testing", without={"cluster"})
         add_tree(tar, sources, f"{_CACHE}/tinkercloud/{sources.name}", without={"wheel"})
 
-    layers = LayerCache(build_folder("kubectl").parent / "layers")
+    layers = LayerCache(layer_folder())
     return layers.layer(f"engine 2 {content.hexdigest()}", fill)

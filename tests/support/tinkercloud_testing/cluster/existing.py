@@ -1,4 +1,9 @@
-"""A cluster that somebody else runs, for machines on which ours cannot."""
+"""An existing cluster, for machines on which our own cannot run.
+
+TINKERCLOUD_TEST_CLUSTER=existing selects the cluster of KUBECONFIG for all cluster tests, and
+TINKERCLOUD_TEST_IMAGE_LOADER is the command that loads an image archive onto its nodes. Tests that
+stop programs of the control plane or of the node are skipped.
+"""
 
 import os
 import shlex
@@ -14,7 +19,7 @@ LOADER = "TINKERCLOUD_TEST_IMAGE_LOADER"
 
 
 def existing_cluster() -> Cluster | None:
-    """Return the cluster named by KUBECONFIG if the tests are told to use it, else None.
+    """Return the cluster of KUBECONFIG if TINKERCLOUD_TEST_CLUSTER selects it, else None.
 
     Raises:
         ValueError: TINKERCLOUD_TEST_CLUSTER is neither "own" nor "existing", or there is no
@@ -24,9 +29,9 @@ def existing_cluster() -> Cluster | None:
     if choice == "own":
         return None
     if choice != "existing":
-        raise ValueError(f"{CHOICE} is {choice!r}; it is 'own' (the default) or 'existing'")
+        raise ValueError(f"{CHOICE} is {choice!r}; use 'own' (the default) or 'existing'")
     if "KUBECONFIG" not in os.environ:
-        raise ValueError(f"{CHOICE}=existing needs KUBECONFIG, the file that names the cluster")
+        raise ValueError(f"{CHOICE}=existing needs KUBECONFIG, the path of a kubeconfig file")
     return Cluster(Path(os.environ["KUBECONFIG"]))
 
 
@@ -34,14 +39,14 @@ class ExistingNodes:
     """The nodes of an existing cluster, which must run pods for real."""
 
     def load(self, *images: Image) -> None:
-        """Bring images onto the nodes, by the command that is named for it.
+        """Load images onto the nodes with the configured command.
 
         Raises:
             ValueError: TINKERCLOUD_TEST_IMAGE_LOADER is not set.
         """
         loader = os.environ.get(LOADER)
         if loader is None:
-            raise ValueError(f"{LOADER} must name a command, say 'kind load image-archive'")
+            raise ValueError(f"{LOADER} is not set; use for example 'kind load image-archive'")
         with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
             write_archive(images, archive)
             archive.flush()

@@ -1,7 +1,7 @@
-"""A way to the API server that fails when told to, and kills whoever uses it.
+"""A proxy to the API server that injects faults and kills its client on request.
 
-A client that is given `kubeconfig` speaks plain HTTP to a port of this machine. What it says goes
-on to the real API server with its own token, and what that answers comes back, watches included,
+A client with this `kubeconfig` speaks plain HTTP to a local port. The proxy forwards requests with
+the client's own token to the real API server, and responses, including watches, to the client,
 until a test sets a fault or a trap.
 """
 
@@ -24,7 +24,7 @@ from tinkercloud_testing.servers import free_port
 
 Forward = Callable[[], Awaitable[web.StreamResponse]]
 Fault = Callable[[web.BaseRequest, Forward], Awaitable[web.StreamResponse]]
-"""Answers a request, asking the API server or not."""
+"""Responds to a request, and may forward it to the API server."""
 
 _OF_ONE_CONNECTION = frozenset(
     name.lower()
@@ -37,7 +37,7 @@ _OF_ONE_CONNECTION = frozenset(
     )
 )
 _UNCOUNTED = re.compile(r"/(leases|events|basemodels)(/|$)")
-"""Renewals of a Lease, what is said for people to read, and sums that are gathered for seconds."""
+"""Renewals of Leases, Events, and summaries that are batched for seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class Write:
 
 @dataclass
 class Trap:
-    """Springs at the n-th write from now on, unless it is disarmed before."""
+    """Triggers at the n-th write from now on, unless it is disarmed earlier."""
 
     writes_left: int
     moment: str
     """`asked`: before the API server sees the write; `answered`: after it has answered."""
     spring: Callable[[], None]
-    """Kills who made the write; it never sees the answer."""
+    """Kills the client that sent the write, before it receives the response."""
     has_sprung: bool = False
     _is_armed: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def springs(self, moment: str) -> bool:
-        """Count a write's moment, and say whether the trap springs at it."""
+        """Count a write, and return whether the trap triggers at it."""
         with self._lock:
             if not self._is_armed or moment != self.moment:
                 return False
@@ -75,7 +75,7 @@ class Trap:
             return True
 
     def disarm(self) -> bool:
-        """Let it spring no more; return whether it has."""
+        """Disable the trap; return whether it has triggered."""
         with self._lock:
             self._is_armed = False
             return self.has_sprung
@@ -83,26 +83,26 @@ class Trap:
 
 @dataclass
 class FaultyApi:
-    """The way to one API server."""
+    """A proxy to one API server."""
 
     url: str
-    """The API server's own."""
+    """The URL of the API server."""
     kubeconfig: Path
-    """Leads here, with the client's credentials."""
+    """Points to the proxy, with the credentials of the client."""
     writes: list[Write] = field(default_factory=list)
-    """Those that count, in the order of their answers."""
+    """The counted writes, in the order of their responses."""
     fault: Fault | None = None
     trap: Trap | None = None
-    """Set and taken away by tests."""
+    """Set and cleared by tests."""
     is_mute: bool = False
-    """Whether what watches bring is swallowed."""
+    """Whether watch events are discarded."""
     writes_under_way: int = 0
-    """Of those that count: asked and not answered yet, or what a trap does about them not done."""
+    """The number of counted writes without a response, or whose trap is still running."""
     _watches: set[asyncio.Task[object]] = field(default_factory=set)
 
     @contextlib.contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
-        """Answer by a fault for the length of a block; watches that are open then are broken."""
+        """Respond with a fault during a block; open watches are disconnected first."""
         self.fault = fault
         self.cut_watches()
         try:
@@ -112,7 +112,7 @@ class FaultyApi:
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
-        """Let watches bring nothing for the length of a block; what they would have is lost."""
+        """Discard all watch events during a block."""
         self.is_mute = True
         try:
             yield
@@ -120,14 +120,14 @@ class FaultyApi:
             self.is_mute = False
 
     def cut_watches(self) -> None:
-        """Break the connections of all watches."""
+        """Disconnect all watches."""
         for watch in tuple(self._watches):
             watch.get_loop().call_soon_threadsafe(watch.cancel)
 
     async def answer(
         self, request: web.BaseRequest, client: aiohttp.ClientSession
     ) -> web.StreamResponse:
-        """Answer one request of the client."""
+        """Respond to a request of the client."""
 
         async def forward() -> web.StreamResponse:
             try:
@@ -154,7 +154,7 @@ class FaultyApi:
     async def _write(
         self, request: web.BaseRequest, client: aiohttp.ClientSession, body: bytes | None
     ) -> web.StreamResponse:
-        """Pass on a write that counts, unless its trap springs first."""
+        """Forward a counted write, unless its trap triggers first."""
         if self._springs("asked"):
             return _nothing(request)
         response = await self._pass_on(request, client, body)
@@ -187,7 +187,7 @@ class FaultyApi:
         assert task is not None
         self._watches.add(task)
         try:
-            # Clients end watches by leaving.
+            # Clients end watches by disconnecting.
             with contextlib.suppress(ConnectionResetError):
                 async for line in answered.content:
                     if not self.is_mute:
@@ -198,14 +198,14 @@ class FaultyApi:
 
 
 def _nothing(request: web.BaseRequest) -> web.StreamResponse:
-    """Break the connection instead of answering."""
+    """Close the connection without a response."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
 def refusing(status: int, **headers: str) -> Fault:
-    """Return a fault that answers everything with a status, as an API server would."""
+    """Return a fault that responds to every request with a status, like an API server."""
 
     async def fault(_request: web.BaseRequest, _forward: Forward) -> web.StreamResponse:
         content = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
@@ -216,7 +216,7 @@ def refusing(status: int, **headers: str) -> Fault:
 
 
 def slow(seconds: float) -> Fault:
-    """Return a fault that lets everything wait."""
+    """Return a fault that delays every request."""
 
     async def fault(_request: web.BaseRequest, forward: Forward) -> web.StreamResponse:
         await asyncio.sleep(seconds)
@@ -226,7 +226,7 @@ def slow(seconds: float) -> Fault:
 
 
 async def expired(request: web.BaseRequest, forward: Forward) -> web.StreamResponse:
-    """Tell every watch that the moment it starts from is forgotten (410, in the stream)."""
+    """Report to every watch that its resource version has expired (410, in the stream)."""
     if "watch=" not in request.query_string:
         return await forward()
     status = {"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired"}
@@ -235,7 +235,7 @@ async def expired(request: web.BaseRequest, forward: Forward) -> web.StreamRespo
 
 @contextlib.contextmanager
 def a_faulty_api(kubeconfig: Path) -> Iterator[FaultyApi]:
-    """Run a way to the API server of a kubeconfig, for the length of a block."""
+    """Run a proxy to the API server of a kubeconfig during a block."""
     content = yaml.safe_load(kubeconfig.read_text())
     own, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
     port = free_port()

@@ -1,7 +1,7 @@
-"""Container images made without a registry: layers are tar files, an archive is what nodes load.
+"""Container images without a registry: layers are tar files, and nodes load an archive.
 
-A layer's content decides its name, so images that share layers share them on disk and on the
-node. Files get fixed times and owners: equal content is an equal layer.
+Layers are named by their content, so that images share them on disk and on the node. Files have
+fixed times and owners, so that equal content results in equal layers.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import IO, Any
 from tinkercloud_testing.cluster.programs import locked
 
 USER = 65532
-"""Who programs run as: not root, and nobody the host knows."""
+"""The user id of programs: neither root nor a user of the host."""
 _KEPT_SECONDS = 7 * 24 * 3600
 _OCI = "application/vnd.oci.image"
 
@@ -31,14 +31,14 @@ class Layer:
 
     @property
     def descriptor(self) -> dict[str, Any]:
-        """How a manifest speaks of it."""
+        """The entry for this layer in a manifest."""
         size = self.path.stat().st_size
         return {"mediaType": f"{_OCI}.layer.v1.tar", "digest": self.digest, "size": size}
 
 
 @dataclass(frozen=True)
 class Image:
-    """Layers, lowest first, and what is run in them."""
+    """Layers, lowest first, and the program to run."""
 
     name: str
     layers: Sequence[Layer]
@@ -47,7 +47,7 @@ class Image:
 
     @property
     def config(self) -> bytes:
-        """The image's configuration, as nodes read it."""
+        """The configuration of the image, as JSON."""
         content = {
             "architecture": "amd64",
             "os": "linux",
@@ -63,7 +63,7 @@ class Image:
 
     @property
     def manifest(self) -> bytes:
-        """The list of its parts."""
+        """The manifest of the image, as JSON."""
         content = {
             "schemaVersion": 2,
             "mediaType": f"{_OCI}.manifest.v1+json",
@@ -74,34 +74,38 @@ class Image:
 
 
 class LayerCache:
-    """Layers on disk, each made once for its key."""
+    """Layers on disk, built once for each key."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
     def layer(self, key: str, fill: Callable[[tarfile.TarFile], None]) -> Layer:
-        """Return the layer of a key, filling it first if there is none.
+        """Return the layer of a key; build it if it is missing.
 
         Args:
-            key: Whatever decides the content.
+            key: Everything that determines the content.
             fill: Adds the files.
         """
         name = hashlib.sha256(key.encode()).hexdigest()[:24]
         path, record = self._folder / f"{name}.tar", self._folder / f"{name}.digest"
         with locked(self._folder / f"{name}.lock"):
             if not record.exists():
-                self._forget_unused()
+                self._remove_unused()
                 scratch = path.with_suffix(".partial")
                 with tarfile.open(scratch, "w", format=tarfile.GNU_FORMAT) as tar:
                     fill(tar)
+                digest = _digest_of(scratch)
                 scratch.replace(path)
-                record.write_text(_digest_of(path))
+                # The record is written last and atomically: the layer is complete if it exists.
+                unfinished = record.with_suffix(".unfinished")
+                unfinished.write_text(digest)
+                unfinished.replace(record)
             record.touch()
         return Layer(path, record.read_text())
 
-    def _forget_unused(self) -> None:
-        """Remove layers that nobody has asked for in a while: they can be gigabytes each."""
+    def _remove_unused(self) -> None:
+        """Remove layers that were not used for a week: they can be gigabytes each."""
         oldest = time.time() - _KEPT_SECONDS
         for record in self._folder.glob("*.digest"):
             if record.stat().st_mtime < oldest:
@@ -133,11 +137,11 @@ def add_link(tar: tarfile.TarFile, path: str, target: str) -> None:
 def add_tree(
     tar: tarfile.TarFile, source: Path, target: str, *, without: Iterable[str] = ()
 ) -> None:
-    """Add a file or a folder as anybody may read it, owned by root.
+    """Add a file or a folder, owned by root and readable by everyone.
 
     Args:
-        tar: Where to.
-        source: What to add.
+        tar: The archive.
+        source: The file or folder to add.
         target: Its path in the image.
         without: Names of files and folders to leave out, at any depth.
     """
@@ -160,9 +164,9 @@ def write_archive(
     """Write images as one OCI archive, which containerd, Docker and kind can load.
 
     Args:
-        images: What to write.
-        target: Where to; it need not be seekable.
-        without: Digests of layers that the reader has.
+        images: The images to write.
+        target: The output, which need not be seekable.
+        without: Digests of layers that the reader already has.
     """
     layers = {layer.digest: layer for image in images for layer in image.layers}
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as tar:

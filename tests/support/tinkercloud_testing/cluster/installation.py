@@ -1,4 +1,4 @@
-"""The service as a user installs it: both charts, into a namespace of their own."""
+"""The service as installed by users: both charts in a separate namespace."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from tinkercloud_testing.waiting import wait_until
 
 RELEASE = "tinkercloud"
 START_SECONDS = 600
-"""For pods on a busy machine."""
+"""Timeout for pods on a busy machine."""
 ALL_KINDS = (
     "trainingsessions,basemodels,rayclusters,pods,services,secrets,configmaps,networkpolicies,"
     "poddisruptionbudgets,deployments,roles,rolebindings,jobs,leases"
@@ -33,7 +33,7 @@ _VOLUMES = ("models", "checkpoints", "catalog")
 
 @dataclass(frozen=True)
 class Installation:
-    """A release in a namespace of its own."""
+    """A release in its own namespace."""
 
     cluster: Cluster
     namespace: str
@@ -41,7 +41,7 @@ class Installation:
     clients: SdkClients = field(default_factory=SdkClients)
 
     def helm(self, *arguments: str) -> str:
-        """Run Helm on the release's namespace and return what it printed; fail with that."""
+        """Run Helm in the namespace of the release and return its output, or fail with it."""
         command = (str(binary("helm")), *arguments, f"--namespace={self.namespace}")
         environment = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig)}
         result = subprocess.run(
@@ -51,23 +51,23 @@ class Installation:
         return result.stdout
 
     def kubectl(self, *arguments: str) -> str:
-        """Run kubectl on the release's namespace and return what it printed."""
+        """Run kubectl in the namespace of the release and return its output."""
         return self.cluster.kubectl(*arguments, f"--namespace={self.namespace}")
 
     @property
     def url(self) -> str:
-        """Where the API server is reached: its Service."""
+        """The URL of the Service of the API server."""
         service = self.cluster.get("service", f"{RELEASE}-api", self.namespace)
         return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
 
     @property
     def key(self) -> str:
-        """The key that the chart made."""
+        """The API key that the chart created."""
         secret = self.cluster.get("secret", f"{RELEASE}-bootstrap-key", self.namespace)
         return b64decode(secret["data"]["key"]).decode()
 
     def client(self) -> tinker.ServiceClient:
-        """Return an SDK client of it."""
+        """Return an SDK client of this installation."""
         return self.clients.make(self.url, self.key)
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Installation:
         return list(self.cluster.objects("trainingsessions", self.namespace))
 
     def delete_session(self, name: str) -> None:
-        """Delete a TrainingSession, and wait until nothing of it is left."""
+        """Delete a TrainingSession and wait until all of its objects are deleted."""
         self.kubectl("delete", "trainingsession", name, f"--timeout={START_SECONDS}s")
         left = f"--selector=tinkercloud.dev/session={name}"
 
@@ -86,16 +86,16 @@ class Installation:
 
 
 def image_values(name: str) -> dict[str, str]:
-    """Return the chart's values of an image that no registry has."""
+    """Return the chart values for an image that is not in a registry."""
     repository, tag = program_image(name).name.rsplit(":", 1)
     return {"repository": repository, "tag": tag}
 
 
 def values_of_one_node(*base_models: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a cluster of one node.
+    """Return the chart values for a cluster with one node.
 
     Args:
-        base_models: name and spec of each.
+        base_models: the name and the spec of each base model.
     """
     return {
         "apiServer": {
@@ -126,8 +126,8 @@ def a_secret(name: str, namespace: str, entries: Mapping[str, str]) -> dict[str,
 
 
 def make_volumes(folder: Path) -> Path:
-    """Make the folders of the node that pods use, which outlive them; return the models'."""
-    # The folders above are this user's alone.
+    """Create the folders of the node for the volumes of pods; return that of the models."""
+    # Only this user can read the parent folders.
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)
     for name in _VOLUMES:
@@ -140,13 +140,13 @@ def make_volumes(folder: Path) -> Path:
 def an_installation(
     cluster: Cluster, folder: Path, values: Mapping[str, Any], **secrets: Mapping[str, str]
 ) -> Iterator[Installation]:
-    """Install what a user would, in the order that docs/operate/installation.md gives.
+    """Install the service in the steps of docs/operate/installation.md.
 
     Args:
-        cluster: where KubeRay is, and a node that has the images.
-        folder: of `make_volumes`.
-        values: of the chart.
-        secrets: entries of the Secrets that the values name.
+        cluster: a cluster with KubeRay and a node with the images.
+        folder: the folder passed to `make_volumes`.
+        values: the values of the chart.
+        secrets: the entries of the Secrets named in the values.
     """
     with (
         cluster.a_namespace("tinkercloud", **_RESTRICTED) as namespace,
@@ -158,7 +158,7 @@ def an_installation(
         path.write_text(yaml.safe_dump(dict(values)))
         release = Installation(cluster, namespace, path)
         stack.callback(release.clients.close)
-        # Other tests of the run may have applied the definitions before.
+        # Other tests of this run may have applied the definitions already.
         taken = ("--take-ownership", "--force-conflicts")
         release.helm("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART), *taken)
         release.helm("install", RELEASE, str(CHART), f"--values={path}")

@@ -1,4 +1,4 @@
-"""The KubeRay operator as a process of this machine, with the rights its own chart gives it."""
+"""The KubeRay operator as a local process, with the rights of its own chart."""
 
 import contextlib
 from collections.abc import Iterator

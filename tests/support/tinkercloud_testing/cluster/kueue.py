@@ -1,7 +1,7 @@
-"""Kueue as a process of this machine, installed as its own chart does.
+"""Kueue as a local process, installed like its own chart does.
 
-It admits RayClusters of namespaces that are labelled for it, and no others: its webhooks would
-refuse what other tests make once it is gone.
+It only admits RayClusters of namespaces with its label: after it has stopped, its webhooks would
+make requests of other tests fail.
 """
 
 import base64
@@ -23,7 +23,7 @@ from tinkercloud_testing.servers import free_port
 from tinkercloud_testing.waiting import wait_until
 
 QUEUES_LABEL = "queues"
-"""Namespaces with this label, of any value, have Kueue's webhooks."""
+"""Kueue's webhooks apply to namespaces with this label, of any value."""
 _NAMESPACE = "kueue-system"
 _ACCOUNT = "kueue-controller-manager"
 _SERVICE = "kueue-webhook-service"
@@ -42,7 +42,7 @@ _INSTALLED = frozenset(
         "ValidatingWebhookConfiguration",
     }
 )
-"""Kinds of the chart's objects; the others are about its pod and about a second API."""
+"""The kinds to install; the other objects of the chart belong to its pod and to a second API."""
 _JOBS = "raycluster.kb.io"
 _OWN = ("clusterqueue", "cohort", "resourceflavor", "workload")
 
@@ -57,12 +57,12 @@ class Kueue:
     manager: Program
 
     def offer(self, namespace: str, *, gpus: int, **flavor: object) -> None:
-        """Make, or change, a queue `gpus` of a namespace that admits this many GPUs at a time.
+        """Create or change the queue `gpus` of a namespace, with a quota of GPUs.
 
         Args:
-            namespace: where the LocalQueue is; the ClusterQueue has its name.
-            gpus: how many there are for all.
-            flavor: what a pod that is admitted is told: `nodeLabels`, `tolerations`.
+            namespace: the namespace of the LocalQueue, and the name of the ClusterQueue.
+            gpus: the quota.
+            flavor: fields for admitted pods: `nodeLabels`, `tolerations`.
         """
         amounts = {"nvidia.com/gpu": str(gpus), "cpu": "1000", "memory": "10Ti"}
         resources = [{"name": name, "nominalQuota": most} for name, most in amounts.items()]
@@ -92,7 +92,7 @@ def _object(
 
 @contextlib.contextmanager
 def a_kueue(plane: ControlPlane, folder: Path) -> Iterator[Kueue]:
-    """Install Kueue and run it; its webhooks go with it."""
+    """Install Kueue and run it; its webhooks are deleted afterwards."""
     cluster, folder = plane.cluster, folder / "kueue"
     certificates = folder / "certificates"
     certificates.mkdir(parents=True)
@@ -123,7 +123,7 @@ def a_kueue(plane: ControlPlane, folder: Path) -> Iterator[Kueue]:
 
 
 def _rendered() -> list[Manifest]:
-    """Return what is installed of the objects that Kueue's chart makes."""
+    """Return the objects of Kueue's chart to install."""
     chart = build_folder("kueue") / "share" / "kueue" / "kueue"
     version = ("--kube-version", "1.36.0")
     rendered = helm("template", "kueue", str(chart), f"--namespace={_NAMESPACE}", *version)
@@ -132,7 +132,7 @@ def _rendered() -> list[Manifest]:
 
 
 def _limited(item: Manifest) -> Manifest:
-    """Return an object of the chart; of webhooks, those about queues and RayClusters."""
+    """Return an object of the chart, with only the webhooks for queues and RayClusters."""
     if "webhooks" not in item:
         return item
     served = tuple(f"{letter}{name}.kb.io" for letter in "mv" for name in _OWN)
@@ -170,7 +170,7 @@ def _namespace() -> Manifest:
 
 
 def _service(port: int) -> tuple[Manifest, Manifest]:
-    """Return the Service that webhooks name, and the address of this machine behind it."""
+    """Return the Service of the webhooks, with this machine as its endpoint."""
     metadata = {"name": _SERVICE, "namespace": _NAMESPACE}
     service = {
         "apiVersion": "v1",
@@ -190,7 +190,7 @@ def _service(port: int) -> tuple[Manifest, Manifest]:
 
 
 def _mount(cluster: Cluster, folder: Path) -> None:
-    """Do what a kubelet does with Kueue's certificate once Kueue has made it."""
+    """Write the certificate that Kueue has created to its folder, like a kubelet."""
     wait_until(lambda: bool(_certificate(cluster)), "Kueue's certificate")
     for name, content in _certificate(cluster).items():
         (folder / name).write_bytes(base64.b64decode(content))

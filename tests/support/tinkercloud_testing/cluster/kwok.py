@@ -1,7 +1,7 @@
-"""Nodes without machines: kwok plays their kubelets, so that pods cost nothing.
+"""Simulated nodes: kwok stands in for their kubelets, so that pods cost nothing.
 
-Such a pod is Running and Ready at once and gone as soon as it is deleted; nothing runs in it. What
-a program does inside its pod is a matter for the real node.
+A simulated pod is Running and Ready immediately and disappears once it is deleted; no program runs
+in it. Tests of programs inside pods need the real node.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ PLACEMENT: Mapping[str, Any] = {
     "nodeSelector": _LABELS,
     "tolerations": [{"key": _KEY, "operator": "Exists", "effect": "NoSchedule"}],
 }
-"""What a pod's spec says to land on a fake node; without it, none does."""
+"""The fields of a pod spec that place it on a simulated node; no other pods run there."""
 
 
 @dataclass(frozen=True)
 class KwokNodes:
-    """A running kwok, and the nodes it plays."""
+    """A running kwok and the nodes that it simulates."""
 
     cluster: Cluster
     controller: Program
     names: set[str] = field(default_factory=set)
-    """Of the nodes."""
+    """The names of the nodes."""
 
     def add(self, name: str, *, gpus: int = 8, labels: Mapping[str, str] | None = None) -> None:
         """Add a node with this many GPUs, or change one, and wait until it is ready."""
@@ -51,7 +51,7 @@ class KwokNodes:
         self.cluster.wait_for(f"node/{name}", "condition=Ready")
 
     def remove(self, name: str) -> None:
-        """Remove a node; its pods go with it after the cluster has noticed."""
+        """Remove a node; the cluster then deletes its pods."""
         self.cluster.delete("node", name)
         self.names.discard(name)
 
@@ -67,10 +67,10 @@ class KwokNodes:
 
 @contextlib.contextmanager
 def a_kwok_controller(cluster: Cluster, folder: Path) -> Iterator[KwokNodes]:
-    """Run kwok; it plays the nodes that carry its annotation and no others."""
+    """Run kwok, which only simulates nodes with its annotation."""
     port = free_port()
     built = build_folder("kwok")
-    # What befalls a node and a pod, and when: at once.
+    # The stages of nodes and pods, without delays.
     stages = sorted((built / "share" / "kwok").glob("*.yaml"))
     command = (
         str(built / "bin" / "kwok"),
@@ -86,7 +86,7 @@ def a_kwok_controller(cluster: Cluster, folder: Path) -> Iterator[KwokNodes]:
             command,
             folder / "kwok.log",
             lambda: accepts_connections(port),
-            # Its settings are the command above, not what a user keeps in their home.
+            # The command above has all settings; ignore those in the home folder of the user.
             environment={"KWOK_WORKDIR": str(folder / "kwok")},
         ),
     )

@@ -1,7 +1,7 @@
-"""An API server that keeps objects in memory, for tests of what the operator says to one.
+"""An in-memory API server, for tests of the requests that the operator sends.
 
-It stores, lists, applies, refuses and forgets. It validates nothing, and nobody is there to act on
-what it stores: tests of that need a control plane.
+It stores, lists, applies, rejects and deletes objects. It validates nothing, and no controller acts
+on the objects: tests of that need a control plane.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ MOMENT = "2026-01-01T12:00:00Z"
 
 @dataclass
 class MemoryApi:
-    """What is stored, what was asked, and what is to be refused."""
+    """The stored objects, the received requests, and the writes to reject."""
 
     objects: dict[str, Json] = field(default_factory=dict)
-    """By path."""
+    """Objects by path."""
     requests: list[str] = field(default_factory=list)
-    """`VERB path`, in the order they came in."""
+    """`VERB path` of each request, in order of arrival."""
     refused: dict[str, int] = field(default_factory=dict)
-    """By the last part of a path: the status that writes to it are answered with."""
+    """The status of the response to writes, by the last segment of the path."""
     explanation: str = "refused by the test"
-    """What those writes are told."""
+    """The message of the response to those writes."""
     has_kuberay: bool = True
     """Whether it knows RayClusters."""
     has_device_claims: bool = True
@@ -42,19 +42,18 @@ class MemoryApi:
     has_definitions: bool = True
     """Whether it knows our own resources."""
     openapi: dict[str, Json] = field(default_factory=dict)
-    """By API, such as `apis/ray.io/v1`: schemas by kind, as definitions have them; none are served
-    where there are none."""
+    """Schemas by kind for each API, such as `apis/ray.io/v1`; if empty, none is served."""
     is_silent: bool = False
-    """Whether nothing is answered any more."""
+    """Whether requests get no response."""
     _versions: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
 
     @property
     def writes(self) -> list[str]:
-        """What was asked besides questions."""
+        """All requests except GET."""
         return [request for request in self.requests if not request.startswith("GET")]
 
     def put(self, path: str, manifest: Mapping[str, Any], **metadata: Any) -> Json:
-        """Store an object as it is, with what an API server adds."""
+        """Store an object without validation, with the metadata that an API server adds."""
         before = self.objects.get(path, {"metadata": {}})
         name = path.rsplit("/", 1)[1]
         kept = {"name": name, "uid": f"uid-{self._versions()}", "creationTimestamp": MOMENT}
@@ -65,7 +64,7 @@ class MemoryApi:
         return stored
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Respond to a request."""
         path, method = request.path, request.method
         self.requests.append(f"{method} {path}")
         if self.is_silent:
@@ -140,17 +139,17 @@ def _status(code: int, message: str, reason: str = "Conflict") -> web.Response:
 
 @dataclass(frozen=True)
 class Connection:
-    """A way to such an API server."""
+    """A connection to an in-memory API server."""
 
     api: MemoryApi
     client: client.ApiClient
     cluster: Client
-    """The operator's, of a replica that leads."""
+    """The client of an operator that is the leader."""
 
 
 @contextlib.asynccontextmanager
 async def a_memory_api() -> AsyncIterator[Connection]:
-    """Serve an empty API server for the length of a block."""
+    """Serve an empty API server during a block."""
     api = MemoryApi()
     runner = web.ServerRunner(web.Server(api.answer), shutdown_timeout=0.1)
     await runner.setup()

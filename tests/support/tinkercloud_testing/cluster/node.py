@@ -1,10 +1,9 @@
-"""A real node of this machine: containerd and a kubelet that run real pods.
+"""A real node on this machine: containerd and a kubelet that run real pods.
 
-They live in a box of their own: a network, a mount and a process namespace, held open by one
-process. Its end, whatever the cause, is the end of every container, mount and address inside, so a
-killed test run leaves the machine as it was. A veth pair joins the box to the host, which reaches
-pods and Services through it as pods reach the host; nothing leads further, so pods have no way to
-the internet.
+They run in a box: a network, a mount and a process namespace that one process keeps open. When that
+process ends for any reason, all containers, mounts and addresses of the box end with it, so a
+killed test run does not change the machine. A veth pair connects the box to the host: the host
+reaches pods and Services, and pods reach the host, but not the internet.
 """
 
 import contextlib
@@ -21,12 +20,14 @@ from typing import Any
 from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
 from tinkercloud_testing.cluster.dns import dns_image, install_dns
-from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, write_archive
+from tinkercloud_testing.cluster.image_store import ImageStore
+from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes
 from tinkercloud_testing.cluster.programs import (
     ROOT,
     Program,
     binary,
     build_folder,
+    layer_folder,
     locked,
     system_tool,
 )
@@ -37,12 +38,11 @@ HOST_ADDRESS = "10.243.0.1"
 NODE_ADDRESS = "10.243.0.2"
 _VETH = "tinkercloud0"
 _ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
-_OUR_IMAGES = "tinkercloud.test/"
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
-# As a group like any other, all pods together would get as much of a busy machine as one program.
+# With the default weight, all pods together would get the same CPU share as one process.
 _WEIGHTS = {"cpu.shares": "16384", "cpu.weight": "1600"}
-# Paths that containerd, the CNI plugins and the kubelet insist on; the box has its own.
+# Fixed paths of containerd, the CNI plugins and the kubelet; the box has its own.
 _PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/log/containers")
 
 
@@ -50,61 +50,19 @@ _PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/log/containers")
 class RealNode:
     """A running node. `kubelet` and `containerd` may be killed and started again."""
 
-    folder: Path
     box: Program
+    images: ImageStore
     containerd: Program
     kubelet: Program
     proxy: Program
 
     def load(self, *images: Image) -> None:
-        """Bring images onto the node; pods name them with `imagePullPolicy: Never`.
+        """Load images onto the node; pods use them with `imagePullPolicy: Never`.
 
         Raises:
-            subprocess.CalledProcessError: containerd refused them.
+            subprocess.CalledProcessError: containerd rejected them.
         """
-        present = set(self._ctr("content", "list", "--quiet"))
-        command = self._command("images", "import", "-")
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as ctr:
-            assert ctr.stdin is not None
-            write_archive(images, ctr.stdin, without=present)
-            ctr.stdin.close()
-            if ctr.wait() != 0:
-                raise subprocess.CalledProcessError(ctr.returncode, command)
-
-    def forget_the_last_run(self) -> None:
-        """Remove what others left in the store that all runs share, but the images it names."""
-        for kind, left in (
-            ("containers", self._ctr("containers", "list", "--quiet")),
-            ("images", self._nameless_images()),
-        ):
-            if left:
-                self._ctr(kind, "remove", *left)
-        # A lease's synchronous end is how a client has garbage collected.
-        self._ctr("leases", "create", "--id=garbage")
-        self._ctr("leases", "delete", "--sync", "garbage")
-        self.containerd.restart()
-
-    def _nameless_images(self) -> Sequence[str]:
-        """Return the images that were replaced by others of the same name.
-
-        containerd's Kubernetes side keeps every image by its digest too.
-        """
-        words = self._ctr("images", "list")
-        references = [word for word in words if word.startswith(("sha256:", _OUR_IMAGES))]
-        # Each image is told as its name and the digest of its manifest, among other words.
-        manifests = dict(zip(references[::2], references[1::2], strict=True))
-        named = {digest for name, digest in manifests.items() if name.startswith(_OUR_IMAGES)}
-        return [name for name, digest in manifests.items() if digest not in named]
-
-    def _ctr(self, *arguments: str) -> Sequence[str]:
-        """Run containerd's own client and return the words it printed."""
-        command = self._command(*arguments)
-        said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-        return said.split()
-
-    def _command(self, *arguments: str) -> Sequence[str]:
-        socket = f"--address={_socket(self.folder)}"
-        return (system_tool("ctr"), socket, "--namespace=k8s.io", *arguments)
+        self.images.load(*images)
 
 
 @contextlib.contextmanager
@@ -112,33 +70,71 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
     """Run a node of this control plane. A machine has one at a time: a second run waits.
 
     Raises:
-        PermissionError: This is not root.
+        PermissionError: This process is not root.
     """
-    if os.geteuid() != 0:
-        raise PermissionError(
-            "a real node needs root; docs/contribute/cluster-tests.md tells what else works"
-        )
-    subprocess.run([str(ROOT / "tools" / "cluster" / "install_node.sh")], check=True)
+    install_requirements()
     folder.mkdir()
     with locked(_ONLY_ONE), _cgroup(), _box(folder) as box:
         inside = _inside(box)
         _join_networks(box, inside)
         node = _assemble(plane, folder, box, inside)
         node.containerd.start()
-        node.forget_the_last_run()
-        node.load(_pause_image(folder), dns_image())
+        node.images.remove_leftovers()
+        # The Kubernetes part of containerd reads the list of images when it starts.
+        node.containerd.restart()
+        node.load(*system_images())
         node.kubelet.start()
         node.proxy.start()
         _give_pods_a_network(plane, folder)
         install_dns(plane.cluster)
         yield node
-        # Pods end in order while their kubelet lives; what is left ends with the box.
+        # Pods end in order while their kubelet runs; the box ends everything else.
         node.kubelet.stop()
 
 
 @contextlib.contextmanager
+def an_image_store(folder: Path) -> Iterator[ImageStore]:
+    """Run containerd alone, in a folder of its own, to load images for later nodes.
+
+    Raises:
+        PermissionError: This process is not root.
+    """
+    install_requirements()
+    folder.mkdir()
+    with locked(_ONLY_ONE), _box(folder) as box:
+        containerd = _containerd(folder, _inside(box))
+        containerd.start()
+        images = _image_store(folder)
+        images.remove_leftovers()
+        yield images
+        containerd.stop()
+
+
+def install_requirements() -> None:
+    """Install the packages of the operating system that a node needs.
+
+    Raises:
+        PermissionError: This process is not root.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError("a real node needs root; docs/cluster-tests.md lists alternatives")
+    subprocess.run([str(ROOT / "tools" / "cluster" / "install_node.sh")], check=True)
+
+
+def system_images() -> Sequence[Image]:
+    """Return the images that every node runs: the pause program and CoreDNS."""
+    program = binary("pause")
+    layers = LayerCache(layer_folder())
+    layer = layers.layer(
+        f"pause {program.parents[1].name}",
+        lambda tar: add_bytes(tar, "pause", program.read_bytes(), 0o755),
+    )
+    return [Image(node_config.PAUSE_IMAGE, [layer], ["/pause"]), dns_image()]
+
+
+@contextlib.contextmanager
 def _cgroup() -> Iterator[None]:
-    """Make the control group all pods are in, in every hierarchy there is."""
+    """Create the control group of all pods in every hierarchy."""
     _remove_cgroups()
     for hierarchy in _hierarchies():
         group = hierarchy / node_config.CGROUP
@@ -159,11 +155,11 @@ def _hierarchies() -> Sequence[Path]:
 
 
 def _remove_cgroups() -> None:
-    """Remove our control groups, those of a killed run too: their processes are ending."""
+    """Remove our control groups, including those of a killed run, whose processes are ending."""
     tops = [hierarchy / node_config.CGROUP for hierarchy in _hierarchies()]
     folders = [folder for top in tops for folder in (*top.rglob("*/"), top) if folder.exists()]
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-        wait_until(functools.partial(_removed, folder), f"the end of {folder}")
+        wait_until(functools.partial(_removed, folder), f"removal of {folder}")
 
 
 def _removed(folder: Path) -> bool:
@@ -174,7 +170,7 @@ def _removed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _box(folder: Path) -> Iterator[Program]:
-    """Run the process that holds the namespaces; everything inside ends with it."""
+    """Run the process that keeps the namespaces open; everything inside ends with it."""
     prepare = "; ".join(
         [
             "set -e",
@@ -182,7 +178,7 @@ def _box(folder: Path) -> Iterator[Program]:
             *(f"mkdir -p {path}; mount -t tmpfs tmpfs {path}" for path in _PRIVATE_FOLDERS),
             "ip link set lo up",
             f"touch {folder / 'box.ready'}",
-            # A shell that waits also buries the orphans of the box, whose first process it is.
+            # A waiting shell, the first process of the box, also reaps its orphans.
             "sleep infinity & wait",
         ]
     )
@@ -212,7 +208,7 @@ def _first_pid(box: Program) -> str:
 
 def _join_networks(box: Program, inside: Sequence[str]) -> None:
     ip = system_tool("ip")
-    # The network of a killed run is taken down by the kernel a moment after its last process.
+    # The kernel removes the network of a killed run shortly after its last process.
     wait_until(lambda: not Path(f"/sys/class/net/{_VETH}").exists(), f"the end of {_VETH}")
     on_host = (
         f"link add {_VETH} type veth peer name eth0 netns {_first_pid(box)}",
@@ -230,7 +226,7 @@ def _join_networks(box: Program, inside: Sequence[str]) -> None:
         subprocess.run([ip, *command.split()], check=True)
     for command in in_box:
         subprocess.run([*inside, ip, *command.split()], check=True)
-    # Services answer pods of the same bridge only if bridged packets pass through iptables.
+    # Services are reachable from pods of the same bridge only if iptables sees bridged packets.
     settings = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")
     script = "; ".join(f"echo 1 > /proc/sys/{setting}" for setting in settings)
     subprocess.run([*inside, system_tool("bash"), "-ec", script], check=True)
@@ -239,7 +235,6 @@ def _join_networks(box: Program, inside: Sequence[str]) -> None:
 def _assemble(plane: ControlPlane, folder: Path, box: Program, inside: Sequence[str]) -> RealNode:
     build_folder(*_PROGRAMS)
     files = node_config.write(plane, folder, NAME, NODE_ADDRESS)
-    containerd = (system_tool("containerd"), f"--config={files.containerd}")
     kubelet = (
         str(binary("kubelet")),
         f"--config={files.kubelet}",
@@ -249,21 +244,31 @@ def _assemble(plane: ControlPlane, folder: Path, box: Program, inside: Sequence[
         f"--node-ip={NODE_ADDRESS}",
     )
     proxy = (str(binary("kube-proxy")), f"--config={files.proxy}", f"--hostname-override={NAME}")
-
-    def program(name: str, command: Sequence[str], ready: Sequence[str]) -> Program:
-        asked = [*inside, *ready]
-        log = folder / f"{name}.log"
-        return Program(name, (*inside, *command), log, lambda: _succeeds(asked))
-
     health = (system_tool("curl"), "--silent", "--fail", "--output", "/dev/null")
-    version = (system_tool("ctr"), f"--address={_socket(folder)}", "version")
+    is_kubelet_ready = (*health, "http://127.0.0.1:10248/healthz")
+    is_proxy_ready = (*health, "http://127.0.0.1:10256/livez")
     return RealNode(
-        folder=folder,
         box=box,
-        containerd=program("containerd", containerd, version),
-        kubelet=program("kubelet", kubelet, (*health, "http://127.0.0.1:10248/healthz")),
-        proxy=program("kube-proxy", proxy, (*health, "http://127.0.0.1:10256/livez")),
+        images=_image_store(folder),
+        containerd=_containerd(folder, inside),
+        kubelet=_program("kubelet", folder, inside, kubelet, is_kubelet_ready),
+        proxy=_program("kube-proxy", folder, inside, proxy, is_proxy_ready),
     )
+
+
+def _containerd(folder: Path, inside: Sequence[str]) -> Program:
+    command = (system_tool("containerd"), f"--config={node_config.write_containerd(folder)}")
+    version = (system_tool("ctr"), f"--address={_socket(folder)}", "version")
+    return _program("containerd", folder, inside, command, version)
+
+
+def _program(
+    name: str, folder: Path, inside: Sequence[str], command: Sequence[str], ready: Sequence[str]
+) -> Program:
+    """Return a program of the box that is ready when the command `ready` succeeds there."""
+    check = [*inside, *ready]
+    log = folder / f"{name}.log"
+    return Program(name, (*inside, *command), log, lambda: _succeeds(check))
 
 
 def _succeeds(command: Sequence[str]) -> bool:
@@ -271,22 +276,19 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 def _give_pods_a_network(plane: ControlPlane, folder: Path) -> None:
-    """Let the node's pods have the addresses that the cluster chose for it; it is ready then."""
+    """Configure the pod network with the addresses that the cluster assigned to the node."""
     cluster = plane.cluster
     cluster.wait_for(f"node/{NAME}", "create")
     cluster.wait_for(f"node/{NAME}", "jsonpath={.spec.podCIDR}")
     addresses = cluster.get("node", NAME)["spec"]["podCIDR"]
     network = json.dumps(node_config.pod_network(addresses, folder))
-    # containerd 1.6 sees a file that is written here, not one that is moved here.
+    # containerd 1.6 notices a file that is written in this folder, but not one that is moved here.
     (node_config.network_folder(folder) / "10-pods.conflist").write_text(network)
     cluster.wait_for(f"node/{NAME}", "condition=Ready")
 
 
-def _pause_image(folder: Path) -> Image:
-    program = binary("pause").read_bytes()
-    layers = LayerCache(folder / "layers")
-    layer = layers.layer("pause", lambda tar: add_bytes(tar, "pause", program, 0o755))
-    return Image(node_config.PAUSE_IMAGE, [layer], ["/pause"])
+def _image_store(folder: Path) -> ImageStore:
+    return ImageStore([system_tool("ctr"), f"--address={_socket(folder)}", "--namespace=k8s.io"])
 
 
 def _socket(folder: Path) -> Path:
@@ -294,7 +296,7 @@ def _socket(folder: Path) -> Path:
 
 
 def head_process(pod: dict[str, Any]) -> int:
-    """Return the process on this machine of the head that runs in a pod."""
+    """Return the process id on this machine of the head in a pod."""
     uid = pod["metadata"]["uid"]
     [found] = [
         int(process.name)

@@ -1,7 +1,7 @@
-"""The settings of a real node's programs, for machines that are hard on them.
+"""The settings of the programs of a real node, for restricted machines.
 
-Meant for cgroup v1 as for v2, without systemd, without CAP_SYS_RESOURCE, on containerd 1.6 and
-later.
+They work with cgroup v1 and v2, without systemd, without CAP_SYS_RESOURCE, and with containerd 1.6
+and later.
 """
 
 import json
@@ -20,40 +20,44 @@ _DEBIAN_CNI = "/usr/lib/cni"
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """Where the settings of each program were written."""
+    """The files with the settings of each program."""
 
-    containerd: Path
     kubelet: Path
     kubelet_credentials: Path
     proxy: Path
 
 
 def write(plane: ControlPlane, folder: Path, name: str, address: str) -> NodeFiles:
-    """Write all settings of a node into its folder."""
-    network_folder(folder).mkdir()
+    """Write the settings of the kubelet and of kube-proxy into a node's folder."""
     (folder / "resolv.conf").touch()
     identity = f"system:node:{name}"
     credentials = plane.authority.kubeconfig(plane.url, identity, groups=["system:nodes"])
     proxy = plane.authority.kubeconfig(plane.url, "system:kube-proxy")
     files = NodeFiles(
-        containerd=folder / "containerd.toml",
         kubelet=folder / "kubelet.json",
         kubelet_credentials=credentials,
         proxy=folder / "kube-proxy.json",
     )
-    files.containerd.write_text(_containerd(folder))
     files.kubelet.write_text(json.dumps(_kubelet(plane, folder, name, address)))
     files.proxy.write_text(json.dumps(_proxy(proxy)))
     return files
 
 
+def write_containerd(folder: Path) -> Path:
+    """Write the settings of containerd into a folder and return their path."""
+    network_folder(folder).mkdir()
+    path = folder / "containerd.toml"
+    path.write_text(_containerd(folder))
+    return path
+
+
 def network_folder(folder: Path) -> Path:
-    """Return where containerd looks for the pods' network."""
+    """Return the folder from which containerd reads the network of pods."""
     return folder / "cni"
 
 
 def pod_network(addresses: str, folder: Path) -> dict[str, Any]:
-    """Return the network of pods: a bridge, and these addresses ("10.244.0.0/24")."""
+    """Return the pod network: a bridge with an address range such as "10.244.0.0/24"."""
     bridge = {
         "type": "bridge",
         "bridge": "pods",
@@ -71,7 +75,7 @@ def pod_network(addresses: str, folder: Path) -> dict[str, Any]:
 
 
 def _image_store() -> Path:
-    """Return where images lie unpacked, for all runs: there is one node at a time."""
+    """Return the folder of unpacked images, which all runs share: only one node runs at a time."""
     return build_folder("kubectl").parent / "containerd"
 
 
@@ -83,8 +87,8 @@ state = "{folder}/containerd-state"
 [grpc]
   address = "{folder}/containerd.sock"
 
-# Garbage is collected when a node starts, by command: at any other time it may be what an image
-# that is being loaded is made of.
+# Garbage is only collected by command. At any other time it could be part of an image that is
+# being imported.
 [plugins."io.containerd.gc.v1.scheduler"]
   mutation_threshold = 1000000000
   startup_delay = "8760h"
@@ -92,7 +96,7 @@ state = "{folder}/containerd-state"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "{PAUSE_IMAGE}"
   netns_mounts_under_state_dir = true
-  # Lowering a process's OOM score is a right that this machine may not have.
+  # This machine may not be permitted to lower the OOM score of a process.
   restrict_oom_score_adj = true
 
 [plugins."io.containerd.grpc.v1.cri".cni]
@@ -130,7 +134,7 @@ def _kubelet(plane: ControlPlane, folder: Path, name: str, address: str) -> dict
         "failCgroupV1": False,
         "failSwapOn": False,
         "enforceNodeAllocatable": ["none"],
-        # Tolerates what this machine may not do: sysctls and OOM scores.
+        # Tolerate that this machine may not set sysctls and OOM scores.
         "featureGates": {"KubeletInUserNamespace": True},
         "oomScoreAdj": 0,
         "clusterDNS": [CLUSTER_DNS],
@@ -138,7 +142,7 @@ def _kubelet(plane: ControlPlane, folder: Path, name: str, address: str) -> dict
         "resolvConf": str(folder / "resolv.conf"),
         "podLogsDir": str(folder / "pod-logs"),
         "volumePluginDir": str(folder / "volume-plugins"),
-        # Nothing can be pulled again, so nothing is removed to save space.
+        # Images cannot be pulled again, so none is removed to save space.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi"},
     }

@@ -14,7 +14,7 @@ _SUMS = {
     "v1.4.2": "h1:A4tGzbIky8sInAUxZBdBb+rrpZ7fbqoxdsOtm559Zqg=",
     "v1.5.1": "h1:7FJYmB8oM+cnjv1VYCj/TfzRZG4XHvvt5Ayn5pZ5A1c=",
 }
-"""Versions, and what Go says of their content."""
+"""Versions, and their hashes in the format of go.sum."""
 
 
 @cache
@@ -27,7 +27,7 @@ def _module(version: str) -> Path:
 
 
 def install_older_definition(cluster: Cluster, version: str) -> None:
-    """Replace the definition of RayClusters by the one of an older KubeRay."""
+    """Replace the definition of RayClusters with that of an older KubeRay."""
     folder = _module(version) / "config" / "crd" / "bases"
     cluster.apply_text((folder / "ray.io_rayclusters.yaml").read_text())
     cluster.wait_until_established("rayclusters.ray.io")

@@ -1,4 +1,4 @@
-"""The operator as a process of this machine, against any cluster."""
+"""The operator as a local process, for any cluster."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from tinkercloud_testing.cluster.programs import ROOT, Program
 from tinkercloud_testing.servers import free_port
 
 _REST_SECONDS = 3.0
-"""Longer than changes of pods are gathered."""
+"""Longer than the time for which pod events are batched."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunningOperator:
     port: int
 
     def get(self, path: str) -> str:
-        """Return what its probe server says, whatever the status."""
+        """Return the response of its probe server, for any status."""
         try:
             with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
                 return str(response.read().decode())
@@ -38,18 +38,18 @@ class RunningOperator:
             return str(error.read().decode())
 
     def counted(self, name: str) -> dict[str, int]:
-        """Return what its counters of a name say, by the labels of each."""
+        """Return the values of a counter by labels."""
         lines = self.get("/metrics").splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{"))
         return {labels.removeprefix(name): int(float(count)) for labels, count in pairs}
 
     def writes(self) -> int:
-        """Return how many writes it has made, besides the renewals of its Lease."""
+        """Return the number of its writes, apart from renewals of its Lease."""
         requests = self.counted("tinkercloud_api_requests_total")
         return sum(count for labels, count in requests.items() if 'verb="GET"' not in labels)
 
     def rest(self) -> int:
-        """Wait until it makes no more writes; return how many it has made."""
+        """Wait until it makes no more writes; return their number."""
         before = -1
         while (made := self.writes()) != before:
             before = made
@@ -69,13 +69,13 @@ def install_definitions(cluster: Cluster) -> None:
 def an_operator(
     kubeconfig: Path, namespace: str, folder: Path, **settings: object
 ) -> Iterator[RunningOperator]:
-    """Run the operator on one namespace for the length of a block.
+    """Run the operator for one namespace during a block.
 
     Args:
-        kubeconfig: whose rights it has.
-        namespace: what it watches.
-        folder: for its log.
-        settings: of the operator, by field name.
+        kubeconfig: the account of the operator.
+        namespace: the namespace to watch.
+        folder: the folder of its log.
+        settings: settings of the operator by field name.
     """
     operator = make_operator(kubeconfig, namespace, folder, **settings)
     operator.program.start()
@@ -88,7 +88,7 @@ def an_operator(
 def make_operator(
     kubeconfig: Path, namespace: str, folder: Path, **settings: object
 ) -> RunningOperator:
-    """Return an operator that has not been started."""
+    """Return an operator that is not started yet."""
     port = free_port()
     identity = f"operator-{port}"
     wanted = {"namespace": namespace, "identity": identity, "probe_port": port} | settings
@@ -115,10 +115,10 @@ def _answers(port: int) -> bool:
 
 
 def operator_account(cluster: Cluster, namespace: str, folder: Path) -> Path:
-    """Give a namespace the operator's account, with rights and Lease as in the chart.
+    """Create the service account of the operator in a namespace, with the rights of the chart.
 
     Returns:
-        its kubeconfig.
+        The kubeconfig of the account.
     """
     rendered = helm("template", "tinkercloud", str(CHART), f"--namespace={namespace}")
     kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease"}

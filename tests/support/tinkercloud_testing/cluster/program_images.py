@@ -1,8 +1,8 @@
-"""Images of our programs, of what this machine has: its Debian, its Python, the environment.
+"""Images of our programs, built from this machine's Debian, Python and environment.
 
-Layers, lowest first: a minimal Debian; the interpreter; what the API server and the operator
-import; what the worker imports besides; our packages. The programs run as nobody in particular,
-write nowhere, and are started by `python -m`.
+Layers, lowest first: a minimal Debian; the interpreter; the dependencies of the API server and the
+operator; further dependencies of the worker; our packages. The programs run as an unprivileged
+user, need no writable root, and are started with `python -m`.
 """
 
 import functools
@@ -32,7 +32,7 @@ from tinkercloud_testing.cluster.images import (
     add_link,
     add_tree,
 )
-from tinkercloud_testing.cluster.programs import ROOT, build_folder, system_tool
+from tinkercloud_testing.cluster.programs import ROOT, layer_folder, system_tool
 
 _LIGHT = ("tinkercloud-api[postgres]", "tinkercloud-operator")
 _WORKER = ("tinkercloud-worker[megatron]",)
@@ -41,12 +41,12 @@ PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
     "operator": ("tinkercloud_operator", [_LIGHT]),
     "worker": ("tinkercloud_worker", [_LIGHT, _WORKER]),
 }
-"""Image name: the package that `python -m` runs, and what is imported, a layer each."""
+"""The package that `python -m` runs and its dependencies, one layer each, by image name."""
 _VENV = "/opt/venv"
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"{_VENV}/lib/{_PYTHON}/site-packages"
 _RECIPE = "2"
-"""Part of every key: a change of how layers are filled changes it."""
+"""Part of every key: increase it when layers are filled differently."""
 _NOT_NEEDED = frozenset(
     {"site-packages", "dist-packages", "test", "idlelib", "tkinter", "ensurepip"}
 )
@@ -76,11 +76,11 @@ def program_image(name: str) -> Image:
 
 
 def _cache() -> LayerCache:
-    return LayerCache(build_folder("kubectl").parent / "layers")
+    return LayerCache(layer_folder())
 
 
 def _base() -> Layer:
-    """Return the layer of a minimal installation of this machine's own distribution."""
+    """Return the layer with a minimal installation of this machine's distribution."""
     suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
 
     def fill(tar: tarfile.TarFile) -> None:
@@ -102,7 +102,7 @@ def _without_clutter(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def _interpreter() -> Layer:
-    """Return the layer of this machine's Python, at its path, and of a virtual environment."""
+    """Return the layer with this machine's Python, at the same path, and a virtual environment."""
     prefix = Path(sys.base_prefix)
     executable = (prefix / "bin" / _PYTHON).resolve()
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": str(prefix)}))
@@ -110,7 +110,7 @@ def _interpreter() -> Layer:
     def fill(tar: tarfile.TarFile) -> None:
         _add_parents(tar, executable)
         add_tree(tar, executable, str(executable))
-        # Where C programs that embed Python find their half of it.
+        # These folders are only for C programs that embed Python.
         unneeded = _NOT_NEEDED | {path.name for path in library.glob("config-*")}
         add_tree(tar, library, str(library), without=unneeded)
         modules = (path.relative_to(library) for path in library.rglob("*.py"))
@@ -126,13 +126,13 @@ def _interpreter() -> Layer:
 
 
 def _add_parents(tar: tarfile.TarFile, path: Path) -> None:
-    """Let everybody pass through the folders above a file: one may be root's home."""
+    """Make all parent folders of a file accessible: one may be the home folder of root."""
     for parent in reversed(path.parents[:-1]):
         add_folder(tar, str(parent))
 
 
 def _shared_libraries(programs: Iterable[Path]) -> list[Path]:
-    """Return the libraries that programs load, less those every system has: the C library's."""
+    """Return the libraries that programs load, without those of the C library."""
     command = [system_tool("ldd"), *map(str, programs)]
     said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
     found = {Path(path) for path in re.findall(r"=> (/\S+)", said)}
@@ -141,7 +141,7 @@ def _shared_libraries(programs: Iterable[Path]) -> list[Path]:
 
 
 def _libraries(distributions: Mapping[str, Distribution]) -> Layer:
-    """Return the layer of installed distributions that are not ours."""
+    """Return the layer with installed third-party distributions."""
     names = [f"{name}=={found.version}" for name, found in sorted(distributions.items())]
 
     def fill(tar: tarfile.TarFile) -> None:
@@ -154,7 +154,7 @@ def _libraries(distributions: Mapping[str, Distribution]) -> Layer:
 
 
 def _commands(distributions: Mapping[str, Distribution]) -> Layer:
-    """Return the layer of the commands that distributions bring along, such as `ray`."""
+    """Return the layer with the commands of distributions, such as `ray`."""
     scripts = {
         point.name: f"#!{_VENV}/bin/python\nimport sys\nfrom {point.module} import {point.attr}\n"
         f"sys.exit({point.attr}())\n"
@@ -170,7 +170,7 @@ def _commands(distributions: Mapping[str, Distribution]) -> Layer:
 
 
 def _files(distributions: Iterable[Distribution]) -> dict[Path, str]:
-    """Return the files of distributions, and where each lies in an image."""
+    """Return the files of distributions and their paths in an image."""
     loaded = _loaded_without_gpu()
     files = {}
     for file in (file for found in distributions for file in found.files or ()):
@@ -182,11 +182,11 @@ def _files(distributions: Iterable[Distribution]) -> dict[Path, str]:
 
 
 def _add_compiled(tar: tarfile.TarFile, modules: Mapping[Path, str]) -> None:
-    """Add the bytecode of modules: a pod that may not write would compile them at every start.
+    """Add the bytecode of modules: a read-only pod would compile them at every start.
 
     Args:
-        tar: Where to.
-        modules: Each module, and where it lies in the image.
+        tar: The archive.
+        modules: Modules and their paths in the image.
     """
     with tempfile.TemporaryDirectory() as scratch:
         for path, target in modules.items():
@@ -194,16 +194,16 @@ def _add_compiled(tar: tarfile.TarFile, modules: Mapping[Path, str]) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
         command = [sys.executable, "-m", "compileall", "-qq", "-j0", "-s", scratch, "-p", "/"]
-        # Templates that are no modules, which some distributions carry, do not compile.
+        # Some distributions contain templates that are not valid modules and do not compile.
         subprocess.run([*command, "--invalidation-mode=unchecked-hash", scratch], check=False)
         for compiled in Path(scratch).rglob("*.pyc"):
             add_bytes(tar, str(compiled.relative_to(scratch)), compiled.read_bytes())
 
 
 def _loaded_without_gpu() -> frozenset[str]:
-    """Return the paths that a program which computes on a CPU has mapped.
+    """Return the paths of the libraries that torch loads on a CPU.
 
-    torch's CUDA build needs some gigabytes of libraries even there, and leaves others alone.
+    Its CUDA build needs some gigabytes of libraries even there, but not all of them.
     """
     script = "import torch; print(open('/proc/self/maps').read())"
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
@@ -212,7 +212,7 @@ def _loaded_without_gpu() -> frozenset[str]:
 
 @functools.cache
 def _sources() -> Layer:
-    """Return the layer of our own packages, as they are in the working tree."""
+    """Return the layer with our own packages from the working tree."""
     packages = sorted(ROOT.glob("*/src/tinkercloud_*"))
     files = [path for package in packages for path in sorted(package.rglob("*")) if path.is_file()]
     content = hashlib.sha256()
@@ -228,10 +228,9 @@ def _sources() -> Layer:
 
 
 def _closure(roots: Iterable[str]) -> dict[str, Distribution]:
-    """Return the distributions that roots need on a CPU, by normalised name, less our own.
+    """Return the third-party distributions that roots need on a CPU, by normalised name.
 
-    What a requirement names and this environment lacks is left out, as the environment works
-    without it.
+    Requirements that are not installed are left out, because the environment works without them.
     """
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()

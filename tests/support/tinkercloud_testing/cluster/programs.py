@@ -1,4 +1,4 @@
-"""Child processes that never outlive the test run, and the folders they keep their state in."""
+"""Child processes that never outlive the test run, and the folders of their state."""
 
 import contextlib
 import fcntl
@@ -23,12 +23,12 @@ _STOP_SECONDS = 30
 
 
 class ProgramFailed(Exception):
-    """A program ended, or did not become ready in time; the message ends with its log."""
+    """A program exited or was not ready in time; the message ends with its log."""
 
 
 @functools.cache
 def build_folder(*programs: str) -> Path:
-    """Build programs if they are not there; return the folder with `bin/` and `share/`."""
+    """Build missing programs; return the folder with `bin/` and `share/`."""
     built = subprocess.run(
         [sys.executable, str(BUILDER), *programs], check=True, text=True, stdout=subprocess.PIPE
     )
@@ -36,8 +36,13 @@ def build_folder(*programs: str) -> Path:
 
 
 def binary(name: str) -> Path:
-    """Build a program if it is not there; return its path."""
+    """Build a program if it is missing; return its path."""
     return build_folder(name) / "bin" / name
+
+
+def layer_folder() -> Path:
+    """Return the folder of the layers of images, which all builds share."""
+    return build_folder("kubectl").parent / "layers"
 
 
 def system_tool(name: str) -> str:
@@ -53,7 +58,7 @@ def system_tool(name: str) -> str:
 
 
 def accepts_connections(port: int) -> bool:
-    """Whether somebody listens on a loopback port."""
+    """Whether a process listens on a loopback port."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
@@ -61,7 +66,7 @@ def accepts_connections(port: int) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file; another process waits. The kernel drops it when its holder dies."""
+    """Hold a file lock; other processes wait. The kernel releases it when its holder exits."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -69,37 +74,37 @@ def locked(path: Path) -> Iterator[None]:
 
 @dataclass
 class Program:
-    """One program. `start`, `stop` and `kill` may alternate and may be repeated.
+    """A program. `start`, `stop` and `kill` may be called repeatedly and in any order.
 
-    The kernel kills it when the thread that started it ends, so start programs from a thread that
-    lives as long as they should: the main one.
+    The kernel kills it when the thread that started it ends, so start programs in a thread that
+    lives long enough, such as the main one.
     """
 
     name: str
     arguments: Sequence[str]
     log: Path
     ready: Callable[[], bool]
-    """Whether it serves; asked until it does."""
+    """Returns whether it is ready; called until it is."""
     environment: Mapping[str, str] = field(default_factory=dict)
     start_seconds: float = PATIENCE_SECONDS
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """Whether its process is running."""
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Start it unless it runs, and wait until it is ready.
+        """Start it unless it is running, and wait until it is ready.
 
         Raises:
-            ProgramFailed: It ended, or was not ready in time.
+            ProgramFailed: It exited, or was not ready in time.
         """
         self.launch()
         self.wait_until_ready()
 
     def launch(self) -> None:
-        """Start it unless it runs, without waiting."""
+        """Start it unless it is running, without waiting."""
         if self.is_running:
             return
         with self.log.open("ab") as log:
@@ -113,27 +118,27 @@ class Program:
             )
 
     def wait_until_ready(self) -> None:
-        """Wait until it serves.
+        """Wait until it is ready.
 
         Raises:
-            ProgramFailed: It ended, or was not ready in time.
+            ProgramFailed: It exited, or was not ready in time.
         """
         try:
             wait_until(lambda: not self.is_running or self.ready(), self.name, self.start_seconds)
         except TimeoutError as error:
-            raise ProgramFailed(f"{error}\n{self.last_words()}") from error
+            raise ProgramFailed(f"{error}\n{self.log_tail()}") from error
         if not self.is_running:
-            raise ProgramFailed(f"{self.name} ended\n{self.last_words()}")
+            raise ProgramFailed(f"{self.name} exited\n{self.log_tail()}")
 
     def stop(self) -> None:
-        """Ask it to end, and wait until it has; kill it if it does not."""
+        """Terminate it gracefully; kill it if it does not exit in time."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._wait(_STOP_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """End it without warning."""
+        """Kill it immediately."""
         self._signal(signal.SIGKILL)
         self._wait(None)
 
@@ -142,7 +147,7 @@ class Program:
         self.stop()
         self.start()
 
-    def last_words(self, lines: int = 40) -> str:
+    def log_tail(self, lines: int = 40) -> str:
         """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -158,9 +163,9 @@ class Program:
 
 @contextlib.contextmanager
 def state_folder() -> Iterator[Path]:
-    """Make a folder for the length of a block, and remove those of runs that were killed.
+    """Create a folder for a block, and remove the folders of killed runs.
 
-    A folder's owner holds a lock in it.
+    The owner of a folder holds a lock in it.
     """
     for abandoned in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         _remove_if_abandoned(abandoned)
@@ -173,7 +178,7 @@ def state_folder() -> Iterator[Path]:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    # A folder without a lock file is being made at this moment, by another run.
+    # Another run is currently creating a folder that has no lock file yet.
     with (
         contextlib.suppress(FileNotFoundError, BlockingIOError),
         (folder / "owner.lock").open() as f,

@@ -1,6 +1,6 @@
-"""What an API server on Kubernetes finds around it: a namespace, a base model, heads, a catalog.
+"""The environment of an API server on Kubernetes: a namespace, a base model, heads, a catalog.
 
-Tests play the operator's part here: they write a session's status and Secret, as its contract says.
+Tests take the role of the operator: they write the status and the Secret of a session.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def now() -> str:
 
 @dataclass
 class Head:
-    """A head process, as a pod would run it: restarted under the same name, on the same port."""
+    """A head process like that of a pod: it restarts with the same name and port."""
 
     folder: Path
     model: Path
@@ -105,7 +105,7 @@ class Head:
 
 @dataclass
 class World:
-    """A namespace with a base model, and API servers in it that share a catalog: PostgreSQL."""
+    """A namespace with a base model, and API servers that share a PostgreSQL catalog."""
 
     cluster: Cluster
     namespace: str
@@ -128,11 +128,11 @@ class World:
 
     @cached_property
     def head(self) -> Head:
-        """The head of all sessions whose tests leave it alone: to start one takes many seconds."""
+        """The head that sessions share unless a test stops it, because starting one takes long."""
         return self.a_head()
 
     def a_head(self) -> Head:
-        """Return a running head that may be stopped and killed."""
+        """Return a running head that a test may stop and kill."""
         folder = self.folder / f"head-{len(self.heads)}"
         head = Head(folder, self.model, self.folder / "store")
         self.heads.append(head)
@@ -147,7 +147,7 @@ class World:
         return [item["metadata"]["name"] for item in found]
 
     def new_session(self, known: list[str]) -> str:
-        """Wait for a session that was not there before, and return its name."""
+        """Wait for a new session and return its name."""
         wait_until(lambda: bool(set(self.sessions()) - set(known)), "a TrainingSession")
         [name] = set(self.sessions()) - set(known)
         return name
@@ -155,7 +155,7 @@ class World:
     def say(
         self, name: str, *conditions: tuple[ConditionType, str, Reason, str], **status: Any
     ) -> None:
-        """Write a session's status, of its specification as it is now."""
+        """Write the status of a session for its current spec."""
         generation = self.session(name)["metadata"]["generation"]
         written = [
             {
@@ -183,7 +183,7 @@ class World:
         self.say(name, ready, endpoint=head.url, incarnation=incarnation)
 
     def a_training_client(self, server: Server, head: Head | None = None) -> tinker.TrainingClient:
-        """Return a client of a run at a head: without one, at that of most sessions."""
+        """Return a client of a run at a head, by default the shared one."""
         known = self.sessions()
         client = server.client()
         waiting = client.create_lora_training_client(MODEL, rank=4, seed=1)

@@ -1,9 +1,9 @@
-"""Many sessions at a steady rate, and what the operator adds to the time they take.
+"""Many sessions at a steady rate, and the latency that the operator adds.
 
-An observer watches sessions, RayClusters and pods, and notes when each thing is first seen; both
-ends of every interval come from it. The operator's share of a session's start is what it alone can
-shorten: from the session to its RayCluster, and from the last Ready pod to the Ready session. What
-lies between is KubeRay's, the scheduler's and the nodes'.
+An observer watches sessions, RayClusters and pods, and records when it first sees each; it provides
+both ends of every interval. The operator's share of the startup time is what only it can shorten:
+from the session to its RayCluster, and from the last Ready pod to the Ready session. The time in
+between belongs to KubeRay, the scheduler and the nodes.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.training_sessions import a_base_model, a_session, a_volume
@@ -36,19 +36,19 @@ _SESSIONS_PER_NODE = 25
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured."""
+    """The load of a measurement."""
 
     sessions: int
     creates_per_second: float
     steady_seconds: float
-    """For how long writes are counted when nothing happens any more."""
+    """The time for which writes are counted once all sessions are settled."""
     patience_seconds: float
-    """How long the cluster may take for all sessions, after the last was made."""
+    """The timeout for all sessions to become Ready, after the last was created."""
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of one interval, seconds."""
+    """The distribution of an interval in seconds."""
 
     p50: float
     p99: float
@@ -56,37 +56,37 @@ class Percentiles:
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Percentiles":
-        """Return those of a list of at least two."""
+        """Return the percentiles of at least two values."""
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         return cls(round(cuts[49], 3), round(cuts[98], 3), round(max(seconds), 3))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured."""
+    """The result of a measurement."""
 
     sessions: int
     pods: int
     creates_per_second: float
     to_cluster: Percentiles
-    """From the session to its RayCluster."""
+    """Time from the session to its RayCluster."""
     to_ready: Percentiles
-    """From the last Ready pod to the Ready session."""
+    """Time from the last Ready pod to the Ready session."""
     added: Percentiles
-    """Both together: what the operator adds."""
+    """The sum of both: the latency that the operator adds."""
     whole: Percentiles
-    """From the session to its Ready, KubeRay's and the nodes' part included."""
+    """Time from the session to its Ready condition, including KubeRay and the nodes."""
     one_write: Percentiles
-    """What the API server took for the creation of a session, meanwhile: the least that each of the
-    operator's writes costs, of which two follow each other before a RayCluster is there."""
+    """Time that the API server took to create a session: the minimum cost of a write. The operator
+    makes two consecutive writes before a RayCluster exists."""
     steady_writes_per_second: float
-    """Of the operator when nothing happens, besides the renewals of its Lease."""
+    """Writes of the operator when nothing happens, apart from renewals of its Lease."""
     rss_bytes: int
-    """The most memory the operator has held."""
+    """Peak memory of the operator."""
     cpu_seconds: float
-    """Of the operator, until all sessions were Ready."""
+    """CPU time of the operator until all sessions were Ready."""
     delete_seconds: float
-    """Until all sessions and their children were gone."""
+    """Time until all sessions and their children were deleted."""
 
     def as_row(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -116,10 +116,10 @@ def _row(what: str, p: Percentiles) -> str:
 
 @dataclass
 class Seen:
-    """When an observer first saw what, by session (`time.monotonic`)."""
+    """When an observer first saw each object, by session (`time.monotonic`)."""
 
     sessions: int
-    """How many there are to be."""
+    """The expected numbers."""
     session: dict[str, float] = field(default_factory=dict)
     cluster: dict[str, float] = field(default_factory=dict)
     ready: dict[str, float] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Seen:
     """Whether all sessions and pods have been Ready."""
 
     def note(self, kind: str, manifest: Mapping[str, Any], moment: float) -> None:
-        """Take note of an object as a watch delivered it."""
+        """Record an object that a watch has delivered."""
         metadata = manifest["metadata"]
         name = metadata["name"]
         if kind == "trainingsessions":
@@ -143,7 +143,7 @@ class Seen:
         elif _is_ready(manifest):
             session = metadata["labels"]["tinkercloud.dev/session"]
             self.pods.setdefault(session, {}).setdefault(name, moment)
-        # Of pods, another watch may tell later than of the session that they have made Ready.
+        # The watch of pods may report them later than the watch of the session they made Ready.
         if len(self.ready) == self.sessions and self._has_all_pods():
             self.is_complete.set()
 
@@ -168,26 +168,26 @@ def _is_ready(manifest: Mapping[str, Any]) -> bool:
 
 
 def prepare(cluster: Cluster, kwok: KwokNodes, namespace: str, sessions: int) -> None:
-    """Make nodes for this many sessions, and the BaseModel that they are of."""
+    """Create nodes for this many sessions, and their BaseModel."""
     for number in range(-(-sessions // _SESSIONS_PER_NODE)):
         kwok.add(f"scale-{number}", gpus=_SESSIONS_PER_NODE * _GPUS_PER_SESSION)
     sampler = {"backend": "sglang", "image": "sglang", "replicas": 2, "gpusPerReplica": 1}
     cluster.apply(a_base_model(namespace, sampler=sampler), *a_volume(namespace))
-    # An API server that has just learned of a kind does not list it at once.
+    # An API server does not list a new kind immediately.
     wait_until(lambda: _can_list(cluster, namespace), "sessions can be listed")
 
 
 def _can_list(cluster: Cluster, namespace: str) -> bool:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(KubectlFailed):
         return not cluster.objects("tsess,rayclusters", namespace)
     return False
 
 
 def measure(cluster: Cluster, operator: RunningOperator, load: Load) -> Result:
-    """Make sessions, wait until all are Ready, wait a while, delete them all.
+    """Create sessions, wait until all are Ready, measure the settled state, delete all.
 
     Raises:
-        TimeoutError: They were not all Ready, or gone, in time.
+        TimeoutError: Not all were Ready, or deleted, in time.
     """
     namespace = operator.namespace
     seen = asyncio.run(_create(cluster, namespace, load))
@@ -224,7 +224,7 @@ def measure(cluster: Cluster, operator: RunningOperator, load: Load) -> Result:
 
 
 async def _create(cluster: Cluster, namespace: str, load: Load) -> Seen:
-    """Create the sessions at their rate; return when each thing was seen."""
+    """Create the sessions at the given rate; return when each object was seen."""
     seen = Seen(load.sessions)
     async with _client(cluster) as client, asyncio.TaskGroup() as tasks:
         places = {
@@ -252,15 +252,15 @@ async def _create(cluster: Cluster, namespace: str, load: Load) -> Seen:
 async def _post(
     client: aiohttp.ClientSession, path: str, manifest: Mapping[str, Any], seen: Seen
 ) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     async with client.post(path, json=manifest, raise_for_status=True):
-        seen.writes.append(time.monotonic() - begun)
+        seen.writes.append(time.monotonic() - start)
 
 
 async def _watch(client: aiohttp.ClientSession, path: str, kind: str, seen: Seen) -> None:
-    """Note all that a watch delivers, from its beginning, for as long as it is not cancelled.
+    """Record everything that a watch delivers until this is cancelled.
 
-    An API server ends a watch that is behind: another begins with what there is.
+    An API server ends a watch that is too slow: the next one starts with the existing objects.
     """
     while True:
         async with client.get(path, params={"watch": "1"}, raise_for_status=True) as stream:
@@ -301,8 +301,8 @@ def _decoded(content: str) -> str:
 
 
 def _steady_writes(operator: RunningOperator, seconds: float) -> int:
-    """Return how many writes the operator makes while nothing happens."""
-    # What follows the last Ready: sums of the BaseModel, Events.
+    """Return the number of writes of the operator while nothing happens."""
+    # The summary of the BaseModel and Events follow the last Ready condition.
     time.sleep(10)
     before = operator.writes()
     time.sleep(seconds)

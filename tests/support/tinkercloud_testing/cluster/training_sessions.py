@@ -1,4 +1,4 @@
-"""TrainingSessions and BaseModels whose pods are played, and what tests do to them."""
+"""TrainingSessions and BaseModels with simulated pods, and operations on them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,34 +10,34 @@ from tinkercloud_testing.waiting import wait_until
 MODEL = "Qwen/Qwen3-8B"
 CHILD_KINDS = "rayclusters,pods,services,secrets,configmaps,networkpolicies,poddisruptionbudgets"
 SOON_SECONDS = 240
-"""Far more than anything takes on a busy machine, and too soon for the operator's resync: what
-comes about in this time, an event has brought about."""
+"""Longer than anything takes on a busy machine, and shorter than the resync of the operator: a
+change within this time was caused by an event."""
 
 
 @dataclass(frozen=True)
 class Sessions:
-    """Makes and looks at the TrainingSessions of one namespace."""
+    """Creates and reads the TrainingSessions of one namespace."""
 
     cluster: Cluster
     namespace: str
 
     def make(self, name: str, **spec: object) -> str:
-        """Apply a session, or change one."""
+        """Create or change a session."""
         self.cluster.apply(a_session(self.namespace, name, **spec))
         return name
 
     def make_ready(self, name: str, **spec: object) -> str:
-        """Apply a session and wait until it is Ready."""
+        """Create or change a session and wait until it is Ready."""
         self.make(name, **spec)
         self.wait_for(name, "condition=Ready")
         return name
 
     def delete(self, name: str) -> None:
-        """Delete a session, without waiting for its end."""
+        """Delete a session without waiting for the deletion."""
         self.cluster.delete("trainingsession", name, self.namespace)
 
     def wait_for(self, name: str, condition: str) -> None:
-        """Wait as `kubectl wait` does."""
+        """Wait with `kubectl wait`."""
         what = f"trainingsession/{name}"
         self.cluster.wait_for(what, condition, self.namespace, SOON_SECONDS)
 
@@ -46,13 +46,13 @@ class Sessions:
         wait_until(lambda: self.reason(name) == reason, f"{name} is {reason}", SOON_SECONDS)
 
     def status(self, name: str) -> dict[str, Any]:
-        """Return its status; an empty one if it has none yet."""
+        """Return its status, which is empty at first."""
         found = self.cluster.get("trainingsession", name, self.namespace)
         status: dict[str, Any] = found.get("status", {})
         return status
 
     def condition(self, name: str, kind: str) -> dict[str, Any]:
-        """Return one of its conditions; an empty one if it has none yet."""
+        """Return one of its conditions, or an empty one if it is not set."""
         conditions: list[dict[str, Any]] = self.status(name).get("conditions", [])
         return next((item for item in conditions if item["type"] == kind), {})
 
@@ -61,13 +61,13 @@ class Sessions:
         return str(self.condition(name, "Ready").get("reason", ""))
 
     def children(self, name: str, kinds: str = CHILD_KINDS) -> list[str]:
-        """Return what carries its label: `Kind/name`."""
+        """Return the objects with its label as `Kind/name`."""
         selector = f"tinkercloud.dev/session={name}"
         found = self.cluster.objects(kinds, self.namespace, selector)
         return sorted(f"{item['kind']}/{item['metadata']['name']}" for item in found)
 
     def wait_until_nothing_is_left(self, name: str) -> None:
-        """Wait until the session and everything that carries its label are gone."""
+        """Wait until the session and all objects with its label are deleted."""
         self.wait_for(name, "delete")
         wait_until(lambda: not self.children(name), f"no child of {name}", SOON_SECONDS)
 
@@ -84,7 +84,7 @@ def a_session(namespace: str, name: str, **spec: object) -> dict[str, Any]:
 
 
 def a_base_model(namespace: str, name: str = "qwen3-8b", **spec: object) -> dict[str, Any]:
-    """Return a BaseModel of a head, two trainers and a sampler, on nodes that are played."""
+    """Return a BaseModel with a head, two trainers and a sampler on simulated nodes."""
     wanted: dict[str, Any] = {
         "modelName": MODEL,
         "source": {"volume": {"claimName": "models", "path": "model"}},
@@ -103,8 +103,8 @@ def a_base_model(namespace: str, name: str = "qwen3-8b", **spec: object) -> dict
 
 
 def a_volume(namespace: str) -> list[dict[str, Any]]:
-    """Return the volume that BaseModels take their files from, and its claim."""
-    common = {"accessModes": ["ReadWriteMany"], "storageClassName": "played"}
+    """Return the volume of the files of BaseModels, and its claim."""
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": "simulated"}
     volume = f"models-{namespace}"
     return [
         {

@@ -1,4 +1,4 @@
-"""Volumes of a real node: folders of this machine."""
+"""Volumes of the real node, which are local folders."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def a_volume(name: str, namespace: str, folder: Path) -> list[Mapping[str, Any]]:
-    """Return a claim in a namespace, and the volume it gets: a folder of the node."""
+    """Return a claim in a namespace and its volume, a folder of the node."""
     size = {"storage": "1Gi"}
     modes = ["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"]
     unique = f"{namespace}-{name}"

@@ -1,4 +1,4 @@
-"""A namespace with sessions, and an operator that can be killed and cut off."""
+"""A namespace with sessions, and an operator that can be killed and disconnected."""
 
 import contextlib
 import sys
@@ -12,12 +12,12 @@ from tinkercloud_testing.cluster.operators import RunningOperator, make_operator
 from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
 
 PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Played pods have no head that would answer: the operator is not to wait for one."""
+"""Simulated pods run no head: the operator must not wait for its response."""
 
 
 @dataclass(frozen=True)
 class World:
-    """A namespace with an operator whose way to the API server can be made to fail."""
+    """A namespace with an operator whose connection to the API server can be made to fail."""
 
     sessions: Sessions
     api: FaultyApi
@@ -26,7 +26,7 @@ class World:
 
 @contextlib.contextmanager
 def a_world(cluster: Cluster, folder: Path, name: str, **settings: object) -> Iterator[World]:
-    """Make a namespace, and an operator of it that has not been started."""
+    """Create a namespace, and an operator for it that is not started yet."""
     with cluster.a_namespace(name) as namespace:
         cluster.apply(a_base_model(namespace), *a_volume(namespace))
         with a_faulty_api(operator_account(cluster, namespace, folder)) as api:
@@ -37,4 +37,4 @@ def a_world(cluster: Cluster, folder: Path, name: str, **settings: object) -> It
                 cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=180s")
             finally:
                 operator.program.kill()
-                sys.stdout.write(operator.program.last_words())
+                sys.stdout.write(operator.program.log_tail())

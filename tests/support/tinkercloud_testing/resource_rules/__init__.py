@@ -1,4 +1,4 @@
-"""What the custom resources accept and refuse: cases for each rule."""
+"""Valid and invalid custom resources: cases for each rule."""
 
 from tinkercloud_testing.resource_rules.base_models import BASE_MODEL_RULES
 from tinkercloud_testing.resource_rules.extras import EXTRAS_RULES
@@ -9,4 +9,4 @@ from tinkercloud_testing.resource_rules.updates import UPDATE_RULES
 
 RULES = (*BASE_MODEL_RULES, *EXTRAS_RULES, *PLACEMENT_RULES, *SESSION_RULES, *UPDATE_RULES)
 SINGLE_VALUED = {("TrainingSession", "spec.optimizer", IMMUTABLE)}
-"""Rules of fields that have but one value yet: nothing could break them."""
+"""Rules of fields with a single valid value, which nothing can violate."""

@@ -1,4 +1,4 @@
-"""What a BaseModel may say when it is made: cases for each rule."""
+"""New BaseModels: cases for each rule."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def sampler(backend: str, replicas: int, gpus: int = 1, **others: Any) -> Json:
 
 
 def sglang(replicas: int, gpus: int = 1, **others: Any) -> Json:
-    """Return one whose engines have an image, and of which nothing else is said."""
+    """Return a sampler whose engines have only an image."""
     return sampler("sglang", replicas, gpus, image="sglang:1", **others)
 
 
@@ -66,7 +66,7 @@ def colocated(sampler: Json | None = None, trainer: Json | None = None, **engine
 
 
 def in_one_pod(sampler: Json | None = None, **engines: Any) -> Json:
-    """Return one whose trainer pod shares its four GPUs with an engine."""
+    """Return a BaseModel whose trainer pod shares its four GPUs with an engine."""
     one = {"gpusPerReplica": 4, "replicas": 1} | (sampler or {})
     return colocated(one, {"replicas": 1, "gpusPerReplica": 4}, **engines)
 

@@ -1,4 +1,4 @@
-"""A value at each kind of bound of the custom resources, and one beyond."""
+"""A value at each bound of the custom resources, and one beyond."""
 
 from collections.abc import Callable, Mapping
 
@@ -124,4 +124,4 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"ttlSecondsAfterFinished": -1},
     ),
 }
-"""By field: who builds the manifest, a value at its bound, and one beyond."""
+"""The builder of the manifest, a value at the bound, and one beyond, by field."""

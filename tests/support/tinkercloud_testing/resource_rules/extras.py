@@ -1,4 +1,4 @@
-"""What worker pods may have besides cores, memory and GPUs: cases for each rule."""
+"""Extra resources and environment of worker pods: cases for each rule."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ VARIABLES: list[Json] = [{"name": "NCCL_IB_HCA", "value": "=mlx5_0:1"}]
 
 
 def with_resources(kind: str, *names: str) -> Json:
-    """Return a BaseModel whose trainers or samplers ask for one of each."""
+    """Return a BaseModel whose trainers or samplers request one of each."""
     resources = [{"name": name, "count": 1} for name in names]
     return _with(kind, extendedResources=resources)
 
 
 def with_variables(kind: str, **values: str) -> Json:
-    """Return a BaseModel whose trainers or samplers have variables."""
+    """Return a BaseModel whose trainers or samplers have environment variables."""
     pairs = [{"name": name, "value": value} for name, value in values.items()]
     return _with(kind, environment=pairs)
 
@@ -68,7 +68,7 @@ def _of_lists(kind: str) -> tuple[Rule, ...]:
 def _of_shapes(kind: str, without_pods: Json) -> Rule:
     resources = [{"name": RDMA, "count": 1}]
 
-    def beside(**fields: Any) -> Json:
+    def with_fields(**fields: Any) -> Json:
         shapes: Json = {"trainer": TRAINERS, kind: {**without_pods, **fields}}
         return base_model(**shapes)
 
@@ -78,12 +78,12 @@ def _of_shapes(kind: str, without_pods: Json) -> Rule:
         {
             "resources of pods": with_resources(kind, RDMA),
             "variables of pods": with_variables(kind, NCCL_DEBUG="INFO", UCX_TLS="rc"),
-            "neither": beside(extendedResources=[], environment=[]),
+            "neither": with_fields(extendedResources=[], environment=[]),
         },
         {
-            "resources of none": beside(extendedResources=resources),
-            "variables of none": beside(environment=VARIABLES),
-            "both": beside(extendedResources=resources, environment=VARIABLES),
+            "resources of none": with_fields(extendedResources=resources),
+            "variables of none": with_fields(environment=VARIABLES),
+            "both": with_fields(extendedResources=resources, environment=VARIABLES),
         },
     )
 

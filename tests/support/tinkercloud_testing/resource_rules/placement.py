@@ -1,4 +1,4 @@
-"""Where pods run, and what other programs read of them: cases for each rule."""
+"""Placement and metadata of pods: cases for each rule."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ ANNOTATIONS = (
 
 
 def placed(role: str | None, **placement: Any) -> Json:
-    """Return a BaseModel with the placement of a role, or of everything."""
+    """Return a BaseModel with the placement of a role, or of all pods."""
     if role is None:
         return base_model(placement=placement)
     shapes: Json = {**SHAPES, role: SHAPES[role] | {"placement": placement}}

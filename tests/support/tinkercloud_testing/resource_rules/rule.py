@@ -1,4 +1,4 @@
-"""What a rule of the custom resources is, and who builds the manifests it is tried with."""
+"""Rules of the custom resources, and builders of manifests to test them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ base_model, session = a_base_model_manifest, a_session_manifest
 
 @dataclass(frozen=True)
 class Rule:
-    """A CEL rule: where it stands, what it says, and what it lets pass.
+    """A CEL rule: its path, its message, and manifests that satisfy or violate it.
 
-    `accepted` and `refused` are manifests by what is tried; if there is a `before`, they take the
-    place of that object, which exists.
+    `accepted` and `refused` contain manifests by case. If `before` is set, it is an existing object
+    that they replace.
     """
 
     path: str
@@ -25,5 +25,5 @@ class Rule:
 
     @property
     def kind(self) -> str:
-        """The resource it belongs to."""
+        """The kind of the resource."""
         return str(next(iter(self.refused.values()))["kind"])

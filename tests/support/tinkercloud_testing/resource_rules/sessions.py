@@ -1,4 +1,4 @@
-"""What a TrainingSession may say when it is made: cases for each rule."""
+"""New TrainingSessions: cases for each rule."""
 
 from tinkercloud_testing.resource_rules.rule import Rule, session
 from tinkercloud_testing.sessions import Json

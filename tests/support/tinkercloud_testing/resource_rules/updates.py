@@ -1,4 +1,4 @@
-"""What of a resource may change later: cases for each rule."""
+"""Updates of resources: cases for each rule."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +25,7 @@ QUEUES = ["research", "urgent", "night", "other"]
 
 
 def never_changes(kind: str, name: str, value: Any, *others: Any) -> Rule:
-    """Return the rule of a field that other fields may change beside, and not itself."""
+    """Return the rule of an immutable field of a resource whose other fields may change."""
     given: Json = {name: value}
     build = base_model if kind == "BaseModel" else partial(session, **given)
     changes = BASE_MODEL_CHANGES if kind == "BaseModel" else SESSION_CHANGES
@@ -38,8 +38,8 @@ def never_changes(kind: str, name: str, value: Any, *others: Any) -> Rule:
     )
 
 
-def neither_comes_nor_goes(name: str, *values: Any) -> Rule:
-    """Return the rule of an optional field that later can't be added."""
+def stays_set_or_unset(name: str, *values: Any) -> Rule:
+    """Return the rule of an optional field that cannot be added or removed later."""
     absent: Json = {name: None}
     return Rule(
         "spec",
@@ -58,10 +58,10 @@ UPDATE_RULES = (
     never_changes("TrainingSession", "lora", *RANKS),
     never_changes("TrainingSession", "restoreFrom", *PATHS),
     never_changes("TrainingSession", "queueName", *QUEUES),
-    neither_comes_nor_goes("modelId", *RUNS[:3]),
-    neither_comes_nor_goes("lora", *RANKS[:3]),
-    neither_comes_nor_goes("restoreFrom", *PATHS[:3]),
-    neither_comes_nor_goes("queueName", *QUEUES[:3]),
+    stays_set_or_unset("modelId", *RUNS[:3]),
+    stays_set_or_unset("lora", *RANKS[:3]),
+    stays_set_or_unset("restoreFrom", *PATHS[:3]),
+    stays_set_or_unset("queueName", *QUEUES[:3]),
     Rule(
         "spec.role",
         IMMUTABLE,

@@ -1,4 +1,4 @@
-"""Saves that are refused, and what an owner's checkpoints may take."""
+"""Rejected saves, and the limit of the size of an owner's checkpoints."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ MODEL = "tiny/llama"
 
 @pytest.fixture(scope="module")
 def bounded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that lets each owner have one checkpoint."""
+    """Run a server that allows one checkpoint for each owner."""
     settings = {"TINKERCLOUD_MAX_CHECKPOINT_BYTES_PER_OWNER": "1"}
     with a_server(tmp_path_factory.mktemp("bounded"), {MODEL: model_folder}, settings) as running:
         yield running
 
 
-def test_an_owner_at_the_limit_is_told_what_to_delete_and_trains_on(bounded: Server) -> None:
+def test_an_owner_at_the_limit_learns_what_to_delete_and_can_still_train(bounded: Server) -> None:
     key = bounded.new_key("alice")
     training = bounded.client(key).create_lora_training_client(MODEL, rank=4).result()
     first = training.save_state("first").result().path
@@ -40,13 +40,13 @@ def test_an_owner_at_the_limit_is_told_what_to_delete_and_trains_on(bounded: Ser
     assert training.save_state("second").result().path.endswith("/second")
 
 
-def test_the_limit_of_one_owner_is_not_anothers(bounded: Server) -> None:
+def test_the_checkpoint_limit_applies_to_each_owner_separately(bounded: Server) -> None:
     for owner in ("bob", "carol"):
         client = bounded.client(bounded.new_key(owner))
         client.create_lora_training_client(MODEL, rank=4).result().save_state("a").result()
 
 
-def test_a_save_that_its_head_refuses_leaves_no_row(server: Server) -> None:
+def test_a_save_rejected_by_the_head_leaves_no_row(server: Server) -> None:
     training = server.client().create_lora_training_client(MODEL, rank=4).result()
     training.save_state("good").result()
 

@@ -1,4 +1,4 @@
-"""The test cluster itself: what the other tests rely on when they use it."""
+"""The properties of the test cluster that other tests rely on."""
 
 import contextlib
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster, Refused
+from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.images import USER, Image
 from tinkercloud_testing.cluster.kuberay import KubeRay
@@ -45,7 +45,7 @@ def a_config_map(name: str, namespace: str, owner: dict[str, Any] | None = None)
 
 
 def a_fake_pod_template(gpus: int) -> dict[str, Any]:
-    """Return a template whose pods want the node `gpu-a`, whichever others there are."""
+    """Return a template whose pods require the node `gpu-a`."""
     limits = {"cpu": "1", "memory": "1Gi", "nvidia.com/gpu": str(gpus)}
     ray = {"name": "ray", "image": "ray", "resources": {"limits": limits}}
     node = {"kubernetes.io/hostname": "gpu-a"}
@@ -106,12 +106,12 @@ def a_pod(name: str, namespace: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetching(url: str) -> tuple[str, ...]:
-    """Return a command that prints what is there, for as long as the network may not know of it."""
+    """Return a command that prints the content of a URL, and retries until the network is ready."""
     return ("python", "-c", FETCH, url)
 
 
 def content_of(url: str) -> bytes:
-    """Return what is there; nothing while there is no answer."""
+    """Return the content of a URL, or nothing if there is no response."""
     with (
         contextlib.suppress(OSError),
         urllib.request.urlopen(url, timeout=10) as answer,
@@ -123,7 +123,7 @@ def content_of(url: str) -> bytes:
 def answers(cluster: Cluster, pod: str, namespace: str) -> bool:
     try:
         return cluster.kubectl("exec", pod, f"--namespace={namespace}", "--", "echo", "a") == "a\n"
-    except Refused:
+    except KubectlFailed:
         return False
 
 
@@ -138,25 +138,25 @@ def test_children_are_garbage_collected_with_their_owner(cluster: Cluster) -> No
         cluster.wait_for("configmap/child", "delete", namespace)
 
 
-def test_a_pod_that_breaks_restricted_pod_security_is_refused(cluster: Cluster) -> None:
+def test_a_pod_that_violates_restricted_pod_security_is_rejected(cluster: Cluster) -> None:
     with (
         cluster.a_namespace(**RESTRICTED) as namespace,
-        pytest.raises(Refused, match="violates PodSecurity"),
+        pytest.raises(KubectlFailed, match="violates PodSecurity"),
     ):
         cluster.kubectl("run", "careless", "--image=anything", f"--namespace={namespace}")
 
 
-def test_a_service_account_may_do_nothing_that_no_role_allows(
+def test_a_service_account_has_only_the_rights_of_its_roles(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     with cluster.a_namespace() as namespace:
         nobody = Cluster(cluster.kubeconfig_of("default", namespace, tmp_path))
 
-        with pytest.raises(Refused, match="cannot list resource"):
+        with pytest.raises(KubectlFailed, match="cannot list resource"):
             nobody.objects("pods", namespace)
 
 
-def test_a_raycluster_gets_its_pods_on_fake_gpu_nodes(
+def test_the_pods_of_a_raycluster_run_on_simulated_gpu_nodes(
     cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes
 ) -> None:
     kwok.add("gpu-a", gpus=8)
@@ -169,7 +169,7 @@ def test_a_raycluster_gets_its_pods_on_fake_gpu_nodes(
         assert [pod["spec"]["nodeName"] for pod in pods] == ["gpu-a"] * 3
 
 
-def test_a_pod_that_wants_more_gpus_than_there_are_stays_unscheduled(
+def test_a_pod_that_requests_more_gpus_than_exist_stays_unscheduled(
     cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes
 ) -> None:
     kwok.add("gpu-a", gpus=8)
@@ -190,7 +190,7 @@ def test_a_pod_that_wants_more_gpus_than_there_are_stays_unscheduled(
 
 @pytest.fixture(scope="session")
 def python_image(real_node: RealNode) -> Image:
-    """An image with Python in it, on the node."""
+    """Load an image with Python onto the node and return it."""
     image = program_image("api-server")
     real_node.load(image)
     return image
@@ -220,7 +220,7 @@ def test_a_service_is_reached_from_this_machine(
         wait_until(lambda: b"home = " in content_of(f"http://{address}/pyvenv.cfg"), "the Service")
 
 
-def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
+def test_a_pod_has_no_root_rights_and_a_read_only_root(
     cluster: Cluster, python_image: Image
 ) -> None:
     script = "import os, errno; print(os.getuid(), os.access('/opt/venv', os.W_OK))"
@@ -230,7 +230,7 @@ def test_a_pod_is_nobody_and_cannot_write_where_it_lies(
         assert cluster.output_of("nobody", namespace).split() == [str(USER), "False"]
 
 
-def test_a_pod_reaches_the_api_server_with_its_own_token(
+def test_a_pod_authenticates_to_the_api_server_with_its_own_token(
     cluster: Cluster, python_image: Image
 ) -> None:
     script = (
@@ -268,7 +268,7 @@ def test_a_pod_reaches_a_server_of_this_machine(
             server.kill()
 
 
-def test_a_killed_kubelet_comes_back_to_pods_that_went_on(
+def test_pods_keep_running_while_a_killed_kubelet_restarts(
     cluster: Cluster, own_node: RealNode, python_image: Image
 ) -> None:
     with cluster.a_namespace(**RESTRICTED) as namespace:
@@ -283,7 +283,9 @@ def test_a_killed_kubelet_comes_back_to_pods_that_went_on(
         assert status["restartCount"] == 0
 
 
-def test_the_cluster_remembers_through_an_outage_of_its_api(control_plane: ControlPlane) -> None:
+def test_the_cluster_keeps_its_objects_through_an_outage_of_its_api(
+    control_plane: ControlPlane,
+) -> None:
     cluster = control_plane.cluster
     with cluster.a_namespace() as namespace:
         cluster.apply(a_config_map("kept", namespace))
@@ -295,7 +297,7 @@ def test_the_cluster_remembers_through_an_outage_of_its_api(control_plane: Contr
         assert cluster.get("configmap", "kept", namespace)["metadata"]["name"] == "kept"
 
 
-def test_a_killed_etcd_comes_back_with_what_it_held(control_plane: ControlPlane) -> None:
+def test_a_killed_etcd_restarts_with_its_data(control_plane: ControlPlane) -> None:
     cluster = control_plane.cluster
     with cluster.a_namespace() as namespace:
         cluster.apply(a_config_map("kept", namespace))

@@ -1,4 +1,4 @@
-"""What `helm test` runs, against a server of this machine."""
+"""The program that `helm test` runs, against a local server."""
 
 import os
 import subprocess
@@ -34,12 +34,12 @@ def test_one_step_lowers_the_loss(server: Server) -> None:
     assert "loss: " in ended.stdout
 
 
-def test_without_a_model_it_only_asks_what_is_served(server: Server) -> None:
+def test_without_a_model_it_only_lists_the_served_models(server: Server) -> None:
     ended = run(server, model="")
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "served: tiny/llama"
 
 
-def test_it_fails_where_the_key_is_wrong(server: Server) -> None:
+def test_it_fails_with_a_wrong_key(server: Server) -> None:
     assert run(server, model="", key="tml-unknown").returncode != 0

@@ -1,4 +1,4 @@
-"""A client that vanishes leaves nothing in memory, and finds everything when it comes back."""
+"""The models of a vanished client leave memory, and are restored when the client returns."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +15,15 @@ from tinkercloud_testing.waiting import wait_until
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 SETTINGS = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": "1"}
-"""Shorter than the pause between two heartbeats, so that every client that does nothing is silent,
-while its requests are answered as those of any other."""
+"""Shorter than the interval of heartbeats: every client without requests counts as silent, while
+its requests are served as usual."""
 
 
 @pytest.fixture(scope="module")
 def own_server(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, trainer: str
 ) -> Iterator[Server]:
-    """Run a server that is quick to take clients for silent."""
+    """Run a server that treats clients as silent after a second."""
     settings = {**TRAINERS[trainer], **SETTINGS}
     state_dir = tmp_path_factory.mktemp("state")
     with a_server(state_dir, {MODEL: model_folder}, settings) as running:
@@ -36,14 +36,14 @@ def a_training_client(server: Server) -> tinker.TrainingClient:
 
 
 def models(server: Server) -> dict[str, dict[str, Any]]:
-    """Return what the server says of each model, by id."""
+    """Return the description of each model by id."""
     path = "/api/v1/session_usage?access_scope=accessible&limit=1000"
     sessions = server.request("GET", path).json()["sessions"]
     return {model["model_id"]: model for session in sessions for model in session["models"]}
 
 
 def be_silent(server: Server, *clients: tinker.TrainingClient) -> None:
-    """Do nothing until all models of these clients have left the head's memory."""
+    """Wait until all models of these clients have left the memory of the head."""
 
     def is_over() -> bool:
         held = [models(server)[training.model_id] for training in clients]
@@ -58,7 +58,7 @@ def losses_without_a_pause(server: Server, steps: int) -> list[float]:
     return [step(training) for _ in range(steps)]
 
 
-def test_a_client_that_comes_back_trains_on_as_if_it_had_never_been_away(
+def test_a_returning_client_trains_as_if_it_had_never_been_idle(
     own_server: Server,
 ) -> None:
     expected = losses_without_a_pause(own_server, 5)
@@ -74,7 +74,7 @@ def test_a_client_that_comes_back_trains_on_as_if_it_had_never_been_away(
     assert own_server.rest().list_checkpoints(training.model_id).result().checkpoints == []
 
 
-def test_requests_that_were_sent_at_once_after_a_silence_run_in_their_order(
+def test_concurrent_requests_after_an_idle_period_run_in_order(
     own_server: Server,
 ) -> None:
     expected = losses_without_a_pause(own_server, 10)
@@ -92,7 +92,7 @@ def test_requests_that_were_sent_at_once_after_a_silence_run_in_their_order(
     assert [each["step"] for each in metrics] == list(range(2, 11))
 
 
-def test_a_gradient_results_and_samplers_come_back(own_server: Server) -> None:
+def test_gradients_results_and_samplers_are_restored(own_server: Server) -> None:
     training = a_training_client(own_server)
     step(training)
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -109,17 +109,17 @@ def test_a_gradient_results_and_samplers_come_back(own_server: Server) -> None:
     assert metrics["grad_norm"] > 0
 
 
-def test_a_client_that_waits_for_what_takes_long_is_not_silent(own_server: Server) -> None:
+def test_a_client_waiting_for_a_slow_request_is_not_idle(own_server: Server) -> None:
     training = a_training_client(own_server)
     sampler = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=400, stop=[], seed=1)
 
-    drawn = [sampler.sample(PROMPT, 8, params) for _ in range(4)]
+    sampled = [sampler.sample(PROMPT, 8, params) for _ in range(4)]
 
-    assert [len(each.result().sequences) for each in drawn] == [8] * 4
+    assert [len(each.result().sequences) for each in sampled] == [8] * 4
 
 
-def test_a_silent_model_survives_a_restart_a_killed_server_and_a_killed_head(
+def test_an_idle_model_survives_a_restart_a_killed_server_and_a_killed_head(
     own_server: Server,
 ) -> None:
     expected = losses_without_a_pause(own_server, 5)
@@ -141,7 +141,7 @@ def test_a_silent_model_survives_a_restart_a_killed_server_and_a_killed_head(
     assert losses == expected
 
 
-def test_silent_models_of_one_owner_do_not_disturb_another(own_server: Server) -> None:
+def test_idle_models_of_one_owner_do_not_disturb_another(own_server: Server) -> None:
     expected = losses_without_a_pause(own_server, 25)
     vanished = [a_training_client(own_server) for _ in range(5)]
     for each in vanished:
@@ -156,7 +156,7 @@ def test_silent_models_of_one_owner_do_not_disturb_another(own_server: Server) -
     assert losses == expected
 
 
-def test_what_was_deleted_in_silence_is_gone_from_store_and_memory(own_server: Server) -> None:
+def test_an_idle_model_that_is_deleted_is_removed_from_store_and_memory(own_server: Server) -> None:
     training = a_training_client(own_server)
     step(training)
     be_silent(own_server, training)
@@ -170,7 +170,7 @@ def test_what_was_deleted_in_silence_is_gone_from_store_and_memory(own_server: S
     assert models(own_server)[training.model_id]["state"] == "deleted"
 
 
-def test_what_comes_back_leaves_nothing_in_the_store(own_server: Server) -> None:
+def test_a_restored_model_leaves_nothing_in_the_store(own_server: Server) -> None:
     training = a_training_client(own_server)
     step(training)
     be_silent(own_server, training)

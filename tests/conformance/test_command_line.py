@@ -1,4 +1,4 @@
-"""The `tinkercloud` command beside a running server, and what the server does with signals."""
+"""The `tinkercloud` command with a running server, and how the server handles signals."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ MODEL = "tiny/llama"
 def tinkercloud(
     server: Server, *arguments: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user of the server would, and return what became of it."""
+    """Run the command as a user of the server, and return the finished process."""
     user = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
     return subprocess.run(
         [sys.executable, "-m", "tinkercloud_api", *arguments],
@@ -29,7 +29,7 @@ def tinkercloud(
     )
 
 
-def test_a_key_can_be_made_used_listed_and_revoked(server: Server) -> None:
+def test_a_key_can_be_created_used_listed_and_revoked(server: Server) -> None:
     made = json.loads(server.command("keys", "create", "ci", "--owner", "team", "--json"))
     assert server.request("GET", "/api/v1/sessions", key=made["key"]).status == 200
 
@@ -57,14 +57,14 @@ def test_a_key_shows_when_it_expires_and_when_it_was_last_used(server: Server) -
     wait_until(lambda: listed()["last used"] != "", "the use to be recorded")
 
 
-def test_a_lifetime_that_is_none_is_refused_with_examples(server: Server) -> None:
+def test_an_invalid_lifetime_is_rejected_with_examples(server: Server) -> None:
     result = tinkercloud(server, "keys", "create", "guest", "--expires", "soon")
 
     assert result.returncode == 2
     assert "30d" in result.stderr
 
 
-def test_a_command_about_keys_names_the_folder_it_used_and_who_serves_it(
+def test_a_key_command_names_its_state_folder_and_the_server_using_it(
     server: Server, tmp_path: Path
 ) -> None:
     assert server.process is not None
@@ -80,7 +80,7 @@ def test_a_command_about_keys_names_the_folder_it_used_and_who_serves_it(
     assert f"in {tmp_path / 'new'}; no server uses it" in again.stderr
 
 
-def test_a_state_folder_that_can_not_be_used_is_told_in_a_sentence(server: Server) -> None:
+def test_an_unusable_state_folder_is_reported_in_one_sentence(server: Server) -> None:
     refused = tinkercloud(server, "serve", "--port", "0", "--state-dir", "/etc/hostname")
 
     assert refused.returncode == 1
@@ -131,21 +131,21 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
     assert answer.status == 410
 
 
-def test_a_missing_server_is_named(server: Server) -> None:
+def test_an_unreachable_server_is_named(server: Server) -> None:
     result = tinkercloud(server, "models", "list", TINKER_BASE_URL="http://127.0.0.1:9")
 
     assert result.returncode == 1
     assert "no server answers at http://127.0.0.1:9" in result.stderr
 
 
-def test_a_refused_key_is_told(server: Server) -> None:
+def test_a_rejected_key_is_reported(server: Server) -> None:
     result = tinkercloud(server, "models", "list", TINKER_API_KEY="tml-nobody")
 
     assert result.returncode == 1
     assert "401" in result.stderr
 
 
-def test_the_doctor_finds_nothing_wrong_with_a_running_server(
+def test_the_doctor_finds_no_problem_with_a_running_server(
     server: Server, model_folder: Path
 ) -> None:
     models = json.dumps({MODEL: str(model_folder)})
@@ -175,7 +175,7 @@ def test_the_doctor_and_other_commands_find_a_server_at_another_port(
     assert MODEL in run("models", "list")
 
 
-def test_the_doctor_says_which_model_is_missing(server: Server) -> None:
+def test_the_doctor_names_the_missing_model(server: Server) -> None:
     models = json.dumps({"absent": "/nowhere/at/all"})
     result = tinkercloud(server, "doctor", "--json", TINKERCLOUD_MODELS=models)
     (finding,) = [row for row in json.loads(result.stdout) if row["check"] == "model absent"]
@@ -185,7 +185,7 @@ def test_the_doctor_says_which_model_is_missing(server: Server) -> None:
     assert "there is no folder '/nowhere/at/all'" in finding["detail"]
 
 
-def test_a_second_server_on_the_same_state_is_refused(server: Server) -> None:
+def test_a_second_server_with_the_same_state_folder_is_rejected(server: Server) -> None:
     result = tinkercloud(server, "serve", "--port", "0")
 
     assert result.returncode == 1
@@ -193,14 +193,14 @@ def test_a_second_server_on_the_same_state_is_refused(server: Server) -> None:
     assert "TINKERCLOUD_STATE_DIR" in result.stderr
 
 
-def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(server: Server, tmp_path: Path) -> None:
     result = tinkercloud(server, "serve", "--state-dir", str(tmp_path))
 
     assert result.returncode == 1
     assert f"127.0.0.1:{server.port} can't be listened on" in result.stderr
 
 
-def test_a_catalog_that_does_not_answer_is_named_without_its_password(server: Server) -> None:
+def test_an_unreachable_database_is_named_without_its_password(server: Server) -> None:
     away = f"postgresql+asyncpg://me:secret@127.0.0.1:{free_port()}/catalog"
 
     refused = tinkercloud(server, "keys", "list", TINKERCLOUD_DATABASE_URL=away)
@@ -210,7 +210,7 @@ def test_a_catalog_that_does_not_answer_is_named_without_its_password(server: Se
     assert "secret" not in refused.stderr
 
 
-def test_an_unknown_setting_is_refused_by_name(server: Server) -> None:
+def test_an_unknown_setting_is_rejected_by_name(server: Server) -> None:
     result = tinkercloud(server, "serve", TINKERCLOUD_MAX_RANK="3")
 
     assert result.returncode == 1
@@ -259,13 +259,13 @@ def test_the_first_start_prints_a_key_once(model_folder: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def log(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a server that was stopped once its model was ready had told."""
+    """Return the terminal output of a server that was stopped after its model became ready."""
     with a_server(tmp_path_factory.mktemp("ready"), {MODEL: model_folder}) as server:
         wait_until(lambda: "the model is ready" in server.log, "the model")
     return server.log
 
 
-def test_what_is_ready_or_not_is_told_at_the_servers_terminal(
+def test_readiness_is_reported_in_the_terminal_of_the_server(
     log: str, model_folder: Path, tmp_path: Path
 ) -> None:
     absent = {"TINKERCLOUD_TRAINER__DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
@@ -277,17 +277,17 @@ def test_what_is_ready_or_not_is_told_at_the_servers_terminal(
     assert "trainer.device: 'cuda', but this head has no GPU" in failed.log
 
 
-def test_an_orderly_stop_is_no_error_and_shows_no_token(
+def test_a_graceful_stop_logs_no_error_and_no_token(
     log: str, model_folder: Path, tmp_path: Path
 ) -> None:
     with a_server(tmp_path / "loading", {MODEL: model_folder}) as loading:
         wait_until(lambda: "session head started" in loading.log, "the head")
-        # Its server waits for it by now: it answers that it is starting, and then is told to stop.
+        # The server is waiting for the head, which answers that it is starting and is then stopped.
         (token,) = (tmp_path / "loading").glob("heads/*/token")
         secret = token.read_text()
 
     assert "session head has stopped" in log
-    for told in (log, loading.log):
-        assert "[error" not in told
-        assert "was never retrieved" not in told
+    for output in (log, loading.log):
+        assert "[error" not in output
+        assert "was never retrieved" not in output
     assert secret not in loading.log

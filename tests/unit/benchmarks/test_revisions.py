@@ -1,4 +1,4 @@
-"""Results name the commit that was measured."""
+"""Results contain the commit that was measured."""
 
 import subprocess
 from collections.abc import Callable
@@ -13,7 +13,7 @@ GIT = ("git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "comm
 
 @pytest.fixture
 def revision(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, object]]:
-    """`benchmarks`, which nobody installs, has its place beside the tests."""
+    """Make `benchmarks` importable, which is not an installed package."""
     monkeypatch.syspath_prepend(ROOT)
     found: Callable[[Path], dict[str, object]] = import_module("benchmarks.measuring").revision
     return found
@@ -23,7 +23,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.check_output([*GIT, *arguments], cwd=folder, text=True).strip()
 
 
-def test_a_clone_is_its_commit_and_dirty_once_a_file_is_changed_or_new(
+def test_a_clone_is_identified_by_its_commit_and_is_dirty_with_changed_or_new_files(
     tmp_path: Path, revision: Callable[[Path], dict[str, object]]
 ) -> None:
     (tmp_path / "code.py").write_text("")
@@ -46,7 +46,7 @@ def test_a_clone_is_its_commit_and_dirty_once_a_file_is_changed_or_new(
     assert changed == new == {"commit": commit, "dirty": True}
 
 
-def test_what_is_no_clone_has_neither_be_it_in_one_or_without_git(
+def test_a_folder_outside_a_clone_or_without_git_has_no_revision(
     tmp_path: Path,
     revision: Callable[[Path], dict[str, object]],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""A checkpoint store that takes nothing, a head that can't start: nothing is lost in silence."""
+"""Failing checkpoint stores and heads that cannot start: no loss goes unreported."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ MODEL = "tiny/llama"
 
 @contextmanager
 def failing_store(server: Server) -> Iterator[None]:
-    """Keep the checkpoint store from being written to, whoever this process runs as."""
+    """Make all writes to the checkpoint store fail, for root too."""
     runs = server.state_dir / "checkpoints" / "runs"
     aside = runs.with_name("aside")
     if runs.exists():
@@ -47,7 +47,7 @@ def expected_losses(server: Server, count: int) -> list[float]:
     return [step(training) for _ in range(count)]
 
 
-def test_a_stopping_head_tries_until_the_store_takes_its_runs(
+def test_a_stopping_head_retries_until_the_store_accepts_its_runs(
     tmp_path: Path, model_folder: Path
 ) -> None:
     with a_server(tmp_path, {MODEL: model_folder}) as server:
@@ -66,7 +66,7 @@ def test_a_stopping_head_tries_until_the_store_takes_its_runs(
         assert [step(training), step(training)] == expected[2:]
 
 
-def test_runs_that_the_store_does_not_take_are_kept_by_the_server_that_stops(
+def test_runs_that_the_store_rejects_are_kept_on_disk_by_the_stopping_server(
     tmp_path: Path, model_folder: Path
 ) -> None:
     settings = {"TINKERCLOUD_TIMINGS__SUSPEND_SECONDS": "4"}
@@ -86,7 +86,7 @@ def test_runs_that_the_store_does_not_take_are_kept_by_the_server_that_stops(
         assert not list((unsaved / "runs" / training.model_id).rglob("manifest.json"))
 
 
-def test_a_lost_run_is_told_and_logged_although_no_other_head_can_start(
+def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
     tmp_path: Path, model_folder: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -108,14 +108,14 @@ def test_a_lost_run_is_told_and_logged_although_no_other_head_can_start(
         assert path in str(raised.value)
         wait_until(lambda: "a training run is lost" in server.log, "the run's loss")
         assert training.model_id in server.log.partition("a training run is lost")[2]
-        # No other head was wanted for that. One that is cannot start, and says why, at once again.
+        # Reporting the loss needs no other head. A new one cannot start; each attempt says why.
         for _ in range(2):
             with pytest.raises((tinker.TinkerError, ValueError), match="while starting"):
                 a_training_client(server)
         assert words.with_name("head.log.1").read_text() == before
 
 
-def test_a_head_that_is_killed_while_it_starts_is_started_once_more(
+def test_a_head_killed_during_startup_is_started_a_second_time(
     tmp_path: Path, model_folder: Path
 ) -> None:
     with a_server(tmp_path, {MODEL: model_folder}) as server:

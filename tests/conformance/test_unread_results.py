@@ -1,4 +1,4 @@
-"""What an owner leaves unread in a shared head hinders that owner alone, who is told in words."""
+"""Unread results in a shared head only affect their owner, who gets an explanation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from tinkercloud_testing.waiting import wait_until
 
 MAX_RESULT_BYTES = 20_000
 RESULT_BYTES = 8 * 1000 * 4
-"""Of a batch below: logprobs of a thousand targets at each of eight tokens."""
+"""Size of the result of a batch below: logprobs of a thousand targets at each of eight tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Itera
 
 @pytest.fixture
 def eve(small: Server) -> Iterator[Run]:
-    """Return a run of an owner who reads nothing; what it leaves goes with its session."""
+    """Return a run whose owner reads no results; they are deleted with its session."""
     run = Run(small)
     yield run
     assert small.request("DELETE", f"/api/v1/sessions/{run.session}").status == 200
@@ -45,7 +45,7 @@ def bob(small: Server) -> tinker.ServiceClient:
 
 
 def a_large_batch(run: Run) -> Answer:
-    """Send a batch whose request is small and whose result is not."""
+    """Send a batch with a small request and a large result."""
     message = run.batch([1] * 8)
     message.forward_only = True
     targets = message.data[0].loss_fn_inputs["target_tokens"]
@@ -66,7 +66,7 @@ def a_sample(session: str, seq_id: int) -> dict[str, Any]:
 
 
 def leave_samples(run: Run, index: int = 0) -> list[str]:
-    """Draw samples that nobody reads, more than are kept; return their ids."""
+    """Request more samples than results are kept, without reading any; return the request ids."""
     body = {"session_id": run.session, "sampling_session_seq_id": index, "base_model": MODEL}
     created = run.server.post("create_sampling_session", body).json()
     session = str(created["sampling_session_id"])
@@ -78,23 +78,21 @@ def leave_samples(run: Run, index: int = 0) -> list[str]:
 
 
 def leave_results(run: Run) -> list[str]:
-    """Run batches whose results nobody reads; return their ids."""
+    """Run batches without reading their results; return the request ids."""
     sent = [a_large_batch(run)]
-    # Of a step behind it: its result says that the batch has run.
+    # The result of a later request shows that the batch has run.
     run.outcome(run.send("save_weights", path=f"after-{run.next_seq_id}"))
     return [str(answer.json()["request_id"]) for answer in sent]
 
 
-def test_another_owner_samples_and_trains_whatever_is_left(
-    eve: Run, bob: tinker.ServiceClient
-) -> None:
+def test_unread_results_do_not_affect_another_owner(eve: Run, bob: tinker.ServiceClient) -> None:
     leave_samples(eve)
     leave_results(eve)
 
     training = bob.create_lora_training_client(MODEL, rank=4).result()
     sampler = training.save_weights_and_get_sampling_client().result()
     text = types.ModelInput.from_ints([1, 2, 3])
-    drawn = sampler.sample(text, 2, types.SamplingParams(max_tokens=3)).result()
+    sampled = sampler.sample(text, 2, types.SamplingParams(max_tokens=3)).result()
     datum = types.Datum(
         model_input=text,
         loss_fn_inputs={
@@ -104,11 +102,11 @@ def test_another_owner_samples_and_trains_whatever_is_left(
     )
     output = training.forward_backward([datum], "cross_entropy").result()
 
-    assert len(drawn.sequences) == 2
+    assert len(sampled.sequences) == 2
     assert output.metrics["loss:sum"] > 0
 
 
-def test_the_owner_is_refused_more_batches_in_words_until_results_are_read(eve: Run) -> None:
+def test_more_batches_of_an_owner_are_rejected_until_results_are_read(eve: Run) -> None:
     (left,) = leave_results(eve)
     seq_id = eve.next_seq_id
 
@@ -123,7 +121,7 @@ def test_the_owner_is_refused_more_batches_in_words_until_results_are_read(eve: 
     assert a_large_batch(eve).status == 200
 
 
-def test_who_waits_for_a_batch_that_is_held_back_is_told_why(eve: Run) -> None:
+def test_a_pending_batch_reports_why_it_is_held_back(eve: Run) -> None:
     eve.next_seq_id = 2
     second = str(a_large_batch(eve).json()["request_id"])
     unread = eve.next_seq_id = 1
@@ -133,15 +131,15 @@ def test_who_waits_for_a_batch_that_is_held_back_is_told_why(eve: Run) -> None:
         return eve.server.post("retrieve_future", {"request_id": second}).json()
 
     wait_until(lambda: pending()["queue_state"] == "paused_rate_limit", "the batch is held back")
-    told = pending()["queue_state_reason"]
-    assert f"{second} is not run: 1 results of" in told
-    assert f"of {eve.model_id}" in told
+    reason = pending()["queue_state_reason"]
+    assert f"{second} is not run: 1 results of" in reason
+    assert f"of {eve.model_id}" in reason
 
     eve.server.result(f"{eve.model_id}:{unread}")
     assert pb.ForwardBackwardOutput.FromString(eve.server.result(second).body).metrics
 
 
-def test_a_sample_that_was_dropped_is_drawn_again_by_the_sdk(
+def test_the_sdk_repeats_a_sampling_request_whose_result_was_dropped(
     eve: Run, small: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = leave_samples(eve)[0]
@@ -160,13 +158,13 @@ def test_a_sample_that_was_dropped_is_drawn_again_by_the_sdk(
 
     monkeypatch.setattr(sampler, "_send_asample_request", send_the_dropped_one_first)
     params = types.SamplingParams(max_tokens=3)
-    drawn = sampler.sample(types.ModelInput.from_ints([1, 2]), 1, params).result()
+    sampled = sampler.sample(types.ModelInput.from_ints([1, 2]), 1, params).result()
 
     assert len(sent) == 2
-    assert drawn.sequences[0].tokens
+    assert sampled.sequences[0].tokens
 
 
-def test_what_takes_few_bytes_and_asks_for_many_is_refused_in_its_place(eve: Run) -> None:
+def test_a_small_batch_with_a_huge_result_fails_in_order(eve: Run) -> None:
     message = eve.batch([1] * 8)
     targets = message.data[0].loss_fn_inputs["target_tokens"]
     targets.CopyFrom(pb.Tensor(dtype=pb.DTYPE_INT64, shape=(8, 2_000_000)))
