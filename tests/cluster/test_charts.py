@@ -204,7 +204,7 @@ def test_uninstalling_fails_and_names_the_sessions_that_nobody_lets_go(
     ended = delete_sessions(cluster, namespace, tmp_path, timeout_seconds=2)
 
     assert ended.returncode == 1
-    assert "still there after 2 s: held" in ended.stderr
+    assert "sessions not deleted within 2 s: held" in ended.stderr
     cluster.kubectl(
         "patch",
         "trainingsession/held",
