@@ -23,7 +23,6 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.objects import Objects
-from tinkercloud_protocol.catalogue import CheckpointInfo
 from tinkercloud_protocol.checkpoints import (
     Manifest,
     SuspendedManifest,
@@ -31,6 +30,7 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.listings import CheckpointInfo
 from tinkercloud_protocol.object_store import allows_http
 from tinkercloud_protocol.paths import (
     CheckpointKind,

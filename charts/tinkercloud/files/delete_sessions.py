@@ -26,7 +26,8 @@ def delete(api: client.CustomObjectsApi, session: dict[str, Any]) -> None:
 
 def delete_all(api: client.CustomObjectsApi) -> set[str]:
     """Delete all sessions, including those created in the meantime, and return the remaining
-    ones."""
+    ones.
+    """
     listed = api.list_namespaced_custom_object(*SESSIONS)
     left = {session["metadata"]["name"] for session in listed["items"]}
     for session in listed["items"]:
