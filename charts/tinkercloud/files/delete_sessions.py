@@ -25,9 +25,7 @@ def delete(api: client.CustomObjectsApi, session: dict[str, Any]) -> None:
 
 
 def delete_all(api: client.CustomObjectsApi) -> set[str]:
-    """Delete all sessions, including those created in the meantime, and return the remaining
-    ones.
-    """
+    """Delete all sessions, also those created in the meantime, and return the remaining ones."""
     listed = api.list_namespaced_custom_object(*SESSIONS)
     left = {session["metadata"]["name"] for session in listed["items"]}
     for session in listed["items"]:
