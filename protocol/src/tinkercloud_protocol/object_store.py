@@ -1,4 +1,4 @@
-"""How the object store of checkpoints is reached, the same in the API server and in heads."""
+"""Access to the object store of checkpoints, shared by the API server and heads."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ _ENDPOINT_VARIABLES = (
     "AZURE_STORAGE_ENDPOINT",
     "GOOGLE_BASE_URL",
 )
-"""By which object stores' clients are configured with an address of their own."""
+"""Variables that configure the endpoints of object store clients."""
 
 
 def allows_http(environment: Mapping[str, str]) -> bool:
-    """Return whether an object store may be reached by HTTP: only if it is asked for.
+    """Return whether an object store may be accessed over HTTP, which must be requested explicitly.
 
-    An endpoint that begins with `http://` asks for it, and so does Azure's emulator. Credentials
-    of workload identities come over HTTP in any case, from the machine itself.
+    An endpoint that starts with `http://` requests it, and so does Azure's emulator. Credentials of
+    workload identities are always fetched over HTTP, from the machine itself.
     """
     endpoints = [environment.get(name, "") for name in _ENDPOINT_VARIABLES]
     is_emulator = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in {"1", "true"}

@@ -39,7 +39,7 @@ def a_sparse_batch(*shapes: tuple[int, int], tokens: int = 1) -> pb.ForwardBackw
 def test_sparse_tensors_that_are_too_large_together_are_refused_before_any_is_dense() -> None:
     body = a_sparse_batch(*[(1, 1 << 24)] * 3).SerializeToString()
 
-    with pytest.raises(InvalidRequest, match="would take 402653184 bytes when dense"):
+    with pytest.raises(InvalidRequest, match="need 402653184 bytes when dense"):
         decode_forward_backward(body)
 
 
