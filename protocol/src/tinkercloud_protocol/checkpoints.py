@@ -139,7 +139,7 @@ class SuspendedManifest(BaseModel):
     data_prefix: str
     files: dict[str, StoredFile]
 
-    def goes_on_from(self, generation: str) -> bool:
+    def continues_from(self, generation: str) -> bool:
         """Return whether it continues the run's state in the head of that generation."""
         return generation in self.lineage
 
