@@ -1,4 +1,4 @@
-"""Which Hugging Face configurations can be read, and what each of them means by its fields."""
+"""The supported Hugging Face configurations, and the meaning of their fields in each family."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,7 +16,7 @@ from tinkercloud_planning.blocks import (
 )
 
 _NORMS = 2
-"""Of the hidden state, in each layer."""
+"""Number of norms of the hidden state in each layer."""
 
 
 def read(config: Config) -> Architecture:

@@ -197,7 +197,7 @@ def test_engines_that_could_never_hold_the_model_are_refused_with_what_would_do(
         f"the BaseModel's sampler.gpusPerReplica: {gpus}, but an engine"
     )
     assert "of each H100-80 (weights " in found.message
-    assert found.message.endswith("which has 79.0 GiB; take 4")
+    assert found.message.endswith("which has 79.0 GiB; use 4")
     assert len(found.message) <= MAX_MESSAGE_LENGTH
     enough = with_sampler(an_open_base_model(LARGE), {**ENGINES, "gpusPerReplica": 4})
     assert isinstance(resolve(a_session(**session), enough, 0), Shape)
@@ -208,8 +208,8 @@ def test_engines_that_could_not_divide_the_model_are_refused_with_what_would_do(
 
     assert found.reason is Reason.NEVER_FITS
     assert found.message == (
-        "the BaseModel's sampler.gpusPerReplica: 3, but an engine can't divide this model (qwen3)"
-        " over so many; take 1"
+        "the BaseModel's sampler.gpusPerReplica: 3, but an engine cannot divide this model (qwen3)"
+        " over so many GPUs; use 1"
     )
 
 
@@ -218,7 +218,7 @@ def test_engines_that_no_number_of_gpus_is_enough_for_are_refused_with_what_else
 
     assert found.reason is Reason.NEVER_FITS
     assert found.message.endswith(
-        "no number up to 16 is enough: take larger GPUs, shorter sequences or a smaller"
+        "no number up to 16 is sufficient: use larger GPUs, shorter sequences or a smaller"
         " limits.maxLoraRank"
     )
 
@@ -231,7 +231,7 @@ def test_slots_for_adapters_of_named_modules_are_not_held_against_an_engine() ->
     of_all = refusal(with_sampler(offered, {**ENGINES, "gpusPerReplica": 1}))
     of_some = with_sampler(offered, {**ENGINES, "gpusPerReplica": 1, "engines": named})
 
-    assert of_all.message.endswith("which has 22.0 GiB; take 2")
+    assert of_all.message.endswith("which has 22.0 GiB; use 2")
     assert chosen(of_some).plan
 
 
@@ -265,7 +265,7 @@ def test_what_was_found_out_once_is_remembered_by_what_it_depends_on(gpu: str) -
 @pytest.mark.parametrize(
     ("planning", "message"),
     [
-        ({"gpu": "H1000", "config": "{}"}, "GPU 'H1000' is not known; accepted: L4-24"),
+        ({"gpu": "H1000", "config": "{}"}, "GPU 'H1000' is unknown; accepted: L4-24"),
         ({"gpu": "H100", "config": "{}"}, "model_type: None can't be planned for; accepted"),
         ({"gpu": "H100", "config": "[]"}, "expected the JSON object of a config.json"),
         ({"gpu": "H100", "config": "model"}, "Expecting value"),
