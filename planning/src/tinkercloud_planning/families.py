@@ -32,7 +32,7 @@ def read(config: Config) -> Architecture:
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UnknownArchitecture(
-            f"model_type: {model_type!r} can't be planned for; accepted:"
+            f"model_type: {model_type!r} is not supported by the planner; accepted:"
             f" {', '.join(model_types())}{supported.BY_HAND}"
         )
     return family(fields)

@@ -56,7 +56,7 @@ often = settings(max_examples=100)
 
 
 def a_plan(demand: Demand, fleet: Fleet) -> Plan:
-    """Return the plan for a demand; the example is given up if there is none."""
+    """Return the plan for a demand; the example is rejected if there is none."""
     assume(divide(demand, fleet))
     return plan(
         demand.architecture,

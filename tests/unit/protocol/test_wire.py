@@ -1,4 +1,4 @@
-"""What is wrong with a body is told in a few words, however much is wrong with it."""
+"""Messages about an invalid body are short, however many errors it has."""
 
 from typing import Any
 
