@@ -401,7 +401,7 @@ def test_engines_cut_no_block_of_quantized_weights() -> None:
 def test_blocks_that_are_none_are_refused(sides: object) -> None:
     blocks = {"quant_method": "fp8", "weight_block_size": sides}
 
-    with pytest.raises(UnknownArchitecture, match=r"two positive whole numbers"):
+    with pytest.raises(UnknownArchitecture, match=r"two positive integers"):
         read({**CONFIGS["Qwen/Qwen3-8B"], "quantization_config": blocks})
 
 
