@@ -1,8 +1,8 @@
-"""Write what is derived from `charts/tinkercloud/values.schema.yaml`; with --check, only compare.
+"""Generate files from `charts/tinkercloud/values.schema.yaml`; with --check, only compare.
 
-charts/tinkercloud/values.yaml          defaults, each under its description
-charts/tinkercloud/values.schema.json   what Helm checks values against
-charts/tinkercloud/README.md            the table in it
+charts/tinkercloud/values.yaml          defaults, each with its description
+charts/tinkercloud/values.schema.json   the schema that Helm validates values against
+charts/tinkercloud/README.md            the table of values
 """
 
 import json
@@ -28,12 +28,12 @@ WIDTH = 100
 
 
 def expanded(schema: Schema, definitions: Schema, default: object = None) -> Schema:
-    """Return a schema without references, where each property has its default and is closed.
+    """Return a closed schema without references, in which each property has its default.
 
     Args:
-        schema: what values.schema.yaml says of a value.
-        definitions: the parts it refers to.
-        default: what an outer default says of this value; it is stronger than the schema's own.
+        schema: Schema of a value in values.schema.yaml.
+        definitions: Definitions that it refers to.
+        default: Default from an outer schema, which overrides the schema's own.
     """
     if "x-model" in schema:
         return {"$ref": f"#/definitions/{schema['x-model']}"}
@@ -66,7 +66,7 @@ def model_schemas() -> Schema:
 
 
 def plain(schema: Any) -> Any:  # noqa: ANN401 - a schema, or any part of one
-    """Return a pydantic schema closed, and without what only Kubernetes and people read."""
+    """Return a closed pydantic schema without the keys that Helm does not need."""
     if isinstance(schema, list):
         return [plain(part) for part in schema]
     if not isinstance(schema, dict):
@@ -84,7 +84,7 @@ def plain(schema: Any) -> Any:  # noqa: ANN401 - a schema, or any part of one
 
 
 def defaults(schema: Schema) -> Any:  # noqa: ANN401 - any value
-    """Return the default values of an expanded schema; None where there is none."""
+    """Return the default values of an expanded schema; None if there is none."""
     if "properties" in schema:
         found = {name: defaults(part) for name, part in schema["properties"].items()}
         return {name: value for name, value in found.items() if value is not None}
@@ -92,7 +92,7 @@ def defaults(schema: Schema) -> Any:  # noqa: ANN401 - any value
 
 
 def values_lines(schema: Schema, indent: str = "") -> list[str]:
-    """Return values.yaml: every property with a default, under its description."""
+    """Return the lines of values.yaml: every property with a default, and its description."""
     lines = []
     for name, part in schema["properties"].items():
         value = defaults(part)
@@ -113,7 +113,7 @@ def values_lines(schema: Schema, indent: str = "") -> list[str]:
 
 
 def as_yaml(value: Any) -> str:  # noqa: ANN401 - any value
-    """Return YAML in block style, with empty collections in place."""
+    """Return YAML in block style, with empty collections inline."""
     return yaml.safe_dump(value, sort_keys=False, width=WIDTH, allow_unicode=True)
 
 
@@ -132,7 +132,7 @@ def table_lines(schema: Schema, path: str = "") -> list[str]:
 
 
 def files() -> dict[Path, str]:
-    """Return the content of every derived file."""
+    """Return the content of every generated file."""
     source = yaml.safe_load((CHART / "values.schema.yaml").read_text())
     definitions = source.pop("definitions")
     schema = expanded(source, definitions)
@@ -153,18 +153,18 @@ def files() -> dict[Path, str]:
 
 
 def is_fresh(path: Path, text: str) -> bool:
-    """Whether a file holds this text."""
+    """Return whether a file has this content."""
     return path.is_file() and path.read_text() == text
 
 
 def main() -> None:
-    """Write the files, or say which are stale."""
+    """Write the files, or list those that are out of date."""
     wanted = files()
     stale = [path for path, text in wanted.items() if not is_fresh(path, text)]
     if "--check" in sys.argv:
         if stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-            sys.exit(f"not fresh: {names}; run `python tools/charts.py`")
+            sys.exit(f"out of date: {names}; run `make generate`")
         return
     for path in stale:
         path.write_text(wanted[path])

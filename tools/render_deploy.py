@@ -1,6 +1,6 @@
-"""Write `deploy/kustomize/base/tinkercloud.yaml` from the chart; with --check, only compare.
+"""Render `deploy/kustomize/base/tinkercloud.yaml` from the chart; with --check, only compare.
 
-Helm is the one that tests use: `tools/cluster/build.py` compiles it once.
+Uses the Helm of the tests, which `tools/cluster/build.py` compiles once.
 """
 
 import subprocess
@@ -13,14 +13,14 @@ HEADER = "# Rendered from charts/tinkercloud by `python tools/render_deploy.py`.
 
 
 def helm() -> Path:
-    """Return the path of Helm, building it first if there is none."""
+    """Return the path of Helm, and build it first if necessary."""
     builder = ROOT / "tools" / "cluster" / "build.py"
     folder = subprocess.check_output([sys.executable, str(builder), "helm"], text=True)  # noqa: S603 - ours
     return Path(folder.strip()) / "bin" / "helm"
 
 
 def rendered() -> str:
-    """Return the chart's objects, as kustomize users get them."""
+    """Return the chart's objects for kustomize users."""
     chart, values = ROOT / "charts" / "tinkercloud", ROOT / "deploy" / "kustomize" / "values.yaml"
     options = ["--namespace", "tinkercloud", "--values", str(values), "--skip-tests"]
     return HEADER + subprocess.check_output(  # noqa: S603 - ours
@@ -29,11 +29,11 @@ def rendered() -> str:
 
 
 def main() -> None:
-    """Write the file, or say that it is stale."""
+    """Write the file, or exit with an error if it is out of date."""
     text = rendered()
     if "--check" in sys.argv:
         if not TARGET.is_file() or TARGET.read_text() != text:
-            sys.exit(f"{TARGET} is not fresh: run `python tools/render_deploy.py`")
+            sys.exit(f"{TARGET} is out of date; run `make generate`")
         return
     TARGET.write_text(text)
 

@@ -12,7 +12,7 @@ mkdir -p "$out"
 
 # What the Dockerfiles install.
 declare -A images=(
-  [api]="--package tinkercloud-api --extra postgres"
+  [api]="--package tinkercloud-api --extra postgres --extra sdk"
   [operator]="--package tinkercloud-operator"
   [worker]="--package tinkercloud-worker --extra gpu --extra megatron"
   [worker-cpu]="--package tinkercloud-worker --extra megatron $(

@@ -50,21 +50,22 @@ port = 8001
 max_lora_rank = 64
 ```
 
-Options of `tinkercloud serve` take precedence over the environment, which takes precedence over
-the file. A key that is not listed here is refused, whatever its source.
+Options of `tinkercloud serve` override the environment, which overrides the file. Keys that are
+not listed here are rejected.
 
-With `TINKERCLOUD_PROVIDER=kubernetes` the operator starts the heads and configures them from
-BaseModels and its own settings. The API server then refuses settings for heads, with a message
-that says where to set them instead: `models`, `preload`, `orphan_grace_seconds`,
-`head_start_seconds`, `trainer`, `sampler`, `limits` except `max_body_bytes` (which may be lowered),
-and `timings` except `long_poll_seconds`.
+With `TINKERCLOUD_PROVIDER=kubernetes`, the operator starts heads and configures them from the
+BaseModels and its own settings. Settings of heads are then rejected, with a message that says where
+to set them: `models`, `preload`, `orphan_grace_seconds`, `head_start_seconds`, `trainer`,
+`sampler`, `limits` except `max_body_bytes` (which may be lowered), and `timings` except
+`long_poll_seconds`.
 
 """
 OPERATOR_HEAD = """
 ## The operator
 
-Environment variables only; lists and tables are JSON. The chart sets most of them from its values;
-`operator.env` sets the others. A variable with this prefix that is not listed here is refused.
+The operator is configured by environment variables; lists and tables are JSON. The chart sets most
+of them from its values; `operator.env` sets the others. Unknown variables with this prefix are
+rejected.
 
 """
 SETTINGS_TABLE = """\

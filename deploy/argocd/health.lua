@@ -1,4 +1,4 @@
--- Health of a TrainingSession or a BaseModel, for Argo CD. Argo CD holds every custom resource for healthy unless told.
+-- Health of a TrainingSession or a BaseModel, for Argo CD, which considers every custom resource healthy by default.
 local function condition(name)
   for _, found in ipairs((obj.status or {}).conditions or {}) do
     if found.type == name then return found end
@@ -6,19 +6,19 @@ local function condition(name)
   return { status = "Unknown", message = "" }
 end
 
-local function said(status, found)
+local function report(status, found)
   return { status = status, message = found.message or "" }
 end
 
 if obj.metadata.deletionTimestamp ~= nil then
-  return { status = "Progressing", message = "is being deleted" }
+  return { status = "Progressing", message = "being deleted" }
 end
 if (obj.status or {}).observedGeneration ~= obj.metadata.generation then
-  return { status = "Progressing", message = "the operator has not looked at this specification yet" }
+  return { status = "Progressing", message = "waiting for the operator to observe this generation" }
 end
-if condition("Stalled").status == "True" then return said("Degraded", condition("Stalled")) end
-if condition("Suspended").status == "True" then return said("Suspended", condition("Suspended")) end
-if condition("Ready").status == "True" then return said("Healthy", condition("Ready")) end
--- What is over is as it should be.
-if obj.status.phase == "Finished" then return said("Healthy", condition("Ready")) end
-return said("Progressing", condition("Ready"))
+if condition("Stalled").status == "True" then return report("Degraded", condition("Stalled")) end
+if condition("Suspended").status == "True" then return report("Suspended", condition("Suspended")) end
+if condition("Ready").status == "True" then return report("Healthy", condition("Ready")) end
+-- Finished sessions are healthy.
+if obj.status.phase == "Finished" then return report("Healthy", condition("Ready")) end
+return report("Progressing", condition("Ready"))

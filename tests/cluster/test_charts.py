@@ -202,7 +202,7 @@ def test_uninstalling_fails_and_names_sessions_whose_finalizer_remains(
     ended = delete_sessions(cluster, namespace, tmp_path, timeout_seconds=2)
 
     assert ended.returncode == 1
-    assert "still there after 2 s: held" in ended.stderr
+    assert "sessions not deleted within 2 s: held" in ended.stderr
     cluster.kubectl(
         "patch",
         "trainingsession/held",

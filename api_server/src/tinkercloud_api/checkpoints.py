@@ -22,7 +22,6 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.objects import Objects
-from tinkercloud_protocol.catalogue import CheckpointInfo
 from tinkercloud_protocol.checkpoints import (
     Manifest,
     SuspendedManifest,
@@ -30,6 +29,7 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.listings import CheckpointInfo
 from tinkercloud_protocol.paths import (
     CheckpointKind,
     CheckpointPath,
@@ -182,14 +182,14 @@ class Checkpoints:
                 now; it stays in the folder if that fails.
         """
         stored = _suspended(run_id, await self._objects.read(suspended_key(run_id)))
-        if stored is not None and stored.goes_on_from(generation):
+        if stored is not None and stored.continues_from(generation):
             return True
         if unsaved is None:
             return False
         local = unsaved / suspended_key(run_id)
         content = await asyncio.to_thread(_read_if_there, local)
         kept = _suspended(run_id, content)
-        if content is None or kept is None or not kept.goes_on_from(generation):
+        if content is None or kept is None or not kept.continues_from(generation):
             return False
         for name in kept.files:
             await self._objects.upload(kept.key_of(name), unsaved / kept.key_of(name))

@@ -1,6 +1,6 @@
 """Delete all TrainingSessions of a namespace and wait until they are gone.
 
-Runs before the operator is uninstalled: only it can take the last checkpoints.
+Runs before the operator is uninstalled, because only the operator can request last checkpoints.
 """
 
 import os
@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = int(os.environ["TIMEOUT_SECONDS"])
 
 
 def delete(api: client.CustomObjectsApi, session: dict[str, Any]) -> None:
-    """Delete a session; one that is gone or going is left as it is."""
+    """Delete a session unless it is gone or already being deleted."""
     if session["metadata"].get("deletionTimestamp"):
         return
     try:
@@ -25,7 +25,7 @@ def delete(api: client.CustomObjectsApi, session: dict[str, Any]) -> None:
 
 
 def delete_all(api: client.CustomObjectsApi) -> set[str]:
-    """Delete all sessions, also such as are made meanwhile; return those left at the end."""
+    """Delete all sessions, also those created in the meantime, and return the remaining ones."""
     listed = api.list_namespaced_custom_object(*SESSIONS)
     left = {session["metadata"]["name"] for session in listed["items"]}
     for session in listed["items"]:
@@ -51,7 +51,7 @@ def delete_all(api: client.CustomObjectsApi) -> set[str]:
 
 
 def main() -> None:
-    """Delete, and fail if something is left."""
+    """Delete all sessions, and exit with an error if some remain."""
     config.load_config()
     try:
         left = delete_all(client.CustomObjectsApi())
@@ -60,7 +60,7 @@ def main() -> None:
             raise
         return
     if left:
-        sys.exit(f"still there after {TIMEOUT_SECONDS} s: {', '.join(sorted(left))}")
+        sys.exit(f"sessions not deleted within {TIMEOUT_SECONDS} s: {', '.join(sorted(left))}")
 
 
 main()

@@ -1,4 +1,4 @@
-"""Train one step with the SDK, as a user would; without BASE_MODEL only ask what is served."""
+"""Train one step with the SDK, as a user would; without BASE_MODEL only list the models."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ TIMEOUT_SECONDS = float(os.environ["TIMEOUT_SECONDS"])
 
 
 def report(line: str) -> None:
-    """Say what `helm test --logs` shows."""
+    """Write a line for `helm test --logs`."""
     sys.stdout.write(f"{line}\n")
 
 
 def main() -> None:
-    """Ask, and train unless there is nothing to train on."""
+    """List the models, and train one of them if BASE_MODEL is set."""
     with tinker.ServiceClient() as service:
         served = [model.model_name for model in service.get_server_capabilities().supported_models]
         report(f"served: {', '.join(map(str, served)) or 'nothing yet'}")
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def train(service: tinker.ServiceClient) -> None:
-    """Train one step, and fail unless the loss falls."""
+    """Train one step, and exit with an error unless the loss decreases."""
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2, 3, 4]),
@@ -37,7 +37,7 @@ def train(service: tinker.ServiceClient) -> None:
     first, second = before.metrics["loss:sum"], after.metrics["loss:sum"]
     report(f"loss: {first} -> {second}")
     if second >= first:
-        sys.exit("one step did not lower the loss")
+        sys.exit(f"the loss did not decrease after one step: {first} -> {second}")
 
 
 main()

@@ -33,7 +33,7 @@
 {{- .Values.database.volume.existingClaim | default (printf "%s-catalog" (include "tinkercloud.fullname" .)) -}}
 {{- end -}}
 
-{{/* The claim with the checkpoints; empty if they are in an object store. */}}
+{{/* Claim for the checkpoints; empty if they are in an object store. */}}
 {{- define "tinkercloud.checkpoints.claim" -}}
 {{- if hasPrefix "file://" .Values.checkpoints.root -}}
 {{- .Values.checkpoints.volume.existingClaim | default (printf "%s-checkpoints" (include "tinkercloud.fullname" .)) -}}
@@ -52,12 +52,12 @@
 {{- toYaml (merge (include "tinkercloud.selector" . | fromYaml) $ours $root.Values.commonLabels) -}}
 {{- end -}}
 
-{{/* Labels of a pod that is given more of them: (list . "api" .Values...podLabels). */}}
+{{/* Labels of a pod with additional labels: (list . "api" .Values...podLabels). */}}
 {{- define "tinkercloud.podLabels" -}}
 {{- toYaml (merge (include "tinkercloud.labels" . | fromYaml) (index . 2)) -}}
 {{- end -}}
 
-{{/* Labels of an object that others find by labels of theirs, which win: (list . "api" .Values...labels). */}}
+{{/* Labels of an object that other programs select by their own labels, which win: (list . "api" .Values...labels). */}}
 {{- define "tinkercloud.foundLabels" -}}
 {{- toYaml (merge (deepCopy (index . 2)) (include "tinkercloud.labels" . | fromYaml)) -}}
 {{- end -}}

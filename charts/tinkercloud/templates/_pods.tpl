@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What every pod of ours has in common. */}}
+{{/* Settings that all pods of the chart share. */}}
 {{- define "tinkercloud.pod" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
@@ -18,7 +18,7 @@ imagePullSecrets:
   - name: {{ . | quote }}
   {{- end }}
 {{- end }}
-# A Service called tinkercloud would set TINKERCLOUD_PORT, which is a setting.
+# Service links of a Service named tinkercloud would set TINKERCLOUD_PORT, which is a setting.
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
@@ -74,7 +74,7 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* A container's environment. Takes the field's name, what the chart sets (YAML of a list) and what the user adds. */}}
+{{/* A container's environment. Takes the field's name, the chart's variables (YAML of a list) and the user's variables. */}}
 {{- define "tinkercloud.environment" -}}
 {{- $field := index . 0 -}}
 {{- $ours := index . 1 -}}
@@ -83,14 +83,14 @@ affinity:
 {{ $ours }}
 {{- range $name, $value := index . 2 }}
 {{- if has $name $names }}
-{{- fail (printf "%s: %s is set by the chart from another value; remove it there" $field $name) }}
+{{- fail (printf "%s: %s is already set by the chart from another value; remove it from %s" $field $name $field) }}
 {{- end }}
 - name: {{ $name | quote }}
   value: {{ $value | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Where the bundle of `caBundle` is, for programs that use OpenSSL, requests or rustls. */}}
+{{/* Path of the `caBundle` file, for programs that use OpenSSL, requests or rustls. */}}
 {{- define "tinkercloud.caFile" -}}/etc/tinkercloud-ca/{{ .Values.caBundle.key }}{{- end -}}
 
 {{/* A claim. Takes the root context, a component, a name and a volume's values. */}}
@@ -136,8 +136,8 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Egress to DNS. OpenShift's DNS pods listen at 5353, and its network judges what is sent to a Service by the pod that
-     it reaches. */}}
+{{/* Egress to DNS. OpenShift's DNS pods listen on port 5353, and its network applies policies to Service traffic by
+     the pod that receives it. */}}
 {{- define "tinkercloud.dnsEgress" -}}
 - ports:
     {{- range list 53 5353 }}
@@ -146,7 +146,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* Egress to DNS and to the Kubernetes API server, which no label finds. */}}
+{{/* Egress to DNS and to the Kubernetes API server, which has no labels to select by. */}}
 {{- define "tinkercloud.kubernetesEgress" -}}
 {{ include "tinkercloud.dnsEgress" . }}
 - ports:
@@ -166,7 +166,7 @@ spec:
     - { protocol: TCP, port: 8000 }
 {{- end -}}
 
-{{/* The ingress rule that API server and operator share: who reads their metrics. */}}
+{{/* Ingress rule for the metrics of API server and operator. */}}
 {{- define "tinkercloud.metricsIngress" -}}
 - ports:
     - { protocol: TCP, port: 9090 }

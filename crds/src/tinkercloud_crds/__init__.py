@@ -1,4 +1,4 @@
-"""The custom resources of the group `tinkercloud.dev`, as pydantic models.
+"""The custom resources of the API group `tinkercloud.dev`, as pydantic models.
 
-The YAML of their definitions, one folder up, is made from these models by `generate`.
+`generate` writes the CustomResourceDefinitions, one folder up, from these models.
 """

@@ -1,8 +1,8 @@
 """Conditions of both resources: their types, and the closed enum of reasons.
 
-`Ready` sums the others up: it is True when all of `SESSION_STEPS` are, and otherwise carries the
-reason of the first that is not. `Reconciling` and `Stalled` follow the kstatus convention, so that
-Argo CD and Flux read the resources as they are.
+`Ready` summarizes the others: it is True if all of `SESSION_STEPS` are True, and otherwise carries
+the reason of the first that is not. `Reconciling` and `Stalled` follow the kstatus convention, so
+that Argo CD and Flux understand the resources without configuration.
 """
 
 from collections.abc import Sequence
@@ -20,26 +20,27 @@ MAX_MESSAGE_LENGTH = 1024
 
 
 class ConditionType(StrEnum):
-    """What a condition is about."""
+    """What a condition describes."""
 
     ACCEPTED = "Accepted"
-    """The specification can be served: its BaseModel exists and allows what it asks for."""
+    """The specification is valid: its BaseModel exists and allows what it requests."""
     QUOTA_RESERVED = "QuotaReserved"
-    """The queue, if there is one, has let it in."""
+    """Kueue has admitted the session, or it uses no queue."""
     CLUSTER_PROVISIONED = "ClusterProvisioned"
-    """All pods are scheduled and their containers started."""
+    """All pods are scheduled and their containers have started."""
     HEAD_READY = "HeadReady"
-    """The head serves."""
+    """The head accepts connections."""
     ENGINE_READY = "EngineReady"
-    """The head has loaded its model and all workers have joined it."""
+    """The head has loaded its model and all workers have joined."""
     READY = "Ready"
-    """Requests are served."""
+    """The resource is ready: a session serves requests, a BaseModel can be requested."""
     RECONCILING = "Reconciling"
-    """The operator is on its way to the wanted state."""
+    """The operator is working towards the desired state."""
     STALLED = "Stalled"
-    """It can't get there without somebody's help; the reason says whose."""
+    """The desired state cannot be reached without intervention; the reason says what is needed."""
     SUSPENDED = "Suspended"
-    """Its state is saved and its pods are gone; Unknown while they are on the way to that."""
+    """The session's state is saved and its pods are deleted; Unknown while it is being
+    suspended."""
 
 
 SESSION_STEPS: Sequence[ConditionType] = (
@@ -53,97 +54,100 @@ SESSION_STEPS: Sequence[ConditionType] = (
 
 
 class Reason(StrEnum):
-    """Why a condition has its status. docs/operate/operations.md says what to do about each."""
+    """Why a condition has its status. docs/operate/operations.md says how to resolve each."""
 
     ACCEPTED = "Accepted"
-    """The specification can be served."""
+    """The specification is valid."""
     CHANGE_WAITS = "ChangeWaits"
-    """The specification can be served, by other pods than those that run: suspend and resume."""
+    """The specification is valid, but the running pods were started with an earlier one. Suspend
+    and resume the session to apply the change."""
     BASE_MODEL_NOT_FOUND = "BaseModelNotFound"
-    """There is no BaseModel of this modelName in the namespace. Never fits."""
+    """The namespace has no BaseModel with this modelName. Stalled."""
     DUPLICATE = "Duplicate"
-    """An older BaseModel has the same modelName, and is the one that counts."""
+    """An older BaseModel has the same modelName and takes precedence."""
     NOT_ALLOWED = "NotAllowed"
-    """The session asks for more than its BaseModel allows. Never fits."""
+    """The session requests more than its BaseModel allows. Stalled."""
     NEVER_FITS = "NeverFits"
-    """All nodes of the kind that one of its pods wants are too small for it. Never fits."""
+    """Every node that matches one of the session's pods is too small for it. Stalled."""
     QUOTA_TOO_SMALL = "QuotaTooSmall"
-    """The queue's or the namespace's quota could never hold it. Never fits."""
+    """The quota of the queue or the namespace is smaller than the session needs. Stalled."""
     QUOTA_EXCEEDED = "QuotaExceeded"
-    """The namespace's quota is used up by others, or its owner has as many live sessions as its
-    BaseModel allows. Busy: wait."""
+    """The namespace's quota is in use, or the owner has reached the BaseModel's maximum number of
+    live sessions. The session waits."""
     QUEUED = "Queued"
-    """Kueue has not admitted it yet, or older sessions wait for the same nodes. Busy: wait."""
+    """Kueue has not admitted the session yet, or older sessions are waiting for the same nodes. The
+    session waits."""
     NO_QUEUE = "NoQueue"
-    """It uses no queue."""
+    """The session uses no queue."""
     ADMITTED = "Admitted"
-    """Kueue has admitted it."""
+    """Kueue has admitted the session."""
     UNSCHEDULABLE = "Unschedulable"
-    """A pod waits for room, or for a node of the kind that it wants. Busy: wait."""
+    """A pod is waiting for capacity, or for a node that matches it. The session waits."""
     KUBERAY_MISSING = "KubeRayMissing"
-    """The cluster does not know RayClusters: install KubeRay."""
+    """The cluster has no RayCluster CRD: install KubeRay."""
     KUBERAY_TOO_OLD = "KubeRayTooOld"
-    """The cluster's definition of RayCluster lacks fields that sessions need: upgrade KubeRay."""
+    """The cluster's RayCluster CRD lacks fields that sessions need: upgrade KubeRay."""
     KUBERAY_SILENT = "KubeRaySilent"
     """KubeRay has not reacted to the RayCluster for minutes."""
     DEFINITIONS_OUTDATED = "DefinitionsOutdated"
-    """The specification can be served, but the cluster's definitions of Tinkercloud's resources are
-    older than the operator: parts of the status are not kept."""
+    """The specification is valid, but the cluster's Tinkercloud CRDs are older than the operator:
+    parts of the status are dropped."""
     SCHEDULING_GATED = "SchedulingGated"
-    """A pod waits for somebody to remove its scheduling gates."""
+    """A pod is waiting for its scheduling gates to be removed."""
     NODE_NOT_READY = "NodeNotReady"
-    """The node of a pod is not ready, so the pod is not either."""
+    """The node of a pod is not ready, so the pod is not ready either."""
     DELETION_STUCK = "DeletionStuck"
-    """Something that is being deleted should be gone by now; the message says what holds it."""
+    """A deletion takes longer than it should; the message says what blocks it."""
     PROVISIONING = "Provisioning"
     """Pods are being created and their images pulled."""
     PROVISIONED = "Provisioned"
-    """All pods run."""
+    """All pods are running."""
     IMAGE_PULL_BACK_OFF = "ImagePullBackOff"
-    """An image can't be pulled."""
+    """An image cannot be pulled."""
     CONFIGURATION_ERROR = "ConfigurationError"
-    """A container can't be created: a Secret, a volume or a setting it names is missing."""
+    """A container cannot be created: a Secret, a volume or a setting it refers to is missing."""
     OUT_OF_MEMORY = "OOMKilled"
-    """A container needed more memory than its limit."""
+    """A container exceeded its memory limit."""
     OUT_OF_DISK = "OutOfDisk"
-    """A pod wrote more to one of its local volumes than that may hold."""
+    """A pod exceeded the size of one of its local volumes."""
     POD_FAILED = "PodFailed"
-    """Its node ended a pod, or refused it; another one is made."""
+    """A pod was evicted, preempted or rejected by its node; a replacement is created."""
     CRASH_LOOP = "CrashLoopBackOff"
-    """A container ends again and again."""
+    """A container exits repeatedly."""
     HEAD_STARTING = "HeadStarting"
     """The head's process is starting."""
     HEAD_SERVING = "HeadServing"
-    """The head serves."""
+    """The head accepts connections."""
     LOADING = "Loading"
-    """The head loads its model, or waits for its workers."""
+    """The head is loading its model, or waiting for its workers."""
     LOADED = "Loaded"
-    """Model loaded, workers joined."""
+    """The model is loaded and all workers have joined."""
     READY = "Ready"
-    """Everything that was asked for is there."""
+    """The resource is ready."""
     SUSPENDING = "Suspending"
-    """Its state is being saved."""
+    """The session's state is being saved."""
     SUSPENDED = "Suspended"
-    """As `spec.suspend` asks."""
+    """`spec.suspend` is true."""
     IDLE = "Idle"
-    """Nobody used it for as long as `spec.idle` says; the next request resumes it."""
+    """The session was not used for `spec.idle.timeoutSeconds`; the next request resumes it."""
     RUNNING = "Running"
-    """It is not suspended."""
+    """The session is not suspended."""
     LIFETIME_EXCEEDED = "LifetimeExceeded"
-    """It existed for as long as `spec.maxLifetimeSeconds` says."""
+    """The session reached its maximum lifetime."""
     FINISHED = "Finished"
-    """It is over, and is deleted after `spec.ttlSecondsAfterFinished` unless it was declared."""
+    """The session has ended. It is deleted after `spec.ttlSecondsAfterFinished` unless it was
+    declared."""
     START_FAILED = "StartFailed"
-    """Its pods could not run for as long as `sessions.startDeadlineSeconds` of its BaseModel says,
-    and are gone."""
+    """The session's pods failed to run for `sessions.startDeadlineSeconds` of its BaseModel and
+    were deleted."""
     TERMINATING = "Terminating"
-    """It is being deleted."""
+    """The session is being deleted."""
     APPLY_FAILED = "ApplyFailed"
-    """The API server refuses one of its children; the message has its answer."""
+    """The API server rejected one of the session's children; the message contains its response."""
     PROGRESSING = "Progressing"
-    """Steps are being made."""
+    """The operator is working towards the desired state."""
     STABLE = "Stable"
-    """Nothing is to be done."""
+    """The desired state is reached."""
 
 
 NEVER_FITS = frozenset(
@@ -160,18 +164,18 @@ NEVER_FITS = frozenset(
 
 
 class Condition(Part):
-    """A condition, as `metav1.Condition` has it."""
+    """A condition, with the fields of `metav1.Condition`."""
 
     type: Annotated[str, Field(max_length=64)]
-    """What it is about."""
+    """Type of the condition."""
     status: ConditionStatus
-    """Whether it holds."""
+    """Whether the condition holds."""
     reason: Annotated[str, Field(max_length=64)]
-    """Why, as one word of a documented enum."""
+    """Machine-readable reason for the status, from a documented enum."""
     message: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
-    """Why, for people."""
+    """Human-readable explanation of the status."""
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """`metadata.generation` that this was said of."""
+    """The `metadata.generation` that this condition describes."""
     last_transition_time: Annotated[str, Field(max_length=40)]
     """When the status last changed (RFC 3339)."""
 
@@ -187,16 +191,16 @@ Conditions = Annotated[
         },
     ),
 ]
-"""One condition of each type."""
+"""Conditions with unique types."""
 
 
 def timestamp(moment: datetime) -> str:
-    """Return a moment as Kubernetes writes it, to the second."""
+    """Return a datetime in Kubernetes' notation, to the second."""
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def find(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
-    """Return the condition of a type."""
+    """Return the condition of a type, or None."""
     return next((condition for condition in conditions if condition.type == kind), None)
 
 
@@ -210,7 +214,7 @@ def moved(
     generation: int,
     now: datetime,
 ) -> Condition:
-    """Return a condition; its transition time is kept unless its status changes."""
+    """Return a condition, whose transition time changes only if its status does."""
     before = find(previous, kind)
     is_same = before is not None and before.status == status
     return Condition(

@@ -1,6 +1,6 @@
-"""What worker pods may have besides cores, memory and GPUs, so that their ranks use fast networks.
+"""Extended resources and network variables of worker pods, so that their ranks use fast networks.
 
-A BaseModel's author decides on both: a session can't.
+The author of a BaseModel sets both; a session cannot.
 """
 
 import re
@@ -18,27 +18,28 @@ _QUALIFIED = rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0
 
 
 class ExtendedResource(Part):
-    """Something that nodes count: devices that a plugin offers, or huge pages."""
+    """A countable resource of nodes: devices of a device plugin, or huge pages."""
 
     name: Annotated[str, Field(max_length=240, pattern=rf"^({_HUGE_PAGES}|{_QUALIFIED})$")]
-    """`domain/name`, such as `rdma/hca_shared_devices_a` or `vpc.amazonaws.com/efa`; or huge pages
-    by their size, such as `hugepages-2Mi`."""
+    """Name of the resource as `domain/name`, such as `rdma/hca_shared_devices_a` or
+    `vpc.amazonaws.com/efa`; for huge pages, `hugepages-` and the page size, such as
+    `hugepages-2Mi`."""
     count: Annotated[int, Field(ge=1, le=1 << 20)]
-    """How many each container has, requested and limited alike; of huge pages, pages."""
+    """Amount per container, as request and limit. For huge pages, the number of pages."""
 
     @property
     def amount(self) -> str:
-        """What Kubernetes is told: a number, or the bytes of huge pages."""
+        """The quantity in Kubernetes notation: a count, or bytes for huge pages."""
         pages = re.fullmatch(_HUGE_PAGES, self.name)
         return f"{self.count * int(pages[1])}{pages[2]}" if pages is not None else str(self.count)
 
 
 class Variable(Part):
-    """A variable of the libraries that ranks speak through.
+    """An environment variable of a communication library.
 
-    Of no other programs: what the operator, Ray and Python are told is not a BaseModel's, and
-    credentials are in Secrets. A value has no `$`, since Kubernetes would put variables in the
-    place of `$(NAME)`, such as Ray's token.
+    Only variables of these libraries are accepted: the operator configures Ray and Python, and
+    credentials belong in Secrets. A value contains no `$`, because Kubernetes would expand
+    `$(NAME)` to other variables, such as Ray's token.
     """
 
     name: Annotated[
@@ -48,14 +49,14 @@ class Variable(Part):
             pattern="^(NCCL|TORCH_NCCL|OFI_NCCL|GLOO|UCX|FI|RDMAV)_[A-Z0-9_]+$",
         ),
     ]
-    """Of NCCL (`NCCL_`, `TORCH_NCCL_`, and its plugin for libfabric, `OFI_NCCL_`), gloo (`GLOO_`),
-    UCX (`UCX_`), libfabric (`FI_`) or verbs (`RDMAV_`)."""
+    """Name of a variable of NCCL (`NCCL_`, `TORCH_NCCL_`, and `OFI_NCCL_` for its libfabric
+    plugin), gloo (`GLOO_`), UCX (`UCX_`), libfabric (`FI_`) or verbs (`RDMAV_`)."""
     value: Annotated[str, Field(max_length=1024, pattern="^[ -#%-~]*$")]
-    """Printable ASCII, but no `$`."""
+    """Value of the variable: printable ASCII without `$`."""
 
 
 def _keyed_by_name(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """Return what a list's schema says besides, of which each entry has a name of its own."""
+    """Return the schema extension of a list whose entries are keyed by name."""
     keyed = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
     return keyed | (rules(*pairs) if pairs else {})
 
@@ -68,36 +69,36 @@ ExtendedResources = Annotated[
             (
                 "self.all(item, !item.name.contains('kubernetes.io/')"
                 " && !item.name.startsWith('requests.'))",
-                "name: kubernetes.io/ and requests. are Kubernetes' own; name what a plugin of the"
-                " nodes offers",
+                "name: kubernetes.io/ and requests. are reserved for Kubernetes; use the name of a"
+                " device plugin's resource",
             ),
             (
                 "self.all(item, !item.name.endsWith('gpu')"
                 " && !item.name.startsWith('nvidia.com/gpu')"
                 " && !item.name.startsWith('nvidia.com/mig-'))",
-                "name: GPUs are asked for with gpusPerReplica; name something else",
+                "name: GPUs are requested with gpusPerReplica; use another resource",
             ),
         ),
     ),
 ]
-"""Resources of one container, each name once."""
+"""Extended resources of one container, with unique names."""
 Environment = Annotated[
     tuple[Variable, ...], Field(max_length=32, json_schema_extra=_keyed_by_name())
 ]
-"""Variables of one container, each name once."""
+"""Environment variables of one container, with unique names."""
 FOR_PODS = (
     "self.replicas >= 1 || self.extendedResources.size() + self.environment.size() == 0",
-    "extendedResources, environment: are for worker pods; leave both out, or set replicas",
+    "extendedResources, environment: only valid with worker pods; remove both, or set replicas",
 )
-"""Rule of a shape that has both."""
+"""Rule of a shape that has both fields."""
 
 
 def total(containers: Iterable[tuple[ExtendedResource, ...]]) -> tuple[ExtendedResource, ...]:
-    """Return what the containers of a pod ask for together."""
+    """Return the sum of the extended resources of a pod's containers."""
     counts: Counter[str] = Counter()
     for resources in containers:
         counts.update({resource.name: resource.count for resource in resources})
-    # Unchecked: together they may be more than one may ask for.
+    # Not validated: the sum may exceed the maximum of one container.
     return tuple(
         ExtendedResource.model_construct(name=name, count=count) for name, count in counts.items()
     )

@@ -1,7 +1,7 @@
 """`python -m tinkercloud_crds.generate [--check]`: write the CRD YAML, or check that it is fresh.
 
-It lies beside the package, for people and GitOps repositories, and in the `tinkercloud-crds`
-chart.
+The files are written to `crds/`, for people and GitOps repositories, and to the chart
+`tinkercloud-crds`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tinkercloud_crds.training_session import (
 )
 
 MAX_BYTES = 96 << 10
-"""Small enough for a last-applied annotation (256 KiB) with room to spare, and to be read."""
+"""Maximum size of a definition: readable, and well below the limit of annotations (256 KiB)."""
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = (ROOT / "crds", ROOT / "charts" / "tinkercloud-crds" / "templates")
@@ -41,7 +41,7 @@ class Kind:
     spec: type[BaseModel]
     status: type[BaseModel]
     columns: tuple[tuple[str, str, str, int], ...]
-    """Name, type, JSON path and priority of what `kubectl get` shows."""
+    """Columns of `kubectl get`: name, type, JSON path and priority of each."""
     root_rules: tuple[tuple[str, str], ...] = ()
     """CEL rules on the whole object."""
 
@@ -94,8 +94,8 @@ KINDS = (
             (
                 f"size(self.metadata.name) <= {MAX_NAME_LENGTH}"
                 " && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-                "metadata.name: at most 40 characters of a-z, 0-9 and -, beginning with a letter"
-                " (its RayCluster and Services are named after it)",
+                "metadata.name: must have at most 40 characters of a-z, 0-9 and -, and start with a"
+                " letter, because its RayCluster and Services are named after it",
             ),
         ),
     ),
@@ -162,7 +162,7 @@ def _root_schema(kind: Kind) -> Schema:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, which Kubernetes tools read but people do not."""
+    """Writes no anchors: Kubernetes tools accept them, but they are hard to read."""
 
     def ignore_aliases(self, _data: Any) -> bool:  # noqa: ANN401 - the interface's type
         return True
@@ -172,7 +172,7 @@ def render(kind: Kind) -> str:
     """Return the YAML of a definition.
 
     Raises:
-        ValueError: it is larger than `MAX_BYTES`.
+        ValueError: The definition is larger than `MAX_BYTES`.
     """
     text = _HEADER + yaml.dump(definition(kind), Dumper=_Dumper, sort_keys=False, width=100)
     if len(text.encode()) > MAX_BYTES:
@@ -183,7 +183,7 @@ def render(kind: Kind) -> str:
 def main() -> None:
     """Write or check the files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if a file is not fresh")
+    parser.add_argument("--check", action="store_true", help="fail if a file is out of date")
     is_check = parser.parse_args().check
     stale = []
     for kind in KINDS:
@@ -197,7 +197,7 @@ def main() -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
     if is_check and stale:
-        sys.exit(f"not fresh: {', '.join(stale)}; run `make generate`")
+        sys.exit(f"out of date: {', '.join(stale)}; run `make generate`")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Strings that two programs share: group, kinds, labels, annotations, field managers."""
+"""Strings that several programs share: group, kinds, labels, annotations, field managers."""
 
 GROUP = "tinkercloud.dev"
 VERSION = "v1alpha1"
@@ -11,29 +11,30 @@ FINALIZER = f"{GROUP}/last-checkpoint"
 """Held by the operator until the session's head has been asked for a last checkpoint."""
 
 SESSION_LABEL = f"{GROUP}/session"
-"""On every child: the name of its TrainingSession."""
+"""Label on every child: the name of its TrainingSession."""
 COMPONENT_LABEL = f"{GROUP}/component"
-"""On pods: `head`, `trainer` or `sampler`."""
+"""Label on pods: `head`, `trainer` or `sampler`."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tinkercloud"
 OWNER_LABEL = f"{GROUP}/owner"
-"""On TrainingSessions that the API server made: their owner, or a hash where a label can't hold
-it."""
+"""Label on TrainingSessions that the API server created: their owner, or its hash if the owner is
+not a valid label value."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-"""On RayClusters that Kueue admits."""
+"""Label on RayClusters that Kueue admits."""
 
 LAST_ACTIVITY = f"{GROUP}/last-activity"
 """Annotation on a TrainingSession, written by the API server at most once a minute: when a client
-last used it (RFC 3339). The operator copies it into the status and culls by it."""
+last used it (RFC 3339). The operator copies it into the status and uses it to detect idle
+sessions."""
 LAST_ACTIVITY_SECONDS = 60
-"""Between two writes of it, at least."""
+"""Minimum interval, in seconds, between two updates of `LAST_ACTIVITY`."""
 CREATED_FOR = f"{GROUP}/created-for"
-"""Annotation on TrainingSessions that the API server made: the run or sampling session that asked
-first."""
+"""Annotation on TrainingSessions that the API server created: the run or sampling session that
+first requested them."""
 STARTED_WITH = f"{GROUP}/started-with"
-"""Annotation on RayClusters: what they were made with, as spec of a BaseModel that offers it."""
+"""Annotation on RayClusters: the spec they were created with, as that of a BaseModel."""
 HEAD_CONFIG = f"{GROUP}/head-config"
-"""Annotation on RayClusters: what their head was told (`launch.HeadConfig`)."""
+"""Annotation on RayClusters: the configuration of their head (`launch.HeadConfig`)."""
 
 OPERATOR_FIELD_MANAGER = "tinkercloud-operator"
 API_FIELD_MANAGER = "tinkercloud-api"
@@ -41,4 +42,4 @@ API_FIELD_MANAGER = "tinkercloud-api"
 HEAD_PORT = 8000
 """Port a session head serves on, in its pod and on its Service."""
 TOKEN_KEY = "token"  # noqa: S105
-"""Key of a session's Secret that holds the token its head asks for."""
+"""Key of a session's Secret that holds the token its head requires."""

@@ -1,4 +1,4 @@
-"""Where pods run, who schedules them, and the labels and annotations that other programs read."""
+"""Where pods run, which scheduler places them, and the labels and annotations they carry."""
 
 from typing import Annotated, Any, Literal
 
@@ -30,12 +30,12 @@ Labels = Annotated[
         max_length=16,
         json_schema_extra=_keys(
             f"{_RESERVED} && key != 'kueue.x-k8s.io/queue-name'",
-            "tinkercloud.dev/, ray.io/ and app.kubernetes.io/ are set here and by KubeRay, and the"
-            " queue is queueName: name something else",
+            "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/ are reserved for"
+            " Tinkercloud and KubeRay; use another key, and queueName for the queue",
         ),
     ),
 ]
-"""Labels that a BaseModel adds."""
+"""Labels that a BaseModel adds to its objects."""
 Annotations = Annotated[
     dict[str, Annotated[str, Field(max_length=2048)]],
     Field(
@@ -43,97 +43,98 @@ Annotations = Annotated[
         json_schema_extra=_keys(
             f"{_RESERVED} && key != 'cluster-autoscaler.kubernetes.io/safe-to-evict'"
             " && key != 'karpenter.sh/do-not-disrupt'",
-            "tinkercloud.dev/, ray.io/, app.kubernetes.io/ and the marks against eviction are set"
-            " here and by KubeRay: name something else",
+            "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/, and annotations against"
+            " eviction, are reserved for Tinkercloud and KubeRay; use another key",
         ),
     ),
 ]
-"""Annotations that a BaseModel adds."""
+"""Annotations that a BaseModel adds to its objects."""
 
 
 class Toleration(Part):
-    """A taint that pods accept."""
+    """A taint that the pods tolerate."""
 
     key: LabelKey | None = None
-    """The taint's key; absent means any."""
+    """Key of the taint. If absent, the toleration matches every key."""
     operator: Literal["Exists", "Equal"] = "Equal"
-    """How `value` is compared."""
+    """How `value` is compared with the taint's value."""
     value: LabelValue | None = None
-    """The taint's value."""
+    """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """The taint's effect; absent means any."""
+    """Effect of the taint. If absent, the toleration matches every effect."""
 
 
 class NodeRequirement(Part):
-    """A term of required node affinity; all terms must hold."""
+    """One term of required node affinity. All terms must match."""
 
     key: LabelKey
-    """The node label."""
+    """Key of the node label."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = "In"
-    """How it is compared."""
+    """How the label is compared with `values`."""
     values: Annotated[list[LabelValue], Field(default_factory=list, max_length=64)]
-    """With what."""
+    """Values that the label is compared with."""
 
 
 class TopologyAffinity(Part):
-    """Pods of a session that run near each other, such as in one rack or zone."""
+    """Keeps pods in the same topology domain, such as a rack or a zone."""
 
     key: Annotated[str, Field(min_length=1, max_length=317)]
-    """The node label whose value the nodes share, such as `topology.kubernetes.io/zone`."""
+    """Node label whose value identifies the domain, such as `topology.kubernetes.io/zone`."""
     enforcement: Literal["Required", "Preferred"] = "Required"
-    """Whether pods wait for such nodes, or only prefer them."""
+    """Whether pods wait until they can run in the same domain (`Required`) or only prefer it
+    (`Preferred`)."""
 
 
 class RolePlacement(Part):
-    """What pods of one role have instead of what `placement` says; absent fields are as there."""
+    """Overrides `placement` for the pods of one role. Absent fields are inherited."""
 
     node_selector: Annotated[dict[str, LabelValue], Field(max_length=16)] | None = None
-    """Labels a node must have."""
+    """Labels that a node must have."""
     node_affinity: Annotated[list[NodeRequirement], Field(max_length=16)] | None = None
-    """Requirements a node must meet."""
+    """Requirements that a node must meet."""
     tolerations: Annotated[list[Toleration], Field(max_length=16)] | None = None
-    """Taints the pods accept."""
+    """Taints that the pods tolerate."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods."""
     topology_affinity: TopologyAffinity | None = None
-    """Has pods of this role run near each other."""
+    """Keeps the pods of this role in the same topology domain."""
     pod_labels: Labels | None = None
-    """Labels of the pods."""
+    """Labels to add to the pods."""
     pod_annotations: Annotations | None = None
-    """Annotations of the pods."""
+    """Annotations to add to the pods."""
 
 
 class Placement(Part):
-    """Where pods may run."""
+    """Where the pods of a session may run."""
 
     node_selector: Annotated[dict[str, LabelValue], Field(default_factory=dict, max_length=16)]
-    """Labels a node must have."""
+    """Labels that a node must have."""
     node_affinity: Annotated[list[NodeRequirement], Field(default_factory=list, max_length=16)]
-    """Requirements a node must meet."""
+    """Requirements that a node must meet."""
     tolerations: Annotated[list[Toleration], Field(default_factory=list, max_length=16)]
-    """Taints the pods accept."""
+    """Taints that the pods tolerate."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods."""
     queue_name: ObjectName | None = None
-    """Kueue LocalQueue that admits the sessions; absent means none."""
+    """Kueue LocalQueue that sessions are submitted to. If absent, sessions are not queued."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods."""
     topology_affinity: TopologyAffinity | None = None
-    """Has all pods of a session run near each other."""
+    """Keeps all pods of a session in the same topology domain."""
     scheduler_name: ObjectName | None = None
-    """The scheduler of the pods; absent means the cluster's default. One that places all pods of a
-    session or none (Volcano, KAI, YuniKorn) finds what it wants in labels and annotations."""
+    """Name of the scheduler. If absent, the cluster's default scheduler places the pods. Gang
+    schedulers (Volcano, KAI, YuniKorn) read their settings from labels and annotations."""
     pod_labels: Labels | None = None
-    """Labels of the pods."""
+    """Labels to add to the pods."""
     pod_annotations: Annotations | None = None
-    """Annotations of the pods, such as those of Kueue's topologies, or of further networks."""
+    """Annotations to add to the pods, such as Kueue topology requests or additional networks."""
     ray_cluster_labels: Labels | None = None
-    """Labels of the RayCluster."""
+    """Labels to add to the RayCluster."""
     ray_cluster_annotations: Annotations | None = None
-    """Annotations of the RayCluster."""
+    """Annotations to add to the RayCluster."""
 
     def of_role(self, role: RolePlacement | None) -> "Placement":
-        """Return the placement of one role's pods."""
+        """Return the placement of the pods of one role."""
         own = (
             {} if role is None else {name: getattr(role, name) for name in type(role).model_fields}
         )

@@ -1,8 +1,8 @@
-"""From a pydantic model to a Kubernetes structural schema.
+"""Conversion of a pydantic model to a Kubernetes structural schema.
 
 Kubernetes accepts a subset of OpenAPI v3 (no references, no unions with null, no titles) and adds
-to it: CEL rules, list types. Every string, list and map must be bounded, or the API server cannot
-bound the cost of a CEL rule; `structural_schema` refuses a model where one is not.
+CEL rules and list types. Every string, list and map must be bounded, or the API server cannot bound
+the cost of a CEL rule; `structural_schema` rejects a model with an unbounded field.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ _KEPT = {
 
 
 class Part(BaseModel):
-    """A part of a custom resource. Fields are snake_case here and camelCase in YAML.
+    """A part of a custom resource. Fields are snake_case in Python and camelCase in YAML.
 
-    Unknown fields are ignored when reading: an older program must be able to read what a later
-    version of the API server stores.
+    Unknown fields are ignored when reading, so that an older program can read what the API server
+    of a later version stores.
     """
 
     model_config = ConfigDict(
@@ -49,17 +49,17 @@ class Part(BaseModel):
 
 
 def rules(*pairs: tuple[str, str]) -> Schema:
-    """Return CEL rules for `json_schema_extra`, of a model or of a field.
+    """Return CEL rules for the `json_schema_extra` of a model or a field.
 
     Args:
-        pairs: rule and message of each.
+        pairs: Rule and message of each.
     """
     return {
         "x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]
     }
 
 
-IMMUTABLE = ("self == oldSelf", "is immutable; make another session")
+IMMUTABLE = ("self == oldSelf", "is immutable; create a new session")
 
 
 class UnboundedError(ValueError):
@@ -70,14 +70,14 @@ def structural_schema(model: type[BaseModel]) -> Schema:
     """Return the structural schema of a model.
 
     Raises:
-        UnboundedError: a field has no upper bound; the message names it.
+        UnboundedError: A field has no upper bound; the message names it.
     """
     schema = model.model_json_schema(by_alias=True, mode="validation")
     return _convert(schema, schema.get("$defs", {}), path=model.__name__)
 
 
 def without_defaults(schema: Schema) -> Schema:
-    """Return a schema that fills nothing in: for a status, which says only what was seen."""
+    """Return a schema without defaults, for a status, which contains only what was observed."""
     result = {key: value for key, value in schema.items() if key != "default"}
     for key in ("items", "additionalProperties"):
         if key in result:
@@ -99,7 +99,7 @@ def _convert(node: Schema, definitions: Mapping[str, Schema], path: str) -> Sche
     if result.get("default", ...) is None:
         del result["default"]
     elif isinstance(result.get("default"), dict):
-        # Whole, although its fields have defaults of their own: CEL rules judge it as it is.
+        # Kept whole, although its fields have defaults of their own: CEL rules see it as it is.
         result["default"] = _without_nulls(result["default"])
     _exclusive_bounds(node, result)
     if "const" in node:
@@ -143,14 +143,14 @@ def _resolved(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _merged(target: Schema, own: Schema) -> Schema:
-    """Return a definition as its user sees it: own description, rules of both."""
+    """Return a definition as its user sees it: the user's description, and the rules of both."""
     key = "x-kubernetes-validations"
     both = [*target.get(key, []), *own.get(key, [])]
     return target | own | ({key: both} if both else {})
 
 
 def _exclusive_bounds(node: Schema, result: Schema) -> None:
-    """OpenAPI v3.0 writes exclusive bounds as a number and a flag."""
+    """Write exclusive bounds as OpenAPI v3.0 does: a number and a flag."""
     for name in ("Minimum", "Maximum"):
         if (bound := node.get(f"exclusive{name}")) is not None:
             result[name.lower()] = bound
@@ -165,4 +165,4 @@ def _check_bounds(schema: Schema, path: str) -> None:
     }
     wanted = bounded_by.get(str(schema.get("type")))
     if wanted is not None and not wanted & schema.keys():
-        raise UnboundedError(f"{path}: give it one of {', '.join(sorted(wanted))}")
+        raise UnboundedError(f"{path}: unbounded; set one of {', '.join(sorted(wanted))}")

@@ -11,7 +11,7 @@ from tinkercloud_crds.shapes import Idle, Message, Seconds, Text
 from tinkercloud_crds.structural import IMMUTABLE, Part, rules
 
 MAX_NAME_LENGTH = 40
-"""KubeRay refuses cluster names over 53 characters, and children's names are derived from ours."""
+"""KubeRay rejects cluster names longer than 53 characters, and children's names add suffixes."""
 
 Phase = Literal[
     "Pending",
@@ -36,7 +36,7 @@ TinkerPath = Annotated[
 
 
 class Lora(Part):
-    """The adapter to train."""
+    """The LoRA adapter to train."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -50,62 +50,65 @@ class Lora(Part):
     rank: Annotated[int, Field(ge=1, le=1024)] = 32
     """Rank of the adapter."""
     seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    """Seed of the initial weights; absent means a random one."""
+    """Seed of the initial weights. If absent, a random seed is used."""
     train_attention: bool = True
     """Whether attention layers are trained."""
     train_mlp: bool = True
     """Whether MLP layers are trained."""
     train_unembed: bool = True
-    """Whether the unembedding is trained."""
+    """Whether the unembedding layer (lm_head) is trained."""
 
 
 class RestoreFrom(Part):
-    """The checkpoint a session starts from."""
+    """The checkpoint that a session starts from."""
 
     path: TinkerPath
-    """A training checkpoint."""
+    """`tinker://` path of a training checkpoint."""
     optimizer: bool = False
-    """Whether the optimizer's state is restored too."""
+    """Whether the optimizer state is restored too."""
 
 
 class TrainerOverride(Part):
-    """What a session may change of the trainer's shape: only downwards."""
+    """Overrides of the BaseModel's trainer. A session can only lower them."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Fewer worker pods."""
+    """Number of trainer pods, at most the BaseModel's."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
-    """Smaller micro-batches."""
+    """Maximum number of tokens per micro-batch, at most the BaseModel's."""
 
 
 class SamplerOverride(Part):
-    """What a session may change of the sampler's shape: only downwards."""
+    """Overrides of the BaseModel's sampler. A session can only lower them."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Fewer engines."""
+    """Number of engines, at most the BaseModel's."""
 
 
 class TrainingSessionSpec(Part):
-    """What is wanted. It names no image, volume, node or service account: its BaseModel does."""
+    """A training run, or a sampler, of a BaseModel, which defines images, volumes and nodes."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
                 "has(self.modelId) == has(oldSelf.modelId)",
-                "modelId: can't be added or removed later",
+                "modelId: cannot be added or removed after creation",
             ),
-            ("has(self.lora) == has(oldSelf.lora)", "lora: can't be added or removed later"),
+            (
+                "has(self.lora) == has(oldSelf.lora)",
+                "lora: cannot be added or removed after creation",
+            ),
             (
                 "has(self.restoreFrom) == has(oldSelf.restoreFrom)",
-                "restoreFrom: can't be added or removed later",
+                "restoreFrom: cannot be added or removed after creation",
             ),
             (
                 "has(self.queueName) == has(oldSelf.queueName)",
-                "queueName: can't be added or removed later",
+                "queueName: cannot be added or removed after creation",
             ),
             (
                 "self.role != 'Sampler' || (!has(self.lora) && !has(self.restoreFrom)"
                 " && !has(self.trainer))",
-                "role: a Sampler trains nothing; leave lora, restoreFrom and trainer out",
+                "role: a Sampler does not train; remove lora, restoreFrom and trainer",
             ),
         )
     )
@@ -115,8 +118,8 @@ class TrainingSessionSpec(Part):
     role: Annotated[Literal["Trainer", "Sampler"], Field(json_schema_extra=rules(IMMUTABLE))] = (
         "Trainer"
     )
-    """Trainer: one training run and its samplers. Sampler: samplers of the base model or of saved
-    checkpoints, without a trainer."""
+    """`Trainer`: one training run and its samplers. `Sampler`: samplers of the base model or of
+    saved checkpoints, without a trainer."""
     model_id: (
         Annotated[
             str,
@@ -128,95 +131,97 @@ class TrainingSessionSpec(Part):
         ]
         | None
     ) = None
-    """The SDK's id of the run, set by the API server; absent when declared in Git."""
+    """The SDK's id of the run, set by the API server. Absent in sessions that are declared in
+    Git."""
     owner: Annotated[str, Field(min_length=1, max_length=128, json_schema_extra=rules(IMMUTABLE))]
-    """Whose it is: the owner of the API keys that may use it."""
+    """Owner of the session. API keys of this owner may use it."""
     lora: Annotated[Lora, Field(json_schema_extra=rules(IMMUTABLE))] | None = None
-    """The adapter to train; absent means the whole model."""
+    """The adapter to train. If absent, the session trains the whole model."""
     optimizer: Annotated[Literal["adamw"], Field(json_schema_extra=rules(IMMUTABLE))] = "adamw"
-    """The optimizer family."""
+    """Type of optimizer."""
     restore_from: Annotated[RestoreFrom, Field(json_schema_extra=rules(IMMUTABLE))] | None = None
     """The checkpoint to start from."""
     trainer: TrainerOverride | None = None
-    """A smaller trainer than the BaseModel's."""
+    """Requests a smaller trainer than the BaseModel's."""
     sampler: SamplerOverride | None = None
-    """A smaller sampler than the BaseModel's."""
+    """Requests a smaller sampler than the BaseModel's."""
     queue_name: Annotated[ObjectName, Field(json_schema_extra=rules(IMMUTABLE))] | None = None
     """One of the LocalQueues that the BaseModel allows."""
     priority_class_name: ObjectName | None = None
     """One of the PriorityClasses that the BaseModel allows."""
     suspend: bool = False
-    """Whether its state is to be saved and its pods to go."""
+    """Whether the session is suspended: its state is saved and its pods are deleted."""
     idle: Idle | None = None
-    """What happens when nobody uses it; the BaseModel's unless given."""
+    """What happens when nobody uses the session. Defaults to the BaseModel's `sessions.idle`."""
     max_lifetime_seconds: Seconds | None = None
-    """After this long it ends: last checkpoint, then as ttlSecondsAfterFinished says."""
+    """Maximum lifetime in seconds. When it expires, a last checkpoint is saved, the session ends,
+    and ttlSecondsAfterFinished applies."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] = 3600
-    """How long it is kept to look at once it has ended. One that was declared, not made by the
-    API server, is never deleted: it stays Finished."""
+    """How long, in seconds, the session is kept for inspection after it has ended. A session that
+    was declared, not created by the API server, is never deleted: it stays Finished."""
 
 
 class Workers(Part):
-    """Worker pods that are ready, and wanted."""
+    """Numbers of ready and desired workers."""
 
     trainers_ready: Annotated[int, Field(ge=0)] = 0
-    """Trainers that are ready."""
+    """Number of ready trainers."""
     trainers_desired: Annotated[int, Field(ge=0)] = 0
-    """Trainers that are wanted; a head that trains itself counts as one."""
+    """Number of desired trainers. A head that trains counts as one."""
     samplers_ready: Annotated[int, Field(ge=0)] = 0
-    """Samplers that are ready."""
+    """Number of ready samplers."""
     samplers_desired: Annotated[int, Field(ge=0)] = 0
-    """Samplers that are wanted; a head that samples itself counts as one."""
+    """Number of desired samplers. A head that samples counts as one."""
     trainers: Annotated[str, Field(max_length=16)] = ""
-    """Ready/wanted, for `kubectl get`."""
+    """Ready/desired trainers, as `kubectl get` shows them."""
     samplers: Annotated[str, Field(max_length=16)] = ""
-    """Ready/wanted, for `kubectl get`."""
+    """Ready/desired samplers, as `kubectl get` shows them."""
 
 
 class Failing(Part):
-    """Why a session's pods can't run."""
+    """Why the pods of a session fail to run."""
 
     since: Annotated[str, Field(max_length=40)]
-    """Since when, without having been Ready meanwhile (RFC 3339)."""
+    """When the pods began to fail, without having been Ready since (RFC 3339)."""
     message: Message = ""
-    """What was seen last."""
+    """The most recent failure."""
 
 
 class TrainingSessionStatus(Part):
-    """What the operator has seen."""
+    """The status that the operator last observed."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """`metadata.generation` this status is about."""
+    """The `metadata.generation` that this status describes."""
     phase: Phase = "Pending"
-    """A summary for people; programs read the conditions."""
+    """A summary for people. Programs should read the conditions."""
     conditions: Conditions
-    """Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady, Ready, Reconciling,
-    Stalled, Suspended."""
+    """Conditions of types Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady,
+    Ready, Reconciling, Stalled and Suspended."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
-    """URL of the head inside the cluster, while it is ready."""
+    """URL of the head inside the cluster, while the head is ready."""
     incarnation: Annotated[str, Field(max_length=128)] | None = None
-    """Differs between any two processes that ever served at `endpoint`: the head pod's uid and
-    the container's number of restarts."""
+    """Identifies the head process at `endpoint`: the head pod's uid and the container's restart
+    count."""
     ray_cluster: Text | None = None
-    """Name of its RayCluster, while it has one."""
+    """Name of the session's RayCluster, while there is one."""
     workers: Workers = Workers()
-    """Pods that are ready, and wanted."""
+    """Numbers of ready and desired workers."""
     gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs its pods ask for."""
+    """Number of GPUs that the session's pods request."""
     plan: Message | None = None
-    """How the operator splits the model over the trainers' GPUs, and why, where the BaseModel
-    leaves that to it."""
+    """How the operator divides the model over the trainers' GPUs, and why, if the BaseModel sets
+    `trainer.planning`."""
     last_activity_time: Annotated[str, Field(max_length=40)] | None = None
-    """When a client last used it (RFC 3339)."""
+    """When a client last used the session (RFC 3339)."""
     latest_checkpoint: Annotated[str, Field(max_length=512)] | None = None
-    """The last checkpoint that the operator knows of."""
+    """`tinker://` path of the newest checkpoint that the operator knows."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Head processes that ended without having been asked to."""
+    """Number of head processes that ended unexpectedly."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None
-    """The incarnation whose state was saved before its pods went."""
+    """The incarnation whose state was saved before its pods were deleted."""
     failing: Failing | None = None
-    """Why its pods can't run, while they can't."""
+    """Why the session's pods fail to run, while they do."""
     finished_time: Annotated[str, Field(max_length=40)] | None = None
-    """When it ended (RFC 3339)."""
+    """When the session ended (RFC 3339)."""
     message: Message | None = None
-    """The Ready condition's message."""
+    """Message of the Ready condition."""

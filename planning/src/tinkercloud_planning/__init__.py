@@ -1,6 +1,6 @@
-"""From a model and GPUs to the shapes of a BaseModel: how it is split, and what memory it takes.
+"""The planner: chooses how a model is divided over GPUs, and estimates the memory it needs.
 
-Pure functions, in the order in which they build on each other: `families` reads a Hugging Face
-configuration into an `architecture`, `fleet` says what GPUs there are, `memory` estimates what one
-of them must hold, `planner` chooses.
+All functions are pure. In the order in which they build on each other: `families` reads a Hugging
+Face configuration into an `architecture`, `gpus` describes the GPUs, `memory` estimates the memory
+of one GPU, `search` chooses a layout, and `plan` turns it into a part of a BaseModel.
 """

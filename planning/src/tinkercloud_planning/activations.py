@@ -1,9 +1,9 @@
-"""What a micro-batch takes for each of its tokens while its layers are computed again.
+"""Estimates of the memory per token of a micro-batch while its layers are recomputed.
 
-docs/operate/planning.md explains the assumptions and which of them were measured. In short:
-only the inputs of layers are kept for the backward pass and the rest is computed again, one layer
-at a time; with tensor parallelism sequences are split between layers too; ranks that divide
-sequences gather a layer's keys and values.
+docs/operate/planning.md lists the assumptions about the trainers and which were measured. In
+short: only the inputs of layers are kept for the backward pass, and the rest is recomputed, one
+layer at a time; with tensor parallelism, sequences are also divided between layers; ranks that
+divide sequences gather a layer's keys and values.
 """
 
 from collections.abc import Sequence
@@ -13,45 +13,45 @@ from tinkercloud_planning.architecture import Architecture, Layer
 from tinkercloud_planning.layouts import Layout, largest_share
 
 _BYTES = 2
-"""Of an activation."""
+"""Bytes of an activation."""
 _LOW_RANK_BYTES = 4
 _MLP_GRADIENTS = 3 / 4
-"""Of an MLP's numbers, those that have a gradient at the same time: product, gate and up."""
+"""Fraction of an MLP's values that have a gradient at the same time: product, gate and up."""
 _IMBALANCE = 1.5
-"""Tokens that the busiest expert-parallel rank gets, relative to the average."""
+"""Tokens of the busiest expert-parallel rank, relative to the average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a layer's backward pass holds for the way in which norms and activations are computed.
+    """Memory of a layer's backward pass, which depends on the kernels of norms and activations.
 
-    Counted in numbers of 16 bits.
+    All fields count 16-bit values.
     """
 
     inputs: int
-    """For each number of a hidden state: inputs of a layer's two norms, as those keep them. A
-    layer's own input as it came is not among them: `kept_per_token` has it."""
+    """Per element of a hidden state: saved inputs of a layer's two norms. The layer's own input is
+    not included: `kept_per_token` counts it."""
     normalized: int
-    """For each number that is normalized inside the attention."""
+    """Per element that is normalized inside the attention."""
     activated: int
-    """For each gate of a dense MLP: itself after its activation."""
+    """Per gate element of a dense MLP: its value after the activation."""
     overwritten: int
-    """For each gate of a dense MLP: gradients of it and its up that are written over values."""
+    """Per gate element of a dense MLP: gradients of gate and up that are written over values."""
     outputs: int
-    """For each number of a hidden state: the gradient of the layer's output, and what the trainer
-    holds of the last layer's."""
+    """Per element of a hidden state: the gradient of the layer's output, and the last layer's
+    output as far as the trainer holds it."""
 
 
 SEPARATE = Kernels(inputs=4, normalized=2, activated=1, overwritten=0, outputs=1)
-"""Operations of PyTorch's own: norms keep their inputs in float32.
+"""PyTorch's own operations: norms keep their inputs in float32.
 
-What the torch trainer holds of the last layer is not counted here: measured peaks of both trainers
-are met without it.
+The last layer's output in the torch trainer is not counted: the measured peaks of both trainers
+match without it.
 """
 FUSED = Kernels(inputs=1, normalized=1, activated=0, overwritten=2, outputs=3)
-"""Liger's, in the torch trainer: norms keep inputs as they are, the first the layer's own; gates
-are activated again, and gradients written over gates and ups. The trainer holds the last hidden
-state and its gradient as long as the pass lasts."""
+"""Liger kernels of the torch trainer: norms keep their inputs unchanged, the first one that of the
+layer; gates are activated again, and gradients are written over gates and ups. The trainer holds
+the last hidden state and its gradient during the whole pass."""
 
 
 def kept_per_token(architecture: Architecture, layout: Layout, layers: int) -> float:
@@ -63,7 +63,7 @@ def kept_per_token(architecture: Architecture, layout: Layout, layers: int) -> f
 def final_per_token(architecture: Architecture, layout: Layout) -> float:
     """Return the bytes per token of hidden state, its gradient, and the final norm in float32.
 
-    Fused, that norm takes half as much.
+    The fused norm needs half as much.
     """
     return 4 * architecture.hidden_size * _BYTES / layout.context
 
@@ -134,8 +134,8 @@ def _layer_gradients(
     """
     hidden = architecture.hidden_size
     busiest = _busiest(layout)
-    beside = _MLP_GRADIENTS * layer.mlp_width - kernels.overwritten * layer.activated_width
-    in_mlp = busiest * (beside / layout.tensor + layer.copies * hidden)
+    gradients = _MLP_GRADIENTS * layer.mlp_width - kernels.overwritten * layer.activated_width
+    in_mlp = busiest * (gradients / layout.tensor + layer.copies * hidden)
     attention, mlp = _attention_values(layer, kernels), busiest * _mlp_values(layer, kernels)
     in_attention = (attention - mlp) / layout.tensor
     return _BYTES * (kernels.outputs * hidden + max(in_mlp, in_attention))

@@ -1,7 +1,7 @@
-"""A model's size, and how it can be split.
+"""The size of a model, and how it can be divided.
 
-A layer is a set of matrices, each with the way it is split over ranks; parameters, adapters and
-memory all follow from those.
+A layer is a set of matrices, each with the way it is divided over ranks; the numbers of parameters,
+the size of adapters and the memory follow from these.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from typing import Literal
 
 
 class UnknownArchitecture(ValueError):
-    """A configuration that can't be planned for; the message names field and accepted values."""
+    """An unsupported configuration; the message names the field and the accepted values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer, or one of a mixture's experts' linear layers."""
+    """A linear layer, or a linear layer of each expert of a mixture-of-experts layer."""
 
     inputs: int
     outputs: int
     split: Literal["column", "row", "whole"]
-    """Which side tensor parallelism cuts: outputs, inputs, none."""
+    """The side that tensor parallelism divides: outputs (column), inputs (row) or none (whole)."""
     experts: int = 0
-    """Copies of it, one for each routed expert; 0 if it belongs to none."""
+    """Number of routed experts that have a copy of it; 0 if it belongs to none."""
     adapted: bool = True
-    """Whether adapters are about it."""
+    """Whether adapters target it."""
 
     @property
     def parameters(self) -> int:
@@ -37,21 +37,23 @@ class Layer:
     """A transformer layer."""
 
     matrices: tuple[Matrix, ...]
-    """Its linear layers but routers."""
+    """Its linear layers, apart from routers."""
     others: int
-    """Parameters that every rank holds whole and no adapter touches: norms, biases, routers."""
+    """Number of parameters that every rank holds whole and no adapter targets: norms, biases,
+    routers."""
     attention_width: int
-    """Numbers per token that the backward pass of attention needs: queries, keys, values and
+    """Values per token that the backward pass of attention needs: queries, keys, values and
     output."""
     normalized_width: int
-    """Numbers per token that are normalized inside the attention."""
+    """Values per token that are normalized inside the attention."""
     mlp_width: int
-    """Numbers per token that the backward pass of the MLP needs, of all experts it is sent to:
-    gate before and after its activation, up, their product, and that times an expert's share."""
+    """Values per token that the backward pass of the MLP needs, over all experts that process the
+    token: gate before and after its activation, up, their product, and the product weighted by the
+    router."""
     activated_width: int
-    """Of these, gates after their activation in a dense MLP; 0 in a mixture."""
+    """The part of `mlp_width` for gates after their activation in a dense MLP; 0 for experts."""
     copies: int
-    """How often a token is sent to experts; 0 in a dense layer."""
+    """Number of experts that process a token; 0 in a dense layer."""
 
     @property
     def parameters(self) -> int:
@@ -64,41 +66,41 @@ class KeyValues:
     """Keys and values of one token in one layer."""
 
     heads: int
-    """Tensor parallelism cuts these; further ranks hold copies."""
+    """Number of heads. Tensor parallelism divides them; further ranks hold copies."""
     width: int
-    """Numbers for each head."""
+    """Values per head."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal language model of which only sizes are known."""
+    """The sizes of a causal language model."""
 
     model_type: str
     hidden_size: int
     vocab_size: int
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     computed: KeyValues
-    """What attention computes with."""
+    """Keys and values that attention computes with."""
     cached: KeyValues
-    """What a sampler keeps: the same, or what they come from."""
+    """Keys and values that a sampler caches: the same ones, or their compressed form."""
     max_context_length: int
-    """Tokens of the longest sequence that it was made for, and that engines compute as it was."""
+    """Maximum sequence length that the model supports and that engines compute correctly, in
+    tokens."""
     tied: bool
-    """Whether input and output embedding are one."""
+    """Whether input and output embedding share their weights."""
     leading: tuple[Layer, ...]
-    """Layers before the repeated ones: dense ones at the start of a mixture."""
+    """Layers before the repeated ones: dense layers at the start of a mixture-of-experts model."""
     repeated: Layer
     repeats: int
     only_torch: str | None = None
-    """What it has that the megatron trainer refuses and the torch trainer computes; None if either
-    trains it."""
+    """The feature that only the torch trainer supports; None if both trainers support the model."""
     engines_adapt_attention: bool = True
-    """Whether SGLang takes adapters of all of its attention."""
+    """Whether SGLang supports adapters on all of its attention."""
     engines_adapt_mlp: bool = True
-    """Whether SGLang takes adapters of its MLPs, or experts."""
+    """Whether SGLang supports adapters on its MLPs or experts."""
     weight_block: int = 1
-    """Rows and columns of the blocks that its weights are quantized in; 1: they are not."""
+    """Size of the blocks of quantized weights; 1 if weights are not quantized."""
 
     @property
     def layers(self) -> int:

@@ -1,4 +1,4 @@
-"""The parts of a transformer layer, read from fields of a Hugging Face configuration."""
+"""The parts of a transformer layer, read from the fields of a Hugging Face configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of a layer; its fields become those of `Layer` and `Architecture`."""
+    """The attention of a layer. Its fields correspond to those of `Layer` and `Architecture`."""
 
     matrices: tuple[Matrix, ...]
     others: int
@@ -68,7 +68,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The MLP of a layer, or its mixture of them; its fields become those of `Layer`."""
+    """The MLP or the experts of a layer. Its fields correspond to those of `Layer`."""
 
     matrices: tuple[Matrix, ...]
     others: int
@@ -118,7 +118,7 @@ def grouped_attention(
 
 
 def latent_attention(fields: Fields) -> Attention:
-    """Return multi-head latent attention: keys and values are kept compressed."""
+    """Return multi-head latent attention, which caches compressed keys and values."""
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     plain, rotary = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
     value, kv_rank = fields.size("v_head_dim"), fields.size("kv_lora_rank")

@@ -1,4 +1,4 @@
-"""Which Hugging Face configurations can be read, and what each of them means by its fields."""
+"""The supported Hugging Face configurations, and the meaning of their fields in each family."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,7 +16,7 @@ from tinkercloud_planning.blocks import (
 )
 
 _NORMS = 2
-"""Of the hidden state, in each layer."""
+"""Number of norms of the hidden state in each layer."""
 
 
 def read(config: Config) -> Architecture:
@@ -32,7 +32,7 @@ def read(config: Config) -> Architecture:
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UnknownArchitecture(
-            f"model_type: {model_type!r} can't be planned for; accepted:"
+            f"model_type: {model_type!r} is not supported by the planner; accepted:"
             f" {', '.join(model_types())}{supported.BY_HAND}"
         )
     return family(fields)

@@ -1,4 +1,4 @@
-"""Which GPUs there are: their memory, their number, and how many share a node."""
+"""The given GPUs: their memory, their number, and the number per node."""
 
 import re
 from dataclasses import dataclass
@@ -13,41 +13,41 @@ MEMORY_GIB = {
     "H200-141": 139,
     "B200-192": 178,
 }
-"""Memory that the driver shows, in GiB, rounded down."""
+"""Memory reported by the driver, in GiB, rounded down."""
 _ALIASES = {"L4": "L4-24", "H100": "H100-80", "H200": "H200-141", "B200": "B200-192"}
 _TEXT = re.compile(r"([0-9]{1,4})x(.+)")
 _NODES = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x(.+)")
 _MEMORY = re.compile(r"([0-9]{1,4})GiB")
 _CONTEXT_BYTES = 3 << 29
-"""CUDA context, NCCL's and cuBLAS's buffers of one process."""
+"""CUDA context and buffers of NCCL and cuBLAS of one process."""
 _FRAGMENTATION = 0.08
-"""Share of a GPU's memory that an engine's allocator can't give out."""
+"""Share of a GPU's memory that an engine's allocator loses to fragmentation."""
 
 
 class UnknownGpus(ValueError):
-    """A description of GPUs that is not one; the message says what is accepted."""
+    """An invalid description of GPUs; the message says what is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU."""
+    """A type of GPU."""
 
     name: str
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
 
     def contexts(self, processes: int) -> int:
-        """Return the bytes that no allocator can have when so many processes share it."""
+        """Return the bytes that no allocator can use if so many processes share the GPU."""
         return processes * _CONTEXT_BYTES
 
     def reserve(self, processes: int) -> int:
-        """Return the bytes that an engine keeps free of tensors when so many processes share it."""
+        """Return the bytes that an engine keeps free of tensors if so many processes share it."""
         return int(self.memory * _FRAGMENTATION) + self.contexts(processes)
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Equal GPUs on equal nodes, all of which are to be used."""
+    """Equal GPUs on equal nodes, all of which are used."""
 
     gpu: Gpu
     count: int
@@ -55,11 +55,11 @@ class Fleet:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= 16:
-            raise UnknownGpus(f"GPUs of a node: {self.per_node}; accepted: 1 to 16")
+            raise UnknownGpus(f"GPUs per node: {self.per_node}; accepted: 1 to 16")
         if self.count < 1 or (self.count > self.per_node and self.count % self.per_node):
             raise UnknownGpus(
-                f"{self}: does not fill nodes of {self.per_node} GPUs; take a multiple of"
-                f" {self.per_node}, or say how many GPUs a node has"
+                f"{self}: does not fill nodes of {self.per_node} GPUs; use a multiple of"
+                f" {self.per_node}, or set the number of GPUs per node"
             )
 
     def __str__(self) -> str:
@@ -67,37 +67,38 @@ class Fleet:
 
 
 def gpu(name: str) -> Gpu:
-    """Return the GPU of a name such as `H100`, `A100-40` or, for any other kind, `48GiB`.
+    """Return the GPU with a name such as `H100` or `A100-40`, or of a size such as `48GiB`.
 
     Raises:
-        UnknownGpus: there is none of that name.
+        UnknownGpus: The name is unknown.
     """
     if match := _MEMORY.fullmatch(name):
         return Gpu(name, int(match[1]) * GIB)
     known = _ALIASES.get(name.upper(), name.upper())
     if known not in MEMORY_GIB:
         raise UnknownGpus(
-            f"GPU {name!r} is not known; accepted: {', '.join(MEMORY_GIB)}, or the memory of"
-            " another kind, such as 48GiB"
+            f"GPU {name!r} is unknown; accepted: {', '.join(MEMORY_GIB)}, or the memory of"
+            " another type, such as 48GiB"
         )
     return Gpu(known, MEMORY_GIB[known] * GIB)
 
 
 def parse(text: str, per_node: int = 8) -> Fleet:
-    """Return the GPUs that a text such as `8xH100` means.
+    """Return the GPUs that a text such as `8xH100` describes.
 
     Raises:
-        UnknownGpus: it means none.
+        UnknownGpus: The text is invalid.
     """
     if nodes := _NODES.fullmatch(text.strip()):
         total = int(nodes[1]) * int(nodes[2])
         raise UnknownGpus(
-            f"GPUs {text!r}: say how many there are in all, as {total}x{nodes[3]}, and how many a"
-            " node has apart from that"
+            f"GPUs {text!r}: use the total number, such as {total}x{nodes[3]}, and set the number"
+            f" of"
+            " GPUs per node separately"
         )
     match = _TEXT.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise UnknownGpus(
-            f"GPUs {text!r}: expected a number from 1 on, x and a kind, such as 8xH100"
+            f"GPUs {text!r}: expected a positive number, x and a type, such as 8xH100"
         )
     return Fleet(gpu(match[2]), int(match[1]), per_node)

@@ -1,4 +1,4 @@
-"""Which ways of splitting a model exist, whatever memory they need."""
+"""The possible ways to divide a model over GPUs, regardless of memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,37 +11,37 @@ _MAX_CONTEXT = 16
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How training is split: the GPUs are tensor x pipeline x context x data."""
+    """How training is divided: the number of GPUs is tensor x pipeline x context x data."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Divides context x data: those ranks share the experts out."""
+    """Divides context x data: those ranks share the experts."""
     data: int = 1
 
     @property
     def ways(self) -> int:
-        """GPUs of one copy of the model."""
+        """Number of GPUs per copy of the model."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Total number of GPUs."""
         return self.ways * self.data
 
     @property
     def multiple(self) -> int:
-        """Positions that each sequence is computed as a multiple of, for ranks that divide it."""
+        """Sequence lengths are padded to a multiple of this, so that ranks can divide them."""
         return self.tensor * (2 * self.context if self.context > 1 else 1)
 
 
 def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Layout]:
-    """Yield the ways in which training can be split over so many GPUs.
+    """Yield the ways to divide training over so many GPUs.
 
-    Tensor parallelism divides heads, key-value heads, the vocabulary and every matrix, inside a
-    pod; pipeline parallelism the layers; expert parallelism the experts, over context x data ranks.
-    The torch trainer has a copy on each GPU.
+    Tensor parallelism divides heads, key-value heads, the vocabulary and every matrix, within a
+    pod; pipeline parallelism divides the layers; expert parallelism the experts, over context x
+    data ranks. The torch trainer has a copy on each GPU.
     """
     if architecture.only_torch:
         yield Layout(data=gpus)
@@ -61,10 +61,10 @@ def layouts(architecture: Architecture, gpus: int, per_pod: int) -> Iterator[Lay
 
 
 def engine_sizes(architecture: Architecture, per_pod: int) -> list[int]:
-    """Return the numbers of GPUs that an engine can be split over.
+    """Return the numbers of GPUs that an engine can be divided over.
 
-    Unlike training, an engine may copy key-value heads to several GPUs. But it computes with
-    weights as they are stored: it cuts no block of them.
+    Unlike training, an engine may replicate key-value heads on several GPUs. But it computes with
+    weights as they are stored, so it cannot divide a block of quantized weights.
     """
     heads = architecture.cached.heads
     return [
@@ -82,12 +82,12 @@ def divisors(number: int) -> list[int]:
 
 
 def largest_share(size: int, ranks: int) -> int:
-    """Return the largest part when something is divided as evenly as it can be."""
+    """Return the largest part if something is divided as evenly as possible."""
     return -(-size // ranks)
 
 
 def pod_size(gpus: int, per_node: int) -> int:
-    """Return the GPUs of each pod when so many are to be used by equal pods, few and large."""
+    """Return the number of GPUs per pod if so many GPUs are used by few equal pods."""
     return max(divisor for divisor in divisors(gpus) if divisor <= per_node)
 
 
@@ -100,9 +100,9 @@ def _divides_experts(experts: int, parallelism: int) -> bool:
 
 
 def _trains_divided(architecture: Architecture, tensor: int) -> bool:
-    """Return whether the megatron trainer's ranks can divide a model so.
+    """Return whether ranks of the megatron trainer can divide a model this way.
 
-    Of matrices that are cut nowhere they divide what comes out.
+    They divide the outputs of matrices that are not split.
     """
     whole = (m.outputs for m in architecture.repeated.matrices if m.split == "whole")
     divided = (architecture.computed.heads, architecture.vocab_size, *whole)
@@ -110,22 +110,22 @@ def _trains_divided(architecture: Architecture, tensor: int) -> bool:
 
 
 def _cuts_evenly(architecture: Architecture, tensor: int) -> bool:
-    """Return whether heads and inner widths can be divided so."""
+    """Return whether heads and inner widths are divisible."""
     widths = _inner_widths(architecture)
     return not architecture.heads % tensor and not any(width % tensor for width in widths)
 
 
 def _cuts_between_blocks(architecture: Architecture, tensor: int) -> bool:
-    """Return whether each part of an inner width is whole blocks of quantized weights.
+    """Return whether each part of an inner width consists of whole blocks of quantized weights.
 
-    SGLang refuses to start otherwise (`Fp8LinearMethod` and `Fp8MoEMethod.create_weights`).
+    SGLang fails to start otherwise (`Fp8LinearMethod` and `Fp8MoEMethod.create_weights`).
     """
     parts = (width // tensor for width in _inner_widths(architecture))
     return not any(part % architecture.weight_block for part in parts)
 
 
 def _inner_widths(architecture: Architecture) -> list[int]:
-    """Return what tensor parallelism divides; key-value heads are judged by their number."""
+    """Return the widths that tensor parallelism divides, apart from key-value heads."""
     kinds = (*architecture.leading[:1], architecture.repeated)
     matrices = [matrix for layer in kinds for matrix in layer.matrices]
     return [matrix.inputs for matrix in matrices if matrix.split == "row"]

@@ -1,11 +1,11 @@
-"""What one GPU must hold, for training and for sampling.
+"""Estimates of the memory of one GPU, for training and for sampling.
 
-What is assumed of the engines, and which of the figures have been measured, is told in
-docs/operate/planning.md. In short: frozen weights are bfloat16; what is trained has a value, a
-gradient and two moments in float32: adapters on every rank, but for what experts have each for
-itself, which is where the expert is, other models as the base is, and rounded once more in a pass;
-activations are those of `activations`; logits exist a few rows at a time, and are gone when the
-first layer is computed again.
+docs/operate/planning.md lists the assumptions about the engines and the measured figures. In
+short: frozen weights are bfloat16. Trained parameters have a value, a gradient and two moments in
+float32. Adapters are replicated on every rank, except for the parts that belong to single experts,
+which are on the expert's rank; fully fine-tuned models are divided like the base model, and rounded
+to bfloat16 during a pass. Activations are estimated by `activations`. Logits are computed for a few
+rows at a time, and are freed before the first layer is recomputed.
 """
 
 from collections.abc import Iterator
@@ -26,40 +26,41 @@ from tinkercloud_planning.layouts import Layout, largest_share
 
 _WEIGHT_BYTES = 2
 _TRAINED_BYTES = 16
-"""Value, gradient and two moments of a trained parameter, in float32."""
+"""Bytes of value, gradient and two moments of a trained parameter, in float32."""
 _STATE_BYTES = 12
-"""The same without the gradient."""
+"""Bytes of the same without the gradient."""
 _LOGIT_BYTES = 4
 _LOGITS_BYTES = 640 << 20
-"""What training holds at a time for logits of some rows: in the megatron trainer 256 MiB of them in
-float32, half as much that their gradient is rounded to, and 256 MiB of the weight's gradient, if it
-is trained. The torch trainer holds as much."""
+"""Memory of the logits during training: in the megatron trainer 256 MiB of logits in float32, half
+as much for their gradient, and 256 MiB for the weight's gradient if it is trained. The torch
+trainer needs the same."""
 _FRAGMENTED = 0.3
-"""Of activations, what the allocator holds between them and can't give out."""
+"""Memory lost to fragmentation, relative to that of activations."""
 _PREFILL_TOKENS = 8192
-"""Prompt tokens that an engine reads at a time."""
+"""Number of prompt tokens that an engine processes at a time."""
 _DECODING_ROWS = 256
-"""Sequences whose logits an engine computes at a time."""
+"""Number of sequences whose logits an engine computes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes on one GPU, by what they are for."""
+    """Memory of one GPU in bytes, by purpose."""
 
     weights: int
     """Frozen weights."""
     trained: int
-    """Adapter, or whole model: values, gradient and moments in training, values in sampling."""
+    """Adapter or fully fine-tuned model: values, gradient and moments in training, values in
+    sampling."""
     activations: int
     logits: int
-    """In training, what they need beyond the activations, whose peak comes later."""
+    """In training, the memory they need beyond the activations, whose peak comes later."""
     fragments: int
-    """Between activations, where the allocator has them and can't give them out."""
+    """Memory between activations that the allocator cannot use."""
     kv_cache: int
     neighbour: int
-    """What the other one keeps while it waits, where trainer and sampler share the GPU."""
+    """Memory that the other one keeps while it waits, if trainer and sampler share the GPU."""
     reserve: int
-    """Not given out: contexts, communication buffers, in sampling fragments too."""
+    """Unavailable memory: contexts, communication buffers, and in sampling also fragments."""
 
     @property
     def total(self) -> int:
@@ -67,23 +68,23 @@ class GpuMemory:
         return sum(size for _, size in self.parts())
 
     def parts(self) -> list[tuple[str, int]]:
-        """Return names and bytes of the parts."""
+        """Return name and size of each part."""
         return [(part.name, getattr(self, part.name)) for part in fields(self)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Costs of a rank of one pipeline stage, in bytes."""
+    """Memory of a rank of one pipeline stage, in bytes."""
 
     weights: int
     trained: int
     rounded: int
-    """What a pass makes of weights in float32: the same, as weights are kept."""
+    """Copies of float32 weights in the format of the base weights during a pass."""
     per_token: float
-    """Activations for each token of a micro-batch, when a layer's backward pass begins."""
+    """Activations per token of a micro-batch at the start of a layer's backward pass."""
     logits: int
     per_token_at_logits: float
-    """Activations for each token while there are logits, before any layer's backward pass."""
+    """Activations per token while logits exist, before any layer's backward pass."""
 
     def with_tokens(self, tokens: int, *, reserve: int, neighbour: int) -> GpuMemory:
         activations = int(self.per_token * tokens)
@@ -117,16 +118,16 @@ def training(
     reserve: int = 0,
     neighbour: int = 0,
 ) -> GpuMemory:
-    """Return what the fullest GPU holds at the peak of a training step.
+    """Return the peak memory of a training step on the fullest GPU.
 
     Args:
-        architecture: the model.
-        layout: how it is split.
-        tokens: of one micro-batch.
-        lora_rank: of the adapter; None for a full fine-tune.
-        kernels: that the trainer has.
-        reserve: bytes that are not given out.
-        neighbour: bytes that an engine keeps on the same GPU.
+        architecture: The model.
+        layout: How the model is divided.
+        tokens: Tokens of one micro-batch.
+        lora_rank: Rank of the adapter; None for full fine-tuning.
+        kernels: Kernels of the trainer.
+        reserve: Unavailable bytes.
+        neighbour: Bytes that an engine keeps on the same GPU.
     """
     stages = (
         stage.with_tokens(tokens, reserve=reserve, neighbour=neighbour)
@@ -136,16 +137,16 @@ def training(
 
 
 def weight_bytes(architecture: Architecture) -> int:
-    """Return the size of all weights together, as they are kept."""
+    """Return the total size of the stored weights."""
     return _WEIGHT_BYTES * architecture.parameters
 
 
 def state_bytes(architecture: Architecture, lora_rank: int | None) -> int:
-    """Return the size of what is trained, values and moments, without the gradient.
+    """Return the size of the trained state: values and moments, without the gradient.
 
     Args:
-        architecture: the model.
-        lora_rank: of the adapter; None for a full fine-tune.
+        architecture: The model.
+        lora_rank: Rank of the adapter; None for full fine-tuning.
     """
     on_one = training(architecture, Layout(), tokens=0, lora_rank=lora_rank, kernels=SEPARATE)
     return on_one.trained // _TRAINED_BYTES * _STATE_BYTES
@@ -159,14 +160,14 @@ def largest_micro_batch(
     lora_rank: int | None,
     kernels: Kernels,
 ) -> int:
-    """Return how many tokens a micro-batch can have; 0 or less if the model alone is too much.
+    """Return the maximum tokens of a micro-batch; 0 or less if the model alone does not fit.
 
     Args:
-        architecture: the model.
-        layout: how it is split.
-        available: bytes of each GPU that may be used.
-        lora_rank: of the adapter; None for a full fine-tune.
-        kernels: that the trainer has.
+        architecture: The model.
+        layout: How the model is divided.
+        available: Available bytes per GPU.
+        lora_rank: Rank of the adapter; None for full fine-tuning.
+        kernels: Kernels of the trainer.
     """
     stages = _stages(architecture, layout, lora_rank, kernels)
     return min(stage.most_tokens(available) for stage in stages)
@@ -181,15 +182,15 @@ def sampling(
     lora_rank: int,
     neighbour: int = 0,
 ) -> GpuMemory:
-    """Return what a GPU of an engine holds; keys and values get all that is left, if any is.
+    """Return the memory of a GPU of an engine; the rest of it is used for keys and values.
 
     Args:
-        architecture: the model.
-        tensor: GPUs of the engine.
-        gpu: what they are.
-        reserve: bytes that are not given out.
-        lora_rank: the largest of the adapters that it takes.
-        neighbour: bytes that a trainer keeps on the same GPU.
+        architecture: The model.
+        tensor: Number of GPUs of the engine.
+        gpu: Type of the GPUs.
+        reserve: Unavailable bytes.
+        lora_rank: Maximum rank of the adapters that it accepts.
+        neighbour: Bytes that a trainer keeps on the same GPU.
     """
     layout = Layout(tensor=tensor)
     [stage] = _stages(architecture, layout, 0, SEPARATE)
@@ -212,17 +213,16 @@ def sampling(
 
 
 def adapter_slots(architecture: Architecture, tensor: int, lora_rank: int) -> int:
-    """Return the bytes of each GPU that an engine has for adapters, whether it is given any or not.
+    """Return the bytes per GPU that an engine allocates for adapters, used or not.
 
-    As `LoRAMemoryPool` of SGLang 0.5.23 allocates them: each slot is about all matrices, also those
-    that no adapter of ours is about, each expert by itself. Layers without experts have slots for
-    those as well, and both embeddings have theirs twice, with an A of the input's that is not
-    divided.
+    Follows `LoRAMemoryPool` of SGLang 0.5.23: each slot has room for all matrices, including those
+    that our adapters never target, and for each expert separately. Layers without experts have
+    slots for experts too, and both embeddings have theirs twice, with an undivided A of the input.
 
     Args:
-        architecture: the model.
-        tensor: GPUs of the engine.
-        lora_rank: the largest of the adapters that it takes.
+        architecture: The model.
+        tensor: Number of GPUs of the engine.
+        lora_rank: Maximum rank of the adapters that it accepts.
     """
     layout = Layout(tensor=tensor)
     of_experts = sum(_slot_width(m, layout) for m in architecture.repeated.matrices if m.experts)
@@ -235,21 +235,22 @@ def adapter_slots(architecture: Architecture, tensor: int, lora_rank: int) -> in
 
 
 def _slot_width(matrix: Matrix, layout: Layout) -> int:
-    """Return the elements of a matrix's A and B in a slot, for each of the rank."""
+    """Return the elements of a matrix's A and B in a slot, per unit of rank."""
     return _copies(matrix, layout) * sum(_cut(matrix, layout))
 
 
 def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
-    """Return the bytes that one token's keys and values take on each GPU of an engine."""
+    """Return the bytes of one token's keys and values on each GPU of an engine."""
     cached = architecture.cached
     heads = largest_share(cached.heads, tensor)
     return architecture.layers * heads * cached.width * _WEIGHT_BYTES
 
 
 def adapter_parameters(architecture: Architecture, rank: int) -> int:
-    """Return the elements of a LoRA adapter of all layers and the output embedding.
+    """Return the number of elements of a LoRA adapter of all layers and the output embedding.
 
-    Experts have one rank, and share the halves that lie at hidden states.
+    Experts have one rank, and share the matrices that touch hidden states. `_stages` divides the
+    same widths over ranks; tests compare this total with adapters of PEFT and of Tinker.
     """
     own = (_own_width(matrix, Layout()) for matrix in _adapted(architecture))
     return rank * (_undivided_width(architecture) + sum(own))
@@ -278,8 +279,8 @@ def _stages(
             held = sum(_held(matrix, layout) for matrix in layer.matrices)
             parameters += count * (held + layer.others)
             width += count * sum(_own_width(m, layout) for m in layer.matrices if m.adapted)
-        # One forward, one backward: stage 0 has begun as many micro-batches as there are stages
-        # before the first of them comes back.
+        # 1F1B schedule: stage 0 starts as many micro-batches as there are stages before the first
+        # backward pass reaches it.
         kept = kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
         kinds = [layer for layer, _ in runs]
         working = working_per_token(architecture, layout, kinds, lora_rank or 0, kernels)
@@ -294,7 +295,7 @@ def _stages(
 
 
 def _rounded(parameters: int, layers: list[Layer], layout: Layout) -> int:
-    """Return the bytes of weights that a pass rounds; of a layer's experts once more, as one."""
+    """Return the bytes of weights rounded during a pass; one layer's experts count twice."""
     experts = max(
         sum(_held(matrix, layout) for matrix in layer.matrices if matrix.experts)
         for layer in layers
@@ -307,25 +308,25 @@ def _head(architecture: Architecture) -> Matrix:
 
 
 def _held(matrix: Matrix, layout: Layout) -> int:
-    """Return the elements of a matrix that one rank holds."""
+    """Return the number of elements of a matrix that one rank holds."""
     inputs, outputs = _cut(matrix, layout)
     return _copies(matrix, layout) * inputs * outputs
 
 
 def _undivided_width(architecture: Architecture) -> int:
-    """Return the elements of an adapter that every rank holds, for each of its rank."""
+    """Return the elements of an adapter that every rank holds, per unit of rank."""
     return sum(_common_width(matrix) for matrix in _adapted(architecture))
 
 
 def _common_width(matrix: Matrix) -> int:
-    """Return the elements of a matrix's A and B that are none of one expert, as above."""
+    """Return the elements of a matrix's A and B that no single expert owns, per unit of rank."""
     if not matrix.experts:
         return matrix.inputs + matrix.outputs
     return matrix.outputs if matrix.split == "row" else matrix.inputs
 
 
 def _own_width(matrix: Matrix, layout: Layout) -> int:
-    """Return those that the experts of one rank have for themselves, as above."""
+    """Return the elements that belong to the experts of one rank, per unit of rank."""
     if not matrix.experts:
         return 0
     inputs, outputs = _cut(matrix, layout)

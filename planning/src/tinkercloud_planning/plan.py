@@ -1,4 +1,4 @@
-"""From a model and GPUs to the part of a BaseModel's spec that says how it runs, with reasons."""
+"""Plans: the part of a BaseModel's spec that describes how a model runs, with reasons."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -33,40 +33,40 @@ from tinkercloud_planning.search import (
 
 _CORES_PER_GPU = 4
 _SHARED_MEMORY_GIB_PER_GPU = 2
-"""Besides what is in Ray's store."""
+"""In addition to Ray's object store."""
 _POD_MEMORY_GIB = 16
-"""Of a pod, or a colocated engine, besides twice the weights that it puts on its GPUs, or twice the
-state of what is trained: when a rank hands it over, it and Ray's store have it. Neither happens
-while the other does."""
+"""Memory of a pod or a colocated engine, in addition to twice the weights that it loads onto its
+GPUs, or twice the trained state, whichever is larger: during a transfer, both the rank and Ray's
+object store hold the state. The two never happen at the same time."""
 _SCRATCH_GIB = 16
-"""Of a pod besides the model, which it may have to download."""
+"""Scratch space of a pod, in addition to the model, which it may have to download."""
 _HEAD_CORES = 4
 _HEAD_MEMORY_GIB = 12
-"""Of a head besides models: requests that wait, results, adapters that are sampled from."""
+"""Memory of a head, in addition to models: waiting requests, results, sampled adapters."""
 _HEAD_SHARED_MEMORY_GIB = 1
-"""Besides what is in Ray's store."""
+"""In addition to Ray's object store."""
 _USUAL_NODE_GIB = 2048
-"""Host memory of large nodes with eight GPUs: DGX and HGX machines, and what clouds rent out."""
+"""Host memory of large nodes with eight GPUs: DGX and HGX machines, and cloud instances."""
 _COPIES_OF_STATE = 2
-"""A model's values and moments, as they are in Ray's store and as they are in files; gradients come
-after them."""
+"""Copies of a model's values and moments: in Ray's object store and in files. Gradients follow
+later."""
 ENGINE_IMAGE = "sglang:0.5.23"
-"""An image of SGLang's, of the release whose definitions the head is held to."""
+"""SGLang image of the release that the head is tested against."""
 ADAPTERS_CLAIM = "adapters"
-"""The volume for adapters, unless it is named otherwise."""
+"""Default name of the volume for adapters."""
 _OUTSIDE_EXPERTS = ("o_proj", "lm_head")
-"""Modules by SGLang's names that every mixture has beside its experts."""
+"""Modules, by SGLang's names, that every mixture-of-experts model has outside its experts."""
 DEVICE_CLASS = "gpu.nvidia.com"
-"""What NVIDIA's driver offers GPUs as, for engines that share them with trainers."""
+"""DeviceClass of NVIDIA's driver, for engines that share GPUs with trainers."""
 _GPU_MEMORY_PERCENT = (10, 95)
-"""Least and most that a BaseModel accepts."""
+"""Minimum and maximum that a BaseModel accepts."""
 _MOST_CACHED_TOKENS = 1 << 30
-"""The most that a BaseModel accepts."""
+"""Maximum that a BaseModel accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A choice, and why it was made."""
+    """A choice of the planner, and its justification."""
 
     choice: str
     value: str
@@ -75,7 +75,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a model is to be trained and sampled."""
+    """How to train and sample a model."""
 
     demand: Demand
     fleet: Fleet
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def _engines(self) -> EnginesShape:
-        """What engines are told. Colocated ones may start before trainers load, or after."""
+        """Settings of the engines. Colocated ones may start before or after the trainers load."""
         if not self.division.colocated:
             return EnginesShape(
                 adapters_claim_name=ADAPTERS_CLAIM, lora_target_modules=self._adapted
@@ -134,13 +134,13 @@ class Plan:
 
     @property
     def _adapted(self) -> list[str] | None:
-        """What adapters may adapt in engines: experts take no other weights where they may."""
+        """Modules that adapters may target in engines; targeted experts accept no full weights."""
         trains_experts = self.demand.lora_rank is None and self.demand.architecture.experts
         return list(_OUTSIDE_EXPERTS) if trains_experts else None
 
     @property
     def head(self) -> Resources:
-        """What the head's container needs."""
+        """Resources of the head's container."""
         return Resources(
             cpu=str(_HEAD_CORES),
             memory=f"{_head_memory_gib(self.demand)}Gi",
@@ -153,10 +153,10 @@ class Plan:
         return -(-weight_bytes(self.demand.architecture) // GIB)
 
     def _resources(self, gpus: int, weights: int, state: int) -> Resources:
-        """Return what a pod, or a colocated engine, needs besides GPUs.
+        """Return the resources of a pod, or of a colocated engine, apart from GPUs.
 
-        Weights pass through its memory on their way, and a colocated engine's stay there while they
-        are not on its GPUs. The state of a model passes through Ray's store.
+        Weights pass through its memory, and those of a colocated engine stay there while they are
+        not on its GPUs. The state of a model passes through Ray's object store.
         """
         return Resources(
             cpu=str(_CORES_PER_GPU * gpus),
@@ -166,9 +166,9 @@ class Plan:
         )
 
     def spec(self) -> dict[str, Any]:
-        """Return the part of a BaseModel's spec that was planned, as in YAML.
+        """Return the planned part of a BaseModel's spec, as in YAML.
 
-        What it lacks are the model's name, its source and the head's image.
+        The model's name, its source and the head's image are missing.
         """
         return {
             "maxContextLength": self.demand.sequence_length,
@@ -181,7 +181,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """How given GPUs are to train a model."""
+    """How the given GPUs train a model."""
 
     parallelism: Parallelism
     max_batch_tokens: int
@@ -194,23 +194,23 @@ class TrainerPlan:
 def plan(
     architecture: Architecture, fleet: Fleet, *, sequence_length: int, lora_rank: int | None
 ) -> Plan:
-    """Return how to train and sample a model on some GPUs, using all of them.
+    """Return how to train and sample a model on all of the given GPUs.
 
     Args:
-        architecture: the model.
-        fleet: the GPUs.
-        sequence_length: tokens of the longest sequence.
-        lora_rank: the largest rank of an adapter; None for full fine-tunes.
+        architecture: The model.
+        fleet: The GPUs.
+        sequence_length: Maximum sequence length in tokens.
+        lora_rank: Maximum rank of an adapter; None for full fine-tuning.
 
     Raises:
-        DoesNotFit: there is no way; the message says what would fit.
+        DoesNotFit: There is no plan; the message says what would fit.
     """
     longest = min(architecture.max_context_length, MAX_TOKENS)
     if not 16 <= sequence_length <= longest:
         raise DoesNotFit(
-            f"sequence_length: {sequence_length}; this model takes 16 to {longest} tokens"
-            f" (max_position_embeddings or, if smaller, its sliding_window, as engines attend to"
-            f" whole sequences; at most {MAX_TOKENS})"
+            f"sequence_length: {sequence_length}; this model accepts 16 to {longest} tokens"
+            f" (max_position_embeddings or, if smaller, its sliding_window, because engines attend"
+            f" to whole sequences; at most {MAX_TOKENS})"
         )
     demand = Demand(architecture, sequence_length, lora_rank)
     division = divide(demand, fleet)
@@ -219,20 +219,20 @@ def plan(
     return Plan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
 
 
-def plan_trainer(demand: Demand, fleet: Fleet, *, beside: Engine | None) -> TrainerPlan:
-    """Return how all of some GPUs are to train a model.
+def plan_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> TrainerPlan:
+    """Return how to train a model on all of the given GPUs.
 
     Args:
-        demand: what is to be trained.
-        fleet: the GPUs; those of a node are one pod's.
-        beside: the engine on each of them, if they are shared.
+        demand: What to train.
+        fleet: The GPUs; all GPUs of a node belong to one pod.
+        engine: The engine on each of them, if they are shared.
 
     Raises:
-        DoesNotFit: there is no way.
+        DoesNotFit: There is no plan.
     """
-    trainer = best_trainer(demand, fleet, beside=beside)
+    trainer = best_trainer(demand, fleet, engine=engine)
     if trainer is None:
-        raise trainer_refusal(demand, fleet, beside)
+        raise trainer_refusal(demand, fleet, engine)
     reasons = (*_why_layout(demand, fleet, trainer), _why_tokens(demand, trainer))
     return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, reasons)
 
@@ -259,7 +259,7 @@ def _pod_memory_gib(gpus: int, weights: int, state: int) -> int:
 
 
 def _store_gib(passing: int) -> int:
-    """Return how much of a /dev/shm it takes for Ray's store to hold so many bytes."""
+    """Return the size of /dev/shm in GiB with which Ray's object store holds so many bytes."""
     return ceil(passing / OBJECT_STORE_SHARE / GIB)
 
 
@@ -341,7 +341,7 @@ def _why_axis(demand: Demand, fleet: Fleet, trainer: Trainer, axis: str) -> Reas
 
 
 def _with(layout: Layout, axis: str, value: int) -> Layout:
-    """Return a layout with one axis changed, and as much data parallelism as that leaves."""
+    """Return a layout with one axis changed, and the remaining factor as data parallelism."""
     if axis == "expert":
         return replace(layout, expert=value)
     factor = getattr(layout, axis) // value
@@ -375,7 +375,7 @@ def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> Reason:
 
 
 def _why_memory(demand: Demand, division: Division) -> list[Reason]:
-    """Return what head and pods need of their nodes' memory, and which of it nodes seldom have."""
+    """Return the host memory that head and pods need, with a note if it is unusually large."""
     trainer, sampler = division.trainer, division.sampler
     trains = _pod_memory_gib(trainer.gpus_per_pod, trainer.memory.weights, _state(demand))
     samples = _pod_memory_gib(sampler.tensor, sampler.memory.weights, 0)

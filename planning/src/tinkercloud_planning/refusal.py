@@ -1,4 +1,4 @@
-"""Why a model does not fit on some GPUs, and what would."""
+"""Error messages for models that do not fit on the given GPUs, with what would fit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,24 +15,24 @@ _SHORTEST_SEQUENCE = 512
 
 
 class DoesNotFit(ValueError):
-    """What was asked for can't be done on the GPUs there are; the message says what could."""
+    """The model does not fit on the given GPUs; the message says what would."""
 
 
 def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
-    """Return the error for a demand that `divide` found no way for."""
+    """Return the error for a demand that `divide` found no plan for."""
     if most := _most_gpus(demand, fleet):
         return DoesNotFit(
-            f"{fleet} is more than one session of this model can use, and a plan uses all: there"
-            f" are at most {MAX_REPLICAS} trainer pods and {MAX_ENGINES} engines, each on one node"
-            f" ({fleet.per_node} GPUs). Take {most}x{fleet.gpu.name}"
+            f"{fleet} is more than one session of this model can use, and a plan uses all GPUs: a"
+            f" session has at most {MAX_REPLICAS} trainer pods and {MAX_ENGINES} engines, each on"
+            f" one node ({fleet.per_node} GPUs). Use {most}x{fleet.gpu.name}"
         )
     model = demand.architecture
-    what = "a full fine-tune" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
+    what = "full fine-tuning" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
     remedies = _remedies(demand, fleet)
     would = (
         f"What would fit: {'; '.join(remedies)}."
         if remedies
-        else "Nothing would that is known here; an engine has to fit one node."
+        else "The planner found no change that would fit; an engine must fit on one node."
     )
     return DoesNotFit(
         f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
@@ -41,23 +41,23 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     )
 
 
-def trainer_refusal(demand: Demand, fleet: Fleet, beside: Engine | None) -> DoesNotFit:
-    """Return what to say when a model can't be trained on given GPUs, or beside an engine there."""
+def trainer_refusal(demand: Demand, fleet: Fleet, engine: Engine | None) -> DoesNotFit:
+    """Return the error for a model that cannot be trained on the given GPUs, shared or not."""
     model = demand.architecture
-    needed = min(_training_needs(demand, fleet, beside), key=lambda memory: memory.total)
+    needed = min(_training_needs(demand, fleet, engine), key=lambda memory: memory.total)
     return DoesNotFit(
         f"training this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}: each GPU has"
-        f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)}). Take"
+        f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)}). Use"
         " more GPUs or shorter sequences"
     )
 
 
 def engine_refusal(demand: Demand, kind: Gpu, gpus: int) -> DoesNotFit:
-    """Return what to say when an engine that has so many GPUs to itself can't sample a model."""
+    """Return the error for a model that an engine cannot sample on so many GPUs of its own."""
     model = demand.architecture
     if gpus not in engine_sizes(model, gpus):
-        problem = f"an engine can't divide this model ({model.model_type}) over so many"
+        problem = f"an engine cannot divide this model ({model.model_type}) over so many GPUs"
     else:
         needed = _sampling_need(demand, Fleet(kind, gpus, per_node=gpus), gpus, None)
         problem = (
@@ -68,16 +68,16 @@ def engine_refusal(demand: Demand, kind: Gpu, gpus: int) -> DoesNotFit:
         )
     enough = next((n for n in range(1, MAX_GPUS + 1) if can_sample(demand, kind, n)), None)
     remedy = (
-        f"take {enough}"
+        f"use {enough}"
         if enough is not None
-        else f"no number up to {MAX_GPUS} is enough: take larger GPUs, shorter sequences or"
-        " a smaller limits.maxLoraRank"
+        else f"no number up to {MAX_GPUS} is sufficient: use larger GPUs, shorter sequences or a"
+        " smaller limits.maxLoraRank"
     )
     return DoesNotFit(f"{gpus}, but {problem}; {remedy}")
 
 
 def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
-    """Return how many of these GPUs are enough: a part of a node, or 1, 2, 4, 8 nodes."""
+    """Return how many of these GPUs are sufficient: a part of a node, or 1, 2, 4, 8 nodes."""
     parts = [1 << power for power in range(fleet.per_node.bit_length())]
     nodes = [fleet.per_node << power for power in range(_MOST_NODES.bit_length())]
     counts = sorted({count for count in parts if count <= fleet.per_node} | {*nodes})
@@ -85,7 +85,7 @@ def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
 
 
 def _most_gpus(demand: Demand, fleet: Fleet) -> int | None:
-    """Return how many GPUs a session can use, if these are more; None if they are not too many."""
+    """Return how many GPUs a session can use; None if the given number is not too large."""
     if fleet.count <= MAX_REPLICAS * fleet.per_node or fewest_gpus(demand, fleet) is None:
         return None
     nodes = range(MAX_REPLICAS + MAX_ENGINES, 0, -1)
@@ -94,18 +94,18 @@ def _most_gpus(demand: Demand, fleet: Fleet) -> int | None:
 
 
 def describe(memory: GpuMemory) -> str:
-    """Return the parts of an estimate in words."""
+    """Return the parts of an estimate as text."""
     parts = [(name.replace("_", " "), size) for name, size in memory.parts() if size]
     return ", ".join(f"{name} {gib(size)}" for name, size in parts)
 
 
 def gib(size: int) -> str:
-    """Return bytes as people read them."""
+    """Return a size in bytes as GiB, for people."""
     return f"{size / GIB:.1f} GiB"
 
 
 def _needs(demand: Demand, fleet: Fleet) -> str:
-    """Return what the least demanding ways of training and sampling take of a GPU."""
+    """Return the memory of the least demanding ways to train and to sample, as text."""
     trains = min(_training_needs(demand, fleet, None), key=lambda memory: memory.total)
     samples = min(
         (_sampling_need(demand, fleet, tensor, None) for tensor in _engine_sizes(demand, fleet)),
@@ -114,8 +114,8 @@ def _needs(demand: Demand, fleet: Fleet) -> str:
     has = f"A GPU has {gib(fleet.gpu.memory)}"
     if max(trains.total, samples.total) > fleet.gpu.memory:
         return (
-            f"{has}. Were all of them to train, each would need {gib(trains.total)}"
-            f" ({describe(trains)}); were all to sample, {gib(samples.total)}"
+            f"{has}. If all of them trained, each would need {gib(trains.total)}"
+            f" ({describe(trains)}); if all of them sampled, {gib(samples.total)}"
             f" ({describe(samples)})."
         )
     trains, samples = min(
@@ -123,23 +123,24 @@ def _needs(demand: Demand, fleet: Fleet) -> str:
     )
     return (
         f"{has}. That is enough for training alone, or for sampling alone, but here they have to"
-        " take turns on the same GPUs, where the trainer keeps its weights and what it trains, and"
-        " the engine its slots for adapters (each is the other's neighbour):"
+        " share the same GPUs, where the trainer keeps its weights and trained state, and the"
+        " engine"
+        " its adapter slots (each counts as the other's neighbour):"
         f" training would need {gib(trains.total)} ({describe(trains)}), sampling"
         f" {gib(samples.total)} ({describe(samples)})."
     )
 
 
 def _needs_together(demand: Demand, fleet: Fleet) -> Iterator[tuple[GpuMemory, GpuMemory]]:
-    """Yield what training, and sampling, take of a GPU that they share."""
+    """Yield the memory of training and of sampling on a GPU that they share."""
     for tensor in _engine_sizes(demand, fleet):
         for trains in _training_needs(demand, fleet, Engine(tensor, demand.sampled_rank)):
             yield trains, _sampling_need(demand, fleet, tensor, trains)
 
 
-def _training_needs(demand: Demand, fleet: Fleet, beside: Engine | None) -> list[GpuMemory]:
-    model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
-    kept = beside.kept(model) if beside else 0
+def _training_needs(demand: Demand, fleet: Fleet, engine: Engine | None) -> list[GpuMemory]:
+    model, reserve = demand.architecture, fleet.gpu.contexts(2 if engine else 1)
+    kept = engine.kept(model) if engine else 0
     return [
         demand.training(layout, demand.least_tokens(layout), reserve=reserve, neighbour=kept)
         for layout in layouts(model, fleet.count, pod_size(fleet.count, fleet.per_node))
@@ -151,22 +152,22 @@ def _engine_sizes(demand: Demand, fleet: Fleet) -> list[int]:
 
 
 def _sampling_need(
-    demand: Demand, fleet: Fleet, tensor: int, beside: GpuMemory | None
+    demand: Demand, fleet: Fleet, tensor: int, trainer: GpuMemory | None
 ) -> GpuMemory:
     model = demand.architecture
     memory = sampling(
         model,
         tensor,
         gpu=fleet.gpu,
-        reserve=fleet.gpu.reserve(2 if beside else 1),
+        reserve=fleet.gpu.reserve(2 if trainer else 1),
         lora_rank=demand.sampled_rank,
-        neighbour=beside.weights + beside.trained if beside else 0,
+        neighbour=trainer.weights + trainer.trained if trainer else 0,
     )
     return replace(memory, kv_cache=demand.sequence_length * kv_bytes_per_token(model, tensor))
 
 
 def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
-    """Return changes that would each be enough."""
+    """Return changes, each of which would be sufficient."""
     remedies = []
     for kind in [fleet.gpu, *_larger_kinds(fleet.gpu)]:
         if fewest := fewest_gpus(demand, replace(fleet, gpu=kind, count=1)):

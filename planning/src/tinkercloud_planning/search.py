@@ -1,9 +1,9 @@
-"""Choosing how a model is trained and sampled on given GPUs.
+"""The search for the best way to train and sample a model on the given GPUs.
 
-The rules, in order: trainer and sampler have GPUs of their own if that is possible; a copy of the
-model spans as few GPUs as hold it, so that the others train more data; a cut that needs less
-communication comes before one that needs more (tensor inside a node, then pipeline, then context;
-experts are shared out between ranks that are there anyway). docs/operate/planning.md explains them.
+The rules, in order of priority: trainer and sampler have GPUs of their own if possible; a copy of
+the model spans as few GPUs as possible, so that the others process more data; and the layout
+prefers parallelism with less communication (tensor within a node, then pipeline, then context;
+expert parallelism adds no ranks). docs/operate/planning.md explains them.
 """
 
 from collections.abc import Iterator
@@ -24,45 +24,45 @@ from tinkercloud_planning.memory import (
 )
 
 MICRO_BATCH_CAP = 1 << 16
-"""Tokens beyond which a larger micro-batch is not faster."""
+"""Number of tokens beyond which larger micro-batches are not faster."""
 SMALL_MICRO_BATCH = 4096
-"""Tokens below which a GPU waits for memory more than it computes."""
+"""Number of tokens below which a GPU is limited by memory bandwidth."""
 FEW_SEQUENCES = 8
-"""Sequences of full length below which an engine decodes too few tokens at a time."""
+"""Number of sequences of full length below which an engine decodes too few tokens at a time."""
 _MICRO_BATCH_ROUNDING = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What sessions will do with a model."""
+    """What sessions do with a model."""
 
     architecture: Architecture
     sequence_length: int
-    """Tokens of the longest sequence that is trained or sampled."""
+    """Maximum length of trained and sampled sequences, in tokens."""
     lora_rank: int | None
-    """Largest rank of an adapter; None for full fine-tunes."""
+    """Maximum rank of an adapter; None for full fine-tuning."""
 
     @property
     def sampled_rank(self) -> int:
-        """Largest rank that engines make room for: the least that there is, if models are whole."""
+        """Maximum rank that engines reserve memory for, which is 1 for full fine-tuning."""
         return self.lora_rank or 1
 
     def least_tokens(self, layout: Layout) -> int:
-        """Return the tokens of the smallest micro-batch that takes the longest sequence."""
+        """Return the tokens of the smallest micro-batch that holds the longest sequence."""
         return _rounded_up(self.sequence_length, layout)
 
     def most_tokens(self, layout: Layout) -> int:
-        """Return the tokens of the largest micro-batch that is of use."""
+        """Return the size of the largest useful micro-batch, in tokens."""
         longest = _rounded_up(self.architecture.max_context_length, layout)
         return min(max(MICRO_BATCH_CAP, longest), MAX_TOKENS)
 
     @property
     def kernels(self) -> Kernels:
-        """Those of the trainer that trains it, in the image for NVIDIA GPUs."""
+        """Kernels of the trainer that trains the model, in the image for NVIDIA GPUs."""
         return FUSED if self.architecture.only_torch else SEPARATE
 
     def training(self, layout: Layout, tokens: int, *, reserve: int, neighbour: int) -> GpuMemory:
-        """Return what `memory.training` estimates for it."""
+        """Return the estimate of `memory.training` for this demand."""
         return training(
             self.architecture,
             layout,
@@ -79,12 +79,12 @@ class Engine:
     """An engine that shares a trainer's GPUs."""
 
     gpus: int
-    """How many it spans."""
+    """Number of GPUs that it spans."""
     lora_rank: int
-    """The largest of the adapters that it takes."""
+    """Maximum rank of the adapters that it accepts."""
 
     def kept(self, architecture: Architecture) -> int:
-        """Return the bytes of each GPU that it does not give back while the trainer computes."""
+        """Return the bytes per GPU that it does not release while the trainer computes."""
         return adapter_slots(architecture, self.gpus, self.lora_rank)
 
 
@@ -95,9 +95,9 @@ class Trainer:
     layout: Layout
     gpus_per_pod: int
     tokens: int
-    """Of one micro-batch and data-parallel rank."""
+    """Maximum number of tokens per micro-batch on one data-parallel rank."""
     memory: GpuMemory
-    """At the peak of a step, on the fullest GPU."""
+    """Peak memory during a step on the fullest GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +106,23 @@ class Sampler:
 
     engines: int
     tensor: int
-    """GPUs of each engine."""
+    """Number of GPUs per engine."""
     memory: GpuMemory
-    """On each of its GPUs."""
+    """Memory of each of its GPUs."""
     tokens: int
-    """Of keys and values that one engine's cache holds."""
+    """Number of tokens whose keys and values fit in one engine's cache."""
     sequences: int
-    """Sequences of full length that one engine's cache holds."""
+    """Number of sequences of full length that fit in one engine's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Trainer and sampler together."""
+    """A trainer and a sampler."""
 
     trainer: Trainer
     sampler: Sampler
     colocated: bool
-    """Whether they share all GPUs, taking turns, instead of having their own."""
+    """Whether they take turns on all GPUs instead of having GPUs of their own."""
 
 
 def divide(demand: Demand, fleet: Fleet) -> Division | None:
@@ -132,33 +132,33 @@ def divide(demand: Demand, fleet: Fleet) -> Division | None:
     )
 
 
-def best_trainer(demand: Demand, fleet: Fleet, *, beside: Engine | None) -> Trainer | None:
-    """Return the best way of training on all GPUs, or None if there is none.
+def best_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> Trainer | None:
+    """Return the best way to train on all GPUs, or None if there is none.
 
     Args:
-        demand: what is to be trained.
-        fleet: the GPUs; those of a node are one pod's.
-        beside: what shares each of them, if anything does.
+        demand: What to train.
+        fleet: The GPUs; all GPUs of a node belong to one pod.
+        engine: The engine on each of them, if they are shared.
     """
-    return next(_trainers(demand, fleet, fleet.count, beside=beside), None)
+    return next(_trainers(demand, fleet, fleet.count, engine=engine), None)
 
 
 def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
-    """Yield trainer and sampler side by side: halves first; whole nodes if there are several."""
+    """Yield trainers and samplers on separate GPUs: halves first, and only whole nodes."""
     unit = fleet.per_node if fleet.count > fleet.per_node else 1
     counts = range(unit, fleet.count, unit)
     for count in sorted(counts, key=lambda count: (abs(2 * count - fleet.count), -count)):
         sampler = best_sampler(demand, fleet, fleet.count - count)
-        trainer = next(_trainers(demand, fleet, count, beside=None), None) if sampler else None
+        trainer = next(_trainers(demand, fleet, count, engine=None), None) if sampler else None
         if trainer and sampler:
             yield Division(trainer, sampler, colocated=False)
 
 
 def _colocated(demand: Demand, fleet: Fleet) -> Iterator[Division]:
-    """Yield trainers and samplers that leave each other room on all GPUs."""
+    """Yield trainers and samplers that fit together on all GPUs."""
     for tensor in _engine_sizes(demand, fleet, fleet.count):
         engine = Engine(tensor, demand.sampled_rank)
-        for trainer in _trainers(demand, fleet, fleet.count, beside=engine):
+        for trainer in _trainers(demand, fleet, fleet.count, engine=engine):
             sampler = _sampler(demand, fleet, fleet.count // tensor, tensor, trainer)
             if sampler.sequences:
                 yield Division(trainer, sampler, colocated=True)
@@ -171,18 +171,18 @@ def _preferred_together(division: Division) -> tuple[int, ...]:
 
 
 def _trainers(
-    demand: Demand, fleet: Fleet, gpus: int, *, beside: Engine | None
+    demand: Demand, fleet: Fleet, gpus: int, *, engine: Engine | None
 ) -> Iterator[Trainer]:
-    """Yield the ways of training on so many GPUs, best first.
+    """Yield the ways to train on so many GPUs, best first.
 
     Args:
-        demand: what is to be trained.
-        fleet: the GPUs' kind and nodes.
-        gpus: how many of them train.
-        beside: what shares each of those, if anything does.
+        demand: What to train.
+        fleet: Type and nodes of the GPUs.
+        gpus: Number of GPUs that train.
+        engine: The engine on each of them, if they are shared.
     """
-    model, reserve = demand.architecture, fleet.gpu.contexts(2 if beside else 1)
-    kept = beside.kept(model) if beside else 0
+    model, reserve = demand.architecture, fleet.gpu.contexts(2 if engine else 1)
+    kept = engine.kept(model) if engine else 0
     pod = pod_size(gpus, fleet.per_node)
     if gpus // pod > MAX_REPLICAS:
         return
@@ -210,12 +210,12 @@ def _preference(candidate: tuple[Layout, int]) -> tuple[int, ...]:
 
 
 def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | None:
-    """Return the tokens of a micro-batch, or None if the longest sequence is too much for it.
+    """Return the size of a micro-batch in tokens, or None if the longest sequence does not fit.
 
     Args:
-        demand: what is to be trained.
-        layout: how it is split.
-        available: bytes of each GPU that may be used.
+        demand: What to train.
+        layout: How the model is divided.
+        available: Available bytes per GPU.
     """
     largest = largest_micro_batch(
         demand.architecture,
@@ -236,12 +236,12 @@ def _rounded_up(tokens: int, layout: Layout) -> int:
 
 
 def best_sampler(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:
-    """Return the best way to sample on GPUs of an engine's own, or None if there is none.
+    """Return the best way to sample on GPUs that are not shared, or None if there is none.
 
     Args:
-        demand: what is to be sampled.
-        fleet: the GPUs' kind and nodes.
-        gpus: how many of them sample.
+        demand: What to sample.
+        fleet: Type and nodes of the GPUs.
+        gpus: Number of GPUs that sample.
     """
     samplers = [
         sampler
@@ -259,9 +259,9 @@ def can_sample(demand: Demand, gpu: Gpu, gpus: int) -> bool:
     """Return whether an engine holds a model and one longest sequence on GPUs of its own.
 
     Args:
-        demand: what is to be sampled.
-        gpu: what they are.
-        gpus: how many the engine spans.
+        demand: What to sample.
+        gpu: Type of the GPUs.
+        gpus: Number of GPUs that the engine spans.
     """
     if gpus not in engine_sizes(demand.architecture, gpus):
         return False
@@ -269,7 +269,7 @@ def can_sample(demand: Demand, gpu: Gpu, gpus: int) -> bool:
 
 
 def _engine_sizes(demand: Demand, fleet: Fleet, gpus: int) -> list[int]:
-    """Return how many GPUs an engine can span, if all engines together have so many."""
+    """Return the possible numbers of GPUs per engine, if all engines together have so many."""
     sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
     return [tensor for tensor in sizes if gpus // tensor <= MAX_ENGINES]
 

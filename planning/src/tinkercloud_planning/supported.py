@@ -1,8 +1,8 @@
-"""What of a model, beside its sizes, the programs compute that a plan names.
+"""Checks of the features of a model that trainers and engines must support to be planned.
 
-Each refuses what it would compute wrong, or computes it wrong and does not say so: sessions of a
-plan meet neither. What the trainers refuse is in `tinkercloud_worker`, and a test holds this module
-to it; what is said of SGLang is of the source of its release 0.5.23.
+Trainers and engines reject unsupported features, or compute them incorrectly without an error; a
+plan must lead to neither. The checks for the trainers match those of `tinkercloud_worker`, which a
+test verifies; the checks for SGLang follow the source code of release 0.5.23.
 """
 
 from tinkercloud_planning.architecture import UnknownArchitecture
@@ -10,36 +10,39 @@ from tinkercloud_planning.blocks import Fields
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 BY_HAND = (
-    ". If the torch trainer takes it, offer it by a BaseModel of your own, with trainer.backend"
-    " torch, and leave out sampler"
+    ". If the torch trainer supports it, write the BaseModel yourself, with trainer.backend torch"
+    " and without sampler"
 )
-"""What to do about a model that can't be planned for."""
+"""Advice for models that the planner does not support."""
 _SWITCHED = frozenset({"qwen2", "qwen3", "qwen3_moe"})
-"""Families that have windows only if `use_sliding_window` says so."""
+"""Families that use windows only if `use_sliding_window` is set."""
 _WINDOW = 4096
-"""What transformers takes it for where a configuration does not say."""
+"""Default of transformers for the window."""
 _WHOLE_LAYERS = 28
-"""Likewise, the layers before the first one with a window (`max_window_layers`)."""
+"""Default of transformers for the layers before the first one with a window
+(`max_window_layers`)."""
 _SLIDING = "sliding_attention"
 
 
 def check(fields: Fields) -> None:
-    """Check that some trainer and the engines compute what a configuration says.
+    """Check that a trainer and the engines support a configuration.
 
     Raises:
-        UnknownArchitecture: they don't; the message names the field.
+        UnknownArchitecture: They do not; the message names the field.
     """
     if (activation := fields.config.get("hidden_act") or "silu") != "silu":
         raise UnknownArchitecture(
-            f"hidden_act: {activation!r} can't be planned for; accepted: silu{BY_HAND}"
+            f"hidden_act: {activation!r} is not supported by the planner; accepted: silu{BY_HAND}"
         )
     _check_positions(fields)
     _check_weights(fields)
     if fields.flag("mlp_bias", default=False):
-        raise UnknownArchitecture(f"mlp_bias: only false can be planned for{BY_HAND}")
+        raise UnknownArchitecture(
+            f"mlp_bias: true is not supported by the planner; accepted: false{BY_HAND}"
+        )
     if fields.count("num_experts_per_tok") == 1:
         raise UnknownArchitecture(
-            f"num_experts_per_tok: 1 can't be planned for; accepted: 2 or more{BY_HAND}"
+            f"num_experts_per_tok: 1 is not supported by the planner; accepted: 2 or more{BY_HAND}"
         )
 
 
@@ -48,13 +51,14 @@ def _check_positions(fields: Fields) -> None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind not in _ROPE_TYPES:
         raise UnknownArchitecture(
-            f"rope_type: {kind!r} can't be planned for; accepted:"
+            f"rope_type: {kind!r} is not supported by the planner; accepted:"
             f" {', '.join(sorted(_ROPE_TYPES))}{BY_HAND}"
         )
     rotated = {**rope, **fields.config}.get("partial_rotary_factor")
     if rotated is not None and rotated != 1.0:
         raise UnknownArchitecture(
-            f"partial_rotary_factor: {rotated} can't be planned for; accepted: 1.0{BY_HAND}"
+            f"partial_rotary_factor: {rotated} is not supported by the planner; accepted:"
+            f" 1.0{BY_HAND}"
         )
 
 
@@ -64,22 +68,22 @@ def _check_weights(fields: Fields) -> None:
         quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size")
     ):
         raise UnknownArchitecture(
-            "quantization_config: of quantized weights only fp8 in blocks (weight_block_size) can"
-            " be planned for; take a copy of the model in bfloat16"
+            "quantization_config: the planner only supports quantization as fp8 in blocks"
+            " (weight_block_size); use a copy of the model in bfloat16"
         )
 
 
 def weight_block(fields: Fields) -> int:
-    """Return the larger side of the blocks that weights are quantized in; 1 if they are not.
+    """Return the larger side of the blocks of quantized weights; 1 if weights are not quantized.
 
     Raises:
-        UnknownArchitecture: the configuration names no blocks of two sides.
+        UnknownArchitecture: The configuration has no valid block size.
     """
     sides = fields.part("quantization_config").get("weight_block_size") or [1, 1]
     if not (isinstance(sides, list) and len(sides) == 2 and all(_is_size(side) for side in sides)):
         raise UnknownArchitecture(
-            f"quantization_config.weight_block_size: {sides} can't be planned for; accepted: two"
-            " positive whole numbers, as [128, 128]"
+            f"quantization_config.weight_block_size: {sides} is invalid; accepted: two positive"
+            " integers, such as [128, 128]"
         )
     return int(max(sides))
 
@@ -89,7 +93,7 @@ def _is_size(value: object) -> bool:
 
 
 def window(fields: Fields) -> int | None:
-    """Return how many positions the narrowest layer attends to; None if each attends to all."""
+    """Return the window of the narrowest layer in tokens; None if no layer has a window."""
     family = fields.config.get("model_type")
     if family in {"mistral", "mixtral"}:
         return _narrow(fields, _WINDOW if family == "mistral" else None)
@@ -110,7 +114,7 @@ def _some_layers_have_windows(fields: Fields) -> bool:
 
 
 def _narrow(fields: Fields, absent: int | None) -> int | None:
-    """Return the window if it is narrower than the longest sequence; args as of `_width`."""
+    """Return the window if it is shorter than the longest sequence; see `_width` for arguments."""
     width = _width(fields, absent)
     return width if width and width < fields.size("max_position_embeddings") else None
 
@@ -119,15 +123,15 @@ def _width(fields: Fields, absent: int | None) -> int | None:
     """Return the window.
 
     Args:
-        fields: the configuration.
-        absent: what it means to say nothing; null means none.
+        fields: The configuration.
+        absent: Default if the field is absent; None means no window.
     """
     width = fields.config.get("sliding_window", absent)
     return None if width is None else fields.size("sliding_window", absent)
 
 
 def refused_by_megatron(fields: Fields) -> str | None:
-    """Return what the megatron trainer refuses a model for that the torch trainer computes."""
+    """Return the feature of a model that only the torch trainer supports, or None."""
     width = window(fields)
     if width is not None:
         return f"attention in windows (sliding_window: {width})"
@@ -137,10 +141,10 @@ def refused_by_megatron(fields: Fields) -> str | None:
 
 
 def engines_adapt_attention(fields: Fields) -> bool:
-    """Return whether SGLang takes adapters of all attention: not where it compresses no queries."""
+    """Return whether SGLang supports adapters on attention: not on MLA without q_lora_rank."""
     return not fields.count("kv_lora_rank") or bool(fields.count("q_lora_rank"))
 
 
 def engines_adapt_mlp(fields: Fields) -> bool:
-    """Return whether SGLang takes adapters of MLPs: not of Mixtral's experts, by their names."""
+    """Return whether SGLang supports adapters on MLPs: not on Mixtral's experts, by name."""
     return fields.config.get("model_type") != "mixtral"

@@ -1,5 +1,5 @@
-"""Bounds that requests in JSON and in protobuf share."""
+"""Limits that JSON and protobuf requests share."""
 
 MAX_TOKENS_AT_A_POSITION = 1024
-"""Tokens that may be asked about at one position: the result has a value for each of them, however
-few bytes name them."""
+"""Maximum number of tokens per position: the result contains a value for each of them, however few
+bytes the request has."""

@@ -9,29 +9,29 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
     model.safetensors              all trained weights, by parameter name (full fine-tuning)
     optimizer.safetensors          AdamW moments, named like the weights  (kind `weights`)
     trainer_state.json             step counter                           (kind `weights`)
-    gradient.safetensors           gradient that no optim_step has applied, float32, named like the
-                                   weights, if there is any: format 2     (kind `weights`)
+    gradient.safetensors           gradient that was not applied yet, float32, named like the
+                                   weights; if present, format 2          (kind `weights`)
 
-`Manifest.data_prefix` is the sub-folder the files are read from. It is empty except in the moments
-of an overwrite: the new files go to a fresh sub-folder, the manifest is switched to it, the files
-are written in their place, and the manifest is switched back. So a reader sees the old checkpoint
-or the new one, never a mixture, wherever the writer dies.
+`Manifest.data_prefix` is the sub-folder that the files are read from. It is empty except during an
+overwrite: the new files are written to a new sub-folder, the manifest is switched to it, the files
+are written to their final place, and the manifest is switched back. So a reader sees the old
+checkpoint or the new one, never a mixture, wherever the writer crashes.
 
-`<root>/runs/<run id>/suspended/` holds what a head that stopped left of a run: `manifest.json`, a
-`SuspendedManifest`, and the sub-folder it names with the same files and besides
+`<root>/runs/<run id>/suspended/` holds the state of a run whose head stopped: `manifest.json`, a
+`SuspendedManifest`, and the sub-folder it names, which contains the same files and also
 
-    head.json, bodies.bin          requests that wait, results that may be asked for, samplers
-    sampler-<digest>.safetensors   weights of samplers that were never saved under a name
+    head.json, bodies.bin          waiting requests, results that may be requested, samplers
+    sampler-<digest>.safetensors   weights of unnamed snapshots
 
-It goes on to exist after the run was resumed in another head, until the run is suspended again or
-deleted; its generation keeps it from being used twice. A head that resumes what it has suspended
-itself deletes it first.
+The folder remains after the run was resumed in another head, until the run is suspended again or
+deleted; its generation prevents it from being used twice. A head that resumes a run that it
+suspended itself deletes the folder first.
 
 Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself
-(`checksum`, over all its other keys): damage is noticed. Manifests from before that have none.
+(`checksum`, over all its other keys), so that damage is detected. Older manifests have no checksum.
 
 Compatibility: readers ignore unknown keys; a change that an old reader would misread raises
-`format_version`, and readers refuse versions they don't know.
+`format_version`, and readers reject unknown versions.
 """
 
 import hashlib
@@ -68,26 +68,26 @@ class StoredFile(BaseModel):
 
     size_bytes: int
     sha256: str
-    """Lower-case hex; checked on every load."""
+    """Lower-case hex digest, checked on every load."""
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is, and which files it consists of."""
+    """Metadata of a checkpoint, and the list of its files."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     format_version: Literal[1, 2] = 1
-    """2 if there is a gradient: releases that don't read it would drop it without a word."""
+    """2 if there is a gradient, which older releases would drop silently."""
     tinker_path: str
     owner: str
     base_model: str
     base_fingerprint: str | None = None
-    """`BaseFingerprint` of the model that it was trained on; absent in old checkpoints."""
+    """`BaseFingerprint` of the model that was trained; absent in old checkpoints."""
     lora: LoraConfig | None
     """None for a fully fine-tuned model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     step: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     user_metadata: dict[str, str] | None = None
@@ -105,7 +105,7 @@ class Manifest(BaseModel):
         return sum(file.size_bytes for file in self.files.values())
 
     def is_expired(self, now: datetime) -> bool:
-        """Whether its time to live has passed."""
+        """Return whether its time to live has passed."""
         return self.expires_at is not None and self.expires_at <= now
 
     def key_of(self, file_name: str) -> str:
@@ -118,33 +118,34 @@ class Manifest(BaseModel):
 
 
 class SuspendedManifest(BaseModel):
-    """What a head left of a run it stopped, and which files that consists of."""
+    """Metadata of the state of a suspended run, and the list of its files."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     format_version: Literal[1] = 1
     run_id: str
     generation: str
-    """Of the head that wrote it."""
+    """Generation of the head that wrote the state."""
     continues: list[str] = []
-    """Generations before that, oldest first. A head may be suspended before anybody has noted that
-    it resumed the run; the state is still looked for under the generation it was resumed from."""
+    """Earlier generations, oldest first. A head may be suspended before the catalog has recorded
+    that it resumed the run; the state is then still looked up under the generation that it was
+    resumed from."""
     owner: str
     base_model: str
     base_fingerprint: str | None = None
-    """As in `Manifest`."""
+    """See `Manifest.base_fingerprint`."""
     lora: LoraConfig | None
     created_at: AwareDatetime
     data_prefix: str
     files: dict[str, StoredFile]
 
-    def goes_on_from(self, generation: str) -> bool:
-        """Whether it holds all that a run had become in the head of that generation."""
+    def continues_from(self, generation: str) -> bool:
+        """Return whether it continues the run's state in the head of that generation."""
         return generation in self.lineage
 
     @property
     def lineage(self) -> list[str]:
-        """The generations it goes on from, its writer's last."""
+        """The generations that the state continues, ending with its writer's."""
         return [*self.continues, self.generation][-_MAX_LINEAGE:]
 
     def key_of(self, file_name: str) -> str:
@@ -159,21 +160,21 @@ ManifestT = TypeVar("ManifestT", Manifest, SuspendedManifest)
 
 
 def encode_manifest(manifest: Manifest | SuspendedManifest) -> bytes:
-    """Return the file of a manifest, with a checksum of itself."""
+    """Return the encoded manifest, including its checksum."""
     fields = manifest.model_dump(mode="json")
     return orjson.dumps({**fields, _CHECKSUM: _checksum(fields)}, option=orjson.OPT_INDENT_2)
 
 
 def decode_manifest(model: type[ManifestT], content: bytes, name: str) -> ManifestT:
-    """Read the file of a manifest.
+    """Read an encoded manifest.
 
     Args:
-        model: which of the two it is.
-        content: of the file.
-        name: to call it by in messages.
+        model: Type of the manifest.
+        content: Content of the file.
+        name: Name of the checkpoint in error messages.
 
     Raises:
-        InvalidRequest: it is damaged, or was written by a newer release.
+        InvalidRequest: The manifest is damaged, or was written by a newer release.
     """
     try:
         fields = orjson.loads(content)
@@ -196,7 +197,7 @@ def decode_manifest(model: type[ManifestT], content: bytes, name: str) -> Manife
 
 
 def _checksum(fields: dict[str, Any]) -> str:
-    # Over all keys that a file has, also those that only a newer release knows.
+    # Over all keys of the file, including those of newer releases.
     return hashlib.sha256(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -206,14 +207,15 @@ def suspended_key(run_id: str) -> str:
 
 
 def base_mismatch(saved: Manifest | SuspendedManifest, served: str | None) -> str | None:
-    """Return how the base that a run was saved on differs from the one that is served, in words.
+    """Return how the base model of a saved run differs from the served one, as a sentence.
 
-    None: it does not, or nobody can tell, as of what was saved before fingerprints were recorded.
-    A fully fine-tuned model needs none of the base's values, but must be computed as it was.
+    Returns None if it does not differ, or if this is unknown, as for runs that were saved before
+    fingerprints were recorded. A fully fine-tuned model needs none of the base model's weights, but
+    the same computation.
 
     Args:
-        saved: manifest of the run's checkpoint.
-        served: `BaseFingerprint` of the model that the head serves; None if it is not known.
+        saved: Manifest of the run's checkpoint.
+        served: `BaseFingerprint` of the model that the head serves; None if unknown.
     """
     if saved.base_fingerprint is None or served is None:
         return None
@@ -221,12 +223,12 @@ def base_mismatch(saved: Manifest | SuspendedManifest, served: str | None) -> st
     if before is None or now is None:
         return None
     if before.config != now.config:
-        difference = "config.json says that the base model computes otherwise"
+        difference = "the base model's config.json differs from the one"
     elif before.weights != now.weights and saved.lora is not None:
-        difference = "the files of the base model hold other weights"
+        difference = "the base model's weights differ from those"
     else:
         return None
     return (
-        f"{difference} than when it was saved (fingerprint {saved.base_fingerprint} then, {served}"
-        f" now); serve the {saved.base_model} that it was trained on, or start a new run"
+        f"{difference} that the run was saved with (fingerprint {saved.base_fingerprint} then,"
+        f" {served} now); serve the {saved.base_model} that it was trained on, or start a new run"
     )

@@ -1,11 +1,11 @@
-"""What a proxy may read of a payload: enough to route it, and nothing more.
+"""The parts of a payload that a proxy reads to route it, and nothing more.
 
-The API server forwards training bodies as bytes. Of a protobuf body it reads the first two fields
-(`model_id` = 1, `seq_id` = 2), which every serializer writes first; of a JSON body the value of
-one key. Both formats let a field occur twice, and a whole parser takes the last one. The head
-parses the whole and compares it with what the proxy routed by (`routes.TARGET_HEADER`) and with
-what it peeked at itself (`TrainingEnvelope.check`), so a body that shows one reader one id and the
-next reader another is refused.
+The API server forwards training bodies as bytes. It reads the first two fields of a protobuf body
+(`model_id` = 1, `seq_id` = 2), which every serializer writes first, and the value of one key of a
+JSON body. Both formats allow a field to occur twice, and a full parser uses the last one. The head
+parses the whole body and compares it with the fields that the proxy routed by
+(`routes.TARGET_HEADER`) and with those that it read itself (`TrainingEnvelope.check`). A body that
+two readers would interpret differently is rejected.
 
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """
@@ -24,21 +24,21 @@ _SEQ_ID_TAG = 0x10  # field 2, varint
 
 @dataclass(frozen=True, slots=True)
 class TrainingEnvelope:
-    """Where a training request goes, and its place in that model's order."""
+    """The destination of a training request, and its position in that model's order."""
 
     model_id: str
     seq_id: int
 
     def check(self, model_id: str, seq_id: int) -> None:
-        """Check that a whole body is about what its beginning says.
+        """Check that a whole body agrees with its beginning.
 
         Raises:
-            InvalidRequest: it names another model or number further on.
+            InvalidRequest: The body names another model or number further on.
         """
         if (model_id, seq_id) != (self.model_id, self.seq_id):
             raise InvalidRequest(
-                f"the body begins with model_id {self.model_id!r} and seq_id {self.seq_id}, but"
-                f" names {model_id!r} and {seq_id} further on: send each field once"
+                f"the body starts with model_id {self.model_id!r} and seq_id {self.seq_id}, but"
+                f" contains {model_id!r} and {seq_id} further on: send each field once"
             )
 
 
@@ -59,7 +59,7 @@ def peek_training(prefix: bytes) -> TrainingEnvelope:
         seq_id = 0
         if end < len(prefix) and prefix[end] == _SEQ_ID_TAG:
             seq_id, _ = _varint(prefix, end + 1)
-            # A negative number stands as its two's complement of 64 bits.
+            # A negative number is encoded as its 64-bit two's complement.
             seq_id -= (seq_id >> 63) << 64
     except (IndexError, UnicodeDecodeError):
         raise InvalidRequest(_NOT_PROTO) from None
@@ -88,11 +88,11 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 def peek_json(body: bytes, key: str) -> str:
     """Return the string value of `key` in a JSON body without parsing the rest.
 
-    Quotes inside a JSON string are escaped, so the pattern matches keys only; if the key occurs
-    in a nested object first, the head's comparison refuses the request.
+    Quotes inside a JSON string are escaped, so the pattern only matches keys. If the key occurs in
+    a nested object first, the head's comparison rejects the request.
 
     Raises:
-        InvalidRequest: the key is absent or its value is not a plain string.
+        InvalidRequest: The key is absent or its value is not a plain string.
     """
     match = re.search(rb'"' + key.encode() + rb'"\s*:\s*"([^"\\]{1,256})"', body)
     if match is None:
@@ -101,9 +101,9 @@ def peek_json(body: bytes, key: str) -> str:
 
 
 def peek_json_place(beginning: bytes) -> bytes:
-    """Return a JSON body of the model_id and the seq_id that another one begins with.
+    """Return a JSON body with the model_id and the seq_id at the beginning of another one.
 
-    What it does not name is left out.
+    Fields that are missing there are left out.
     """
     names = [rb'"model_id"\s*:\s*"[^"\\]{1,256}"', rb'"seq_id"\s*:\s*\d{1,10}(?=\s*[,}])']
     found = [match[0] for name in names if (match := re.search(name, beginning))]
@@ -111,5 +111,5 @@ def peek_json_place(beginning: bytes) -> bytes:
 
 
 def names_place(place: bytes) -> bool:
-    """Whether what `peek_json_place` returned has both a model_id and a seq_id."""
+    """Return whether the result of `peek_json_place` has both a model_id and a seq_id."""
     return b'"model_id"' in place and b'"seq_id"' in place

@@ -1,4 +1,4 @@
-"""Fingerprints of base models, as manifests record them and heads report them."""
+"""Fingerprints of base models, which manifests record and heads report."""
 
 from dataclasses import dataclass, fields
 
@@ -7,16 +7,16 @@ _VERSION = "1"
 
 @dataclass(frozen=True, slots=True)
 class BaseFingerprint:
-    """Tells base models apart, whatever they are called and wherever their files are."""
+    """Identifies a base model independently of its name and location."""
 
     config: str
-    """Hexadecimal digest of the fields that say how the model computes."""
+    """Hexadecimal digest of the fields that determine how the model computes."""
     weights: str
-    """Hexadecimal digest of names, shapes, dtypes and samples of the values of all tensors."""
+    """Hexadecimal digest of the names, shapes, dtypes and sampled values of all tensors."""
 
     @classmethod
     def parse(cls, text: str) -> "BaseFingerprint | None":
-        """Read what `str` wrote; None if another version wrote it, which can't be compared."""
+        """Parse the output of `str`; return None for other versions, which cannot be compared."""
         version, *digests = text.split(":")
         known = version == _VERSION and len(digests) == len(fields(cls))
         return cls(*digests) if known else None

@@ -1,4 +1,4 @@
-"""Answers about queued requests: the promise on submit, and what retrieve_future may say.
+"""Responses about queued requests: the promise on submission, and results of retrieve_future.
 
 | state | status | body |
 |---|---|---|
@@ -6,8 +6,9 @@
 | failed | 200 | `{"error": <sentence>, "category": "user" / "server" / "unknown"}` |
 | finished | 200 | protobuf (forward_backward, asample) or a JSON object without the key `error` |
 
-408 rather than a 200 with the same body, because the SDK logs a warning for each of the latter.
-Pending answers must be held back (long poll): the SDK asks again at once, with no delay of its own.
+The status of pending responses is 408 instead of 200, because the SDK logs a warning for each of
+the latter. Pending responses must be delayed (long poll), because the SDK retries them without any
+delay.
 """
 
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ PROTOBUF = "application/x-protobuf"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The final bytes of a request's result, as they will go out, any number of times."""
+    """The encoded result of a request, which can be returned any number of times."""
 
     body: bytes
     content_type: str
 
 
 def promise(request_id: str, *, model_id: str | None = None) -> bytes:
-    """Return the answer to an accepted training request."""
+    """Return the response to an accepted training request."""
     answer = {"request_id": request_id}
     if model_id is not None:
         answer["model_id"] = model_id
@@ -41,14 +42,14 @@ def promise(request_id: str, *, model_id: str | None = None) -> bytes:
 
 
 def sample_promise(request_id: str, sequence_ids: list[str]) -> bytes:
-    """Return the answer to an accepted sampling request: one sequence id for each sample."""
+    """Return the response to an accepted sampling request, with a sequence id for each sample."""
     return orjson.dumps({"request_id": request_id, "sample_sequence_ids": sequence_ids})
 
 
 def pending(
     request_id: str, queue_state: QueueState = "active", reason: str | None = None
 ) -> bytes:
-    """Return the body of a 408: not yet, ask again."""
+    """Return the body of a 408 response: the result is not available yet."""
     answer = {"type": "try_again", "request_id": request_id, "queue_state": queue_state}
     if reason is not None:
         answer["queue_state_reason"] = reason
@@ -66,5 +67,5 @@ def failed(message: str, category: Category) -> Result:
 
 
 def failed_with(error: WireError) -> Result:
-    """Return the terminal failure that an error becomes once its request has been accepted."""
+    """Return the terminal failure for an error of a request that was already accepted."""
     return failed(error.message, error.category)

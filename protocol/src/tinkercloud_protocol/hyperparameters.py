@@ -1,8 +1,8 @@
-"""Which adapter is trained and how a step is taken: what requests say, and engines compute with.
+"""Adapter and optimizer hyperparameters, which requests contain and engines use.
 
-Engines run where nothing but torch and transformers is installed, so these are plain classes.
-Requests and manifests have them as fields all the same: pydantic asks each annotation what it is
-to check.
+Engines run in environments with only torch and transformers, so these are plain dataclasses.
+Requests and manifests use them as fields nevertheless: the annotations tell pydantic what to
+validate.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What pydantic checks of a value that comes from outside: its very type, and its bounds."""
+    """Pydantic validation of an external value: its exact type and its bounds."""
 
     ge: float | None = None
     le: float | None = None
@@ -38,30 +38,30 @@ _LIKE_WIRE_MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Which adapter to train. There is no alpha on the wire: it is 32 (numerics of the service).
+    """The adapter to train. Alpha is not on the wire: it is always 32, as in the hosted service.
 
     Raises:
-        ValueError: it would train nothing.
+        ValueError: The adapter has no trainable layers.
     """
 
     __pydantic_config__: ClassVar = _LIKE_WIRE_MODELS
 
     rank: Annotated[int, Checked(ge=1, le=1024)]
     seed: Annotated[int, Checked(ge=0, lt=2**63)] | None = None
-    """Seed of the initial weights; absent means a random one."""
+    """Seed of the initial weights; absent means a random seed."""
     train_unembed: Flag = True
     train_mlp: Flag = True
     train_attn: Flag = True
 
     def __post_init__(self) -> None:
-        """Check what is not of one field alone."""
+        """Check constraints between fields."""
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise ValueError("at least one of train_attn, train_mlp and train_unembed must be true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """Hyperparameters of one optimizer step; defaults are the SDK's. Semantics: torch AdamW."""
+    """Hyperparameters of one optimizer step: the SDK's defaults, the semantics of torch AdamW."""
 
     __pydantic_config__: ClassVar = _LIKE_WIRE_MODELS
 
@@ -69,9 +69,9 @@ class AdamParams:
     beta1: Annotated[float, Checked(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Checked(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Checked(ge=1e-38)] = 1e-12
-    """Float32 has nothing much smaller, and 0 would make NaN of a weight without a gradient, which
-    all A of a fresh adapter are."""
+    """Much smaller values do not exist in float32, and 0 would produce NaN for weights without a
+    gradient, such as all A matrices of a new adapter."""
     weight_decay: Annotated[float, Checked(ge=0)] = 0.0
-    """Decoupled from the gradient, as in AdamW."""
+    """Decoupled weight decay, as in AdamW."""
     grad_clip_norm: Annotated[float, Checked(ge=0)] = 0.0
-    """Largest global L2 norm of the accumulated gradient; 0 means no clipping."""
+    """Maximum global L2 norm of the accumulated gradient; 0 disables clipping."""

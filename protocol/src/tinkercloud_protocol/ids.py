@@ -1,6 +1,6 @@
-"""Identifiers: how they are built, how they are read back, and what each part routes to.
+"""Identifiers: how they are built and parsed, and where each part is routed.
 
-Every id carries its parents, so that any replica can say where a result lives without a look-up:
+Every id contains its parents, so that any replica knows the location of a result without a lookup:
 
     session            3f0c9a52-...                    one per `ServiceClient`
     model              <session>:train:<index>         one per `TrainingClient`; also the run's id
@@ -8,8 +8,8 @@ Every id carries its parents, so that any replica can say where a result lives w
     request            <model or sampling session>:<seq_id>
     sequence           <request>:<sample index>
 
-The model id's form is the SDK's, which builds it on the client for create-from-state; the others
-are ours and opaque to the client.
+The SDK defines the format of model ids, because it builds them on the client for create-from-state;
+the other formats are ours and opaque to the client.
 """
 
 import re
@@ -24,7 +24,7 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 def new_session_id() -> str:
-    """Return a fresh session id (a UUID4)."""
+    """Return a new session id (a UUID4)."""
     return str(uuid.uuid4())
 
 
@@ -126,5 +126,5 @@ class RequestId:
         return f"{self.target}:{self.seq_id}"
 
     def sequence_ids(self, num_samples: int) -> list[str]:
-        """Return the ids of the sequences that a sampling request with this id will draw."""
+        """Return the ids of the sequences that a sampling request with this id will sample."""
         return [f"{self}:{index}" for index in range(num_samples)]

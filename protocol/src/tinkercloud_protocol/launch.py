@@ -1,10 +1,10 @@
-"""All that a head is told when it is born, and all that it reports.
+"""The configuration that a head starts with, and the status that it reports.
 
-Written by whoever starts a head (the API server's LocalProvider, the operator's pod builder), read
-by the head. It travels as one JSON file; secrets by file path only.
+The launcher of a head (the API server's LocalProvider, the operator's pod builder) writes the
+configuration as one JSON file, and the head reads it. Secrets are passed by file path only.
 
-Compatibility: `version` rises when an old reader would misread the file. Unknown keys are refused,
-so that a setting which does nothing cannot pass for one that works.
+Compatibility: `version` is increased when an old reader would misread the file. Unknown keys are
+rejected, so that a setting without effect is not mistaken for one that works.
 """
 
 from typing import Annotated, Literal, Self
@@ -22,88 +22,99 @@ class _Config(BaseModel):
 
 
 class BaseModelSource(_Config):
-    """The model a head serves."""
+    """The base model that a head serves."""
 
     name: str
-    """What SDK users ask for, such as `Qwen/Qwen3-8B`."""
+    """Name that SDK users request, such as `Qwen/Qwen3-8B`."""
     path: str
-    """A local folder in Hugging Face layout."""
+    """Path of a local folder in Hugging Face layout."""
 
 
 class Listen(_Config):
-    """Where the head accepts connections: a socket it inherits, or an address it binds."""
+    """Where the head accepts connections: an inherited socket, or an address that it binds."""
 
     fd: int | None = None
-    """Inherited listening socket; takes the place of host and port."""
+    """File descriptor of an inherited listening socket, which overrides host and port."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
 
 
 class TrainerConfig(_Config):
-    """How to train."""
+    """How the head trains."""
 
     backend: Literal["torch", "megatron", "none"] = "torch"
-    """The engine that trains. `torch`: any Hugging Face causal language model, a whole copy at each
-    rank. `megatron`: models of the Llama, Mistral, Qwen, Mixtral and DeepSeek families, divided
-    over ranks. `none`: the head samples only."""
+    """Training engine. `torch`: any Hugging Face causal language model, with a full copy per rank.
+    `megatron`: models of the Llama, Mistral, Qwen, Mixtral and DeepSeek families, divided over
+    ranks. `none`: the head only samples."""
     ranks: Annotated[int, Field(ge=0)] = 0
-    """Processes that train together, each a Ray actor. 0: the head's own process trains, for which
-    the backend must be torch."""
+    """Number of processes that train together, each of which is a Ray actor. 0: the head's own
+    process trains, which requires backend torch."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that each weight is divided over. megatron only."""
+    """Number of ranks that share each weight matrix. Only for backend megatron."""
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that the layers are divided over. megatron only."""
+    """Number of ranks that the layers are divided over. Only for backend megatron."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that each sequence is divided over. megatron only."""
+    """Number of ranks that share each sequence. Only for backend megatron."""
     expert_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that the experts of a mixture are divided over, among those that are there anyway.
-    megatron only."""
+    """Number of ranks that share the experts of a mixture-of-experts model; it adds no further
+    ranks. Only for backend megatron."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the trainer computes. `cuda` with ranks: each has a GPU to itself, which Ray hands out;
-    the head itself needs none then."""
+    """Device that the trainer computes on. With `cuda` and ranks, Ray assigns one GPU to each rank,
+    and the head itself needs none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the frozen base weights. Adapters, gradients and moments are float32 always."""
+    """Data type of the frozen base weights. Adapters, gradients and optimizer moments are always
+    float32."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
-    """Tokens of one micro-batch; a single longer datum is one of its own."""
+    """Maximum number of tokens per micro-batch. A datum that is longer forms a micro-batch of its
+    own."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Tokens of a micro-batch whose activations are all kept for the backward pass. Larger
-    ones are computed again there, layer by layer, which takes a third more time and a small part
-    of the memory. None: any."""
+    """Maximum number of tokens of a micro-batch whose activations are all kept for the backward
+    pass. In larger micro-batches activations are recomputed layer by layer (activation
+    checkpointing), which takes a third more time and a small part of the memory. None: activations
+    are always kept."""
     packed_weights: bool = True
-    """Whether a CPU keeps frozen layers packed for speed as well, which triples their memory. Not
-    what is sharded."""
+    """Whether frozen layers on a CPU are also kept in a packed format, which is faster but triples
+    their memory. Does not apply to sharded weights."""
     sharded: bool = False
-    """Whether ranks hold the base's layers, and models that are trained whole, between them
-    (FSDP2), rather than a copy each. The first reads all of the base, to host memory. torch
-    only."""
+    """Whether the ranks share one copy of the base model, and of models that are fully fine-tuned,
+    as shards (FSDP2) instead of holding a copy each. The first rank reads the whole base model into
+    host memory. Only for backend torch."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """How long ranks may take until each has a place, has met the others and has loaded what it
-    works with; then the head ends, or, of ranks in the place of lost ones, the request fails. Ranks
-    wait for each other as long in any operation, and no less than half an hour."""
+    """How long, in seconds, ranks may take until each of them has been placed, has joined the
+    others and has loaded its part of the model. After that the head exits; if ranks replace lost
+    ones, the request fails instead. Collective operations have the same timeout, but at least half
+    an hour."""
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that a copy of the model is divided over, by megatron."""
+        """Number of ranks that one copy of the model is divided over (backend megatron)."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         divided = self.model_ranks
         if self.backend == "none" and self.ranks:
-            raise ValueError(f"ranks: {self.ranks}, but backend none trains nothing; set it to 0")
+            raise ValueError(
+                f"ranks: {self.ranks}, but backend none does not train; set ranks to 0"
+            )
         if self.backend != "megatron" and divided * self.expert_parallel > 1:
             raise ValueError(
-                "tensor_parallel, pipeline_parallel, context_parallel and expert_parallel: backend"
-                f" {self.backend} divides no model; set them to 1, or backend to megatron"
+                "tensor_parallel, pipeline_parallel, context_parallel and expert_parallel: not"
+                f" supported by backend {self.backend}; set them to 1, or backend to megatron"
             )
         if self.backend == "megatron" and self.ranks == 0:
-            raise ValueError("ranks: backend megatron trains at ranks; set it to 1 or more")
+            raise ValueError(
+                "ranks: 0, but backend megatron requires ranks; set ranks to 1 or more"
+            )
         if self.sharded and (self.backend != "torch" or self.ranks == 0):
-            raise ValueError("sharded: only for ranks of backend torch; leave it out, or set ranks")
+            raise ValueError(
+                "sharded: only valid for backend torch with ranks; remove it, or set both"
+            )
         if self.max_kept_tokens and (self.sharded or self.expert_parallel > 1):
             raise ValueError(
-                f"max_kept_tokens: {self.max_kept_tokens}, but with sharded or expert_parallel all"
-                " ranks must do the same; set it to 0, or leave it out"
+                f"max_kept_tokens: {self.max_kept_tokens}, but sharded and expert_parallel require"
+                f" all"
+                " ranks to keep the same activations; set it to 0, or remove it"
             )
         if self.ranks % divided:
             raise ValueError(
@@ -120,110 +131,120 @@ class TrainerConfig(_Config):
 
 
 class InferenceConfig(_Config):
-    """Servers that sample in the head's place. None of it concerns backend torch."""
+    """Inference servers that sample instead of the head. Does not apply to backend torch."""
 
     kind: Literal["sglang", "vllm"] = "sglang"
-    """What the servers run, and so what they are asked in."""
+    """Software that the servers run, which determines the API that the head uses."""
     urls: Annotated[tuple[str, ...], Field(examples=[["http://127.0.0.1:30000"]])] = ()
-    """Where they listen, `http://host:port`. Each holds the same base model; a sampling session
-    keeps to one of them, where its prompts are cached."""
+    """URLs of the servers, `http://host:port`. All of them must serve the same base model. The
+    requests of a sampling session go to one of them, which caches its prompts."""
     model: str | None = None
-    """What vLLM calls the base model; absent means what SDK users call it."""
+    """Name of the base model in vLLM. If absent, the name that SDK users request."""
     key_file: str | None = None
-    """File holding the key that the servers want, if they want one."""
+    """File that contains the API key of the servers, if they require one."""
     adapters_dir: str | None = None
-    """Folder for adapters, which servers read that take none in requests, as vLLM. Absent means one
-    in scratch_dir, which suits servers on the same machine."""
+    """Folder that the head writes adapters to, for servers that do not accept adapters in requests,
+    such as vLLM. If absent, a folder in scratch_dir, which works for servers on the same
+    machine."""
     adapters_dir_there: str | None = None
-    """The same folder as the servers see it; absent means under the same path."""
+    """Path of the same folder on the servers. If absent, the path is the same."""
     adapters_seen: bool = True
-    """Whether the servers see that folder. If not, SGLang is sent everything, whatever its size."""
+    """Whether the servers can read that folder. If not, all weights are sent to SGLang in requests,
+    regardless of size."""
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 256
-    """Sampling requests that a server has at the same time; more wait in the head."""
+    """Maximum number of concurrent sampling requests per server. Further requests wait in the
+    head."""
     recovery_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """How long requests wait for a server that does not answer, when no other one does."""
+    """How long, in seconds, requests wait for a server that does not respond if no other server
+    does."""
     colocated: bool = False
-    """Whether the servers share their GPUs with the trainer: they give their memory back while it
-    computes. sglang only, started with --enable-memory-saver."""
+    """Whether the servers share their GPUs with the trainer, and release GPU memory while it
+    computes. Only for SGLang servers that are started with --enable-memory-saver."""
     process_group: Literal["nccl", "gloo"] | None = None
-    """Backend of a torch process group with each engine, over which whole models go to it; what
-    fails goes in requests or by files. They go from where they are trained, the head or the first
-    of the trainer's ranks, which must reach the engines, and be reached by them, at any port.
-    `nccl`: from the GPU there, to engines with the same version of NCCL. `gloo`: from the CPU.
-    Absent means no group. Backend sglang only."""
+    """Backend of a torch process group with each engine that transfers fully fine-tuned models;
+    requests and files are the fallback. The sender is the process that trains, the head or the
+    first of the trainer's ranks; engines and sender must be able to connect to each other on any
+    port. `nccl` sends from the GPU and requires the same version of NCCL in the engines; `gloo`
+    sends from the CPU. If absent, there is no group. Only for backend sglang."""
     shared_memory: Literal["cuda", "cpu"] | None = None
-    """Memory in which whole models are handed to engines on the machine where they are trained, the
-    head's or that of the first of the trainer's ranks, whose /dev/shm and /tmp the engines see;
-    what fails goes in requests or by files. `cuda`: of the GPU that trains there (CUDA IPC). `cpu`:
-    of the machine; /dev/shm must have room for 512 MiB, and for twice the largest tensor. Absent
-    means none. Backend sglang only."""
+    """Shared memory that passes fully fine-tuned models to engines on the same machine; requests
+    and files are the fallback. The sender is the process that trains, the head or the first of the
+    trainer's ranks, and the engines must see its /dev/shm and /tmp. `cuda`: memory of its GPU (CUDA
+    IPC). `cpu`: host memory; /dev/shm must have room for 512 MiB, and for twice the largest tensor.
+    If absent, shared memory is not used. Only for backend sglang."""
 
 
 class SamplerConfig(_Config):
-    """How to sample."""
+    """How the head samples."""
 
     backend: Literal["torch", "sglang", "external"] = "torch"
-    """What samples. `torch`: the head itself. `sglang`: SGLang engines that serve this head alone.
-    `external`: a running vLLM or SGLang server that someone else operates, whose base weights are
-    left alone."""
+    """Sampling engine. `torch`: the head itself. `sglang`: SGLang engines that serve only this
+    head. `external`: a running vLLM or SGLang server that is operated outside Tinkercloud; its base
+    weights are not changed."""
     inference: InferenceConfig = InferenceConfig()
     sampled_logprobs: Literal["model", "tempered"] = "model"
-    """Logprobs returned with drawn tokens. `model`: the model's own distribution, as forward
-    computes it, whatever the temperature. `tempered`: the distribution at the temperature of the
-    request, before top-k and top-p; backend torch only."""
+    """Logprobs that are returned with sampled tokens. `model`: logprobs under the model's own
+    distribution, as forward computes it, at any temperature. `tempered`: logprobs under the
+    distribution at the request's temperature, before top-k and top-p; only for backend torch."""
     max_queued_requests: Annotated[int, Field(ge=1)] = 4096
-    """Sampling requests of one owner that wait or run. Beyond this, asample is answered 429 and the
-    SDK backs off."""
+    """Maximum number of waiting and running sampling requests per owner. Beyond it, asample returns
+    429 and the SDK backs off."""
     max_running_sequences: Annotated[int, Field(ge=1)] = 64
-    """Sequences decoded together. This and what follows concern backend torch."""
+    """Maximum number of sequences that are decoded together. This and the following settings apply
+    to backend torch."""
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
-    """Prompt tokens computed between two decoding steps of the other sequences."""
+    """Number of prompt tokens that are computed between two decoding steps of other sequences."""
     max_cached_tokens: Annotated[int, Field(ge=1)] = 1 << 17
-    """Room for keys and values of the sequences that are drawn together, in tokens, each counted as
-    long as it may become. Prompts that wait for room take up to a quarter of it more, and prompts
-    read lately another quarter; one request alone always has room."""
+    """Capacity of the key-value cache of sequences that are decoded together, in tokens; each
+    sequence counts at its maximum length. Waiting prompts use up to a quarter of it in addition,
+    and recently read prompts another quarter. A single request always fits."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
         inference = self.inference
         if self.backend == "torch" and inference != InferenceConfig():
             raise ValueError(
-                "inference: backend torch asks no server; leave it out, or set backend to sglang or"
+                "inference: backend torch uses no servers; remove it, or set backend to sglang or"
                 " external"
             )
         if self.backend != "torch" and self.sampled_logprobs != "model":
             raise ValueError(
-                f"sampled_logprobs: {self.sampled_logprobs} is for backend torch; inference servers"
-                " return the model's own logprobs"
+                f"sampled_logprobs: {self.sampled_logprobs} is only valid for backend torch;"
+                f" inference"
+                " servers only return the model's own logprobs"
             )
         if self.backend != "torch" and not inference.urls:
-            raise ValueError(f"inference.urls: backend {self.backend} needs one or more of them")
+            raise ValueError(f"inference.urls: backend {self.backend} requires one or more URLs")
         if self.backend == "sglang" and inference.kind != "sglang":
-            raise ValueError("inference.kind: vllm is for backend external")
+            raise ValueError("inference.kind: vllm is only valid for backend external")
         if inference.kind == "vllm" and not inference.adapters_seen:
-            raise ValueError("inference.adapters_seen: vllm reads adapters from files alone")
+            raise ValueError(
+                "inference.adapters_seen: must be true for vllm, which only reads adapters from"
+                " files"
+            )
         if inference.colocated and self.backend != "sglang":
-            raise ValueError("inference.colocated: only engines of this head can be; see backend")
+            raise ValueError("inference.colocated: only valid for backend sglang")
         if inference.process_group and (self.backend != "sglang" or inference.colocated):
             raise ValueError(
-                f"inference.process_group: {inference.process_group} is for engines of this head"
-                " that have GPUs of their own; leave it out, or set backend to sglang and colocated"
-                " to false"
+                f"inference.process_group: {inference.process_group} is only valid for engines of"
+                " backend sglang that are not colocated; remove it, or set backend to sglang and"
+                " colocated to false"
             )
         if inference.shared_memory and (self.backend != "sglang" or inference.process_group):
             raise ValueError(
-                f"inference.shared_memory: {inference.shared_memory} is for engines of this head"
-                " that are in no process group; leave it out, or set backend to sglang and leave"
-                " process_group out"
+                f"inference.shared_memory: {inference.shared_memory} is only valid for backend"
+                f" sglang"
+                " without process_group; remove it, or set backend to sglang and remove"
+                " process_group"
             )
         return self
 
 
 def check_gpu_of_trainer(trainer: TrainerConfig, sampler: SamplerConfig) -> None:
-    """Return unless models are to go to engines from a GPU on which nobody trains.
+    """Check that transfers from a trainer's GPU are only configured for a trainer on a GPU.
 
     Raises:
-        ValueError: they are.
+        ValueError: A transfer from a GPU is configured, but the trainer does not use one.
     """
     trains_there = trainer.device == "cuda" and trainer.backend != "none"
     inference = sampler.inference
@@ -234,93 +255,98 @@ def check_gpu_of_trainer(trainer: TrainerConfig, sampler: SamplerConfig) -> None
     for setting, of_gpu, of_cpu, wanted in wants:
         if wanted == of_gpu and not trains_there:
             raise ValueError(
-                f"sampler.inference.{setting}: {of_gpu} wants a trainer on a GPU, but"
-                f" trainer.backend is {trainer.backend} and trainer.device {trainer.device}; set it"
-                f" to {of_cpu}, or leave it out"
+                f"sampler.inference.{setting}: {of_gpu} requires a trainer on a GPU, but"
+                f" trainer.backend is {trainer.backend} and trainer.device is {trainer.device}; set"
+                f" it to {of_cpu}, or remove it"
             )
 
 
 class Limits(_Config):
-    """Bounds on what a client may ask for."""
+    """Upper bounds on what a client may request."""
 
     max_lora_rank: Annotated[int, Field(ge=1)] = 256
-    """Rank of an adapter."""
+    """Maximum rank of an adapter."""
     max_context_length: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of a sequence; absent means what the model's own configuration says
-    (`max_position_embeddings`), and more than that is lowered to it."""
+    """Maximum length of a sequence, in tokens. The model's own `max_position_embeddings` applies if
+    this is absent or higher."""
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
-    """Of one request, before and after decompression."""
+    """Maximum size of a request body in bytes, before and after decompression."""
     max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20
-    """Of one owner: the training requests that wait, of all models together, and the sampling
-    requests that wait or run; each as large as it came or as it is when read, if that is more.
-    Beyond it a request is answered 429 and the SDK backs off."""
+    """Maximum total size of an owner's queued requests in bytes: waiting training requests of all
+    models, and waiting or running sampling requests. Each request counts with the larger of its
+    encoded and its decoded size. Beyond it, requests get a 429 response and the SDK backs off."""
     max_result_bytes: Annotated[int, Field(ge=1)] = 512 << 20
-    """Of all results that are kept for one owner. Beyond it those that were read are dropped first,
-    then the oldest samples that nobody has read: who asks for one is answered 410, and the SDK
-    draws it again. Unread results of training are never dropped for it: the owner's next
-    forward_backward waits, or is answered 429, until they are retrieved."""
+    """Maximum total size of an owner's results in bytes. Beyond it, results that were read are
+    deleted first, then the oldest unread samples: a request for one of these gets a 410 response,
+    and the SDK samples again. Unread results of training are never deleted; instead, the owner's
+    next forward_backward waits, or gets a 429 response, until they are retrieved."""
     max_models_per_owner: Annotated[int, Field(ge=1)] | None = None
-    """Models of one owner that a head holds at the same time; absent means any number, as far as
-    memory allows."""
+    """Maximum number of models per owner that a head holds at the same time. If absent, only memory
+    limits the number."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
-    """Of sampler weights kept in memory; beyond it the least recently used go to scratch_dir."""
+    """Maximum total size of sampler weights in memory, in bytes. Beyond it, the least recently used
+    weights are moved to scratch_dir."""
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
-    """Of all sampler weights kept, in memory and in files: adapters in float32, whole models in
-    trainer.dtype. Beyond it the least recently used are let go: a checkpoint's are read again when
-    needed, those saved under no name are lost. Each model's latest stay, and what is being sampled
-    from."""
+    """Maximum total size of sampler weights in memory and in files, in bytes: adapters in float32,
+    fully fine-tuned models in trainer.dtype. Beyond it, the least recently used weights are
+    evicted. Weights of a checkpoint are reloaded when needed; unnamed snapshots are lost. The
+    latest weights of each model, and weights that are in use, are never evicted."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
-    """Of whole models that stay in the scratch_dir of the first of the trainer's ranks, from where
-    they go to engines over a process group or in shared memory; beyond it they come to the head."""
+    """Maximum total size in bytes of fully fine-tuned models in the scratch_dir of the trainer's
+    first rank, from where they are sent to engines over a process group or through shared memory.
+    Beyond it, models are stored at the head."""
 
 
 class Timings(_Config):
-    """Durations, in seconds."""
+    """Durations in seconds."""
 
     long_poll_seconds: Annotated[float, Field(gt=0)] = 20.0
-    """How long retrieve_future is held. The SDK gives up at 45."""
+    """How long, in seconds, a retrieve_future request is held open. The SDK times out after 45."""
     gap_seconds: Annotated[float, Field(gt=0)] = 360.0
-    """How long a missing seq_id is waited for. The SDK retries a submit for up to 300."""
+    """How long, in seconds, the head waits for a missing seq_id. The SDK retries a submission for
+    up to 300."""
     result_ttl_seconds: Annotated[float, Field(gt=0)] = 900.0
-    """How long a result is kept after it was first read."""
+    """How long, in seconds, a result is kept after it was first read."""
     unread_result_ttl_seconds: Annotated[float, Field(gt=0)] = 86400.0
-    """How long a result nobody asked for is kept."""
+    """How long, in seconds, an unread result is kept."""
     drain_seconds: Annotated[float, Field(gt=0)] = 20.0
-    """How long a stopping head may finish what it runs."""
+    """How long, in seconds, a stopping head may take to finish running requests."""
     suspend_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """How long it may then take to write what it holds to the object store, so that runs go on in
-    the next head. Who kills it must wait for both and some seconds more."""
+    """How long, in seconds, a stopping head may then take to write its state to the object store,
+    so that runs can resume in the next head. The termination grace period must exceed the sum of
+    both by a few seconds."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] | None = None
-    """How long a head outlives the last API server that held its lease; absent means for ever."""
+    """How long, in seconds, a head outlives the last API server that held its lease. If absent, it
+    runs until it is stopped."""
 
     @property
     def stop_seconds(self) -> float:
-        """How long a head takes to stop, at most, before it ends what serves its connections."""
+        """Maximum time, in seconds, that a head takes to stop before it closes its connections."""
         return self.drain_seconds + self.suspend_seconds
 
 
 class HeadConfig(_Config):
-    """The head's whole configuration."""
+    """The complete configuration of a head."""
 
     version: Literal[1] = 1
     head: str
-    """The head's own name, for logs and status."""
+    """Name of the head, for logs and status."""
     generation: str = ""
-    """Differs between any two processes that ever served under this name. Empty: each process that
-    reads this makes one for itself, as those of a pod must, which all read the same file."""
+    """Identifies the process among all processes that ever served under this name. If empty, each
+    process generates its own, as required in pods, where every process reads the same file."""
     model: BaseModelSource
     token_file: str
-    """File holding the token that requests must carry."""
+    """File that contains the token that requests must carry."""
     checkpoint_root: str
     """URL of the object store: file:///..., s3://..., gs://..., az://..."""
     scratch_dir: str
-    """Local folder for what may be lost."""
+    """Local folder for data that may be lost."""
     unsaved_dir: str | None = None
-    """Local folder that outlives the head, for models that the checkpoint store does not take while
-    the head stops; absent means that they are lost then."""
+    """Local folder that outlives the head, for models that cannot be written to the checkpoint
+    store while the head stops. If absent, such models are lost."""
     reason_file: str | None = None
-    """File that gets one line about why the engine could not be loaded, for who starts heads to
-    read; absent means that the log alone says it."""
+    """File to which the head writes one line if the engine cannot be loaded, for the launcher to
+    read. If absent, the reason is only logged."""
     listen: Listen = Listen()
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -334,90 +360,89 @@ class HeadConfig(_Config):
 
 
 class ModelSpec(_Config):
-    """PUT /models/<model id>: the model to create, empty or from a checkpoint."""
+    """PUT /models/<model id>: the model to create, new or from a checkpoint."""
 
     owner: str
     lora: LoraConfig | None
-    """None means full fine-tuning."""
+    """The adapter; None means full fine-tuning."""
     optimizer: OptimizerConfig = OptimizerConfig()
     restore_from: str | None = None
-    """A `tinker://` path whose weights the model starts from."""
+    """`tinker://` path of the checkpoint to restore weights from."""
     restore_optimizer: bool = False
     resume_generation: str | None = None
-    """Generation of the head that held the model and suspended it: the model goes on from there,
-    instead of beginning."""
+    """Generation of the head that suspended the model. If set, the model resumes from that
+    state."""
 
 
 class SamplerSpec(_Config):
-    """PUT /samplers/<sampling session id>: the weights that session samples from."""
+    """PUT /samplers/<sampling session id>: the weights that the session samples from."""
 
     owner: str = ""
-    """Whose limits the session's samples and results count against. Absent from an API server that
-    is older than these limits."""
+    """Owner whose limits the session's samples and results count towards. Absent if the API server
+    predates these limits."""
     model_path: str | None = None
-    """A `tinker://` path; absent means the base model itself."""
+    """`tinker://` path of the weights. If absent, the session samples from the base model."""
     saved_at: AwareDatetime | None = None
-    """`created_at` of the checkpoint that was at that path when the session was made: another one
-    that was saved there since is not sampled from. Absent means that nobody has noted it."""
+    """`created_at` of the checkpoint at that path when the session was created. A checkpoint that
+    was saved there later is not used. Absent if it was not recorded."""
 
 
 class HeadStatus(_Config):
-    """GET /status: what the head reports of itself."""
+    """GET /status: the state of the head."""
 
     head: str
     generation: str
     model_name: str
     base_fingerprint: str | None = None
-    """`fingerprints.BaseFingerprint` of the model that it serves; absent where nobody knows it."""
+    """`fingerprints.BaseFingerprint` of the served model. Absent if it is unknown."""
     ready: bool
     models: list[str]
-    """Models it holds."""
+    """Ids of the models that the head holds."""
     samplers: int
-    """Sampling sessions it knows."""
+    """Number of sampling sessions."""
     pending_requests: int
     idle_seconds: float
-    """Since the last request that was not a health check or a status query."""
+    """Time in seconds since the last request other than health checks and status queries."""
     suspended: bool = False
-    """Whether all it holds is in the object store, so that it may be killed at any moment."""
+    """Whether all state is in the object store, so that the head can be killed at any time."""
     latest_checkpoint: str | None = None
-    """`tinker://` path of the newest training checkpoint it has written."""
+    """`tinker://` path of the newest training checkpoint that the head has written."""
 
 
 class Saved(_Config):
-    """Answer to POST /checkpoint."""
+    """Response to POST /checkpoint."""
 
     checkpoints: list[str]
-    """`tinker://` paths, one for each model."""
+    """`tinker://` paths, one per model."""
 
 
 class HeldModel(_Config):
-    """A model of a head, and the memory it takes there."""
+    """A model of a head, and its memory usage."""
 
     model_id: str
     is_suspended: bool = False
-    """Whether it is in the object store, and not in memory, until the next request for it."""
+    """Whether the model is in the object store, and not in memory, until it is requested again."""
     model_bytes: int = 0
-    """Of weights, gradient and moments in the head's process: none of what ranks hold."""
+    """Size of weights, gradient and moments in the head's process, excluding memory of ranks."""
     sampler_bytes: int = 0
-    """Of its weights that were published for sampling and saved under no name, also where they are
-    in files of the scratch folder."""
+    """Size of the model's unnamed snapshots, in memory and in scratch_dir."""
     result_bytes: int = 0
-    """Of its results and those of its samplers."""
+    """Size of the results of the model and its samplers."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Sum of all sizes."""
         return self.model_bytes + self.sampler_bytes + self.result_bytes
 
 
 class HeldModels(_Config):
-    """Answer to GET /models."""
+    """Response to GET /models."""
 
     models: list[HeldModel]
 
 
 class ModelSuspended(_Config):
-    """Answer to POST /suspend_model/<model id>."""
+    """Response to POST /suspend_model/<model id>."""
 
     is_suspended: bool
-    """False if the model is in use, unknown, or can't be written now."""
+    """False if the model is in use, unknown, or cannot be written now."""

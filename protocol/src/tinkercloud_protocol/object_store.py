@@ -1,4 +1,4 @@
-"""Access to the object store of checkpoints, the same in the API server and in heads.
+"""Access to the object store of checkpoints, shared by the API server and heads.
 
 It needs this package's extra `store`.
 """
@@ -16,14 +16,14 @@ _ENDPOINT_VARIABLES = (
     "AZURE_STORAGE_ENDPOINT",
     "GOOGLE_BASE_URL",
 )
-"""Environment variables that set the address of an object store."""
+"""Variables that configure the endpoints of object store clients."""
 
 
 def allows_http(environment: Mapping[str, str]) -> bool:
-    """Return whether an object store may be reached over plain HTTP: only on request.
+    """Return whether an object store may be accessed over HTTP, which must be requested explicitly.
 
     An endpoint that starts with `http://` requests it, and so does Azure's emulator. Credentials of
-    workload identities come over HTTP in any case, from the machine itself.
+    workload identities are always fetched over HTTP, from the machine itself.
     """
     endpoints = [environment.get(name, "") for name in _ENDPOINT_VARIABLES]
     is_emulator = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in {"1", "true"}

@@ -1,19 +1,19 @@
 """Counts the parts of a protobuf body without parsing it.
 
-Each datum, chunk, tensor and setting becomes an object of some fifty bytes however few it has on
-the wire, two at least; so a body of 64 MiB could become gigabytes before anything of it is seen.
+Each datum, chunk, tensor and setting becomes an object of about fifty bytes, although it may have
+only two bytes on the wire; so a body of 64 MiB could become gigabytes before it is checked.
 
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """
 
 _DATA = 3
-"""Field of a ForwardBackwardRequest that holds a datum."""
+"""Number of the field of a ForwardBackwardRequest that contains a datum."""
 
 
 def count_parts(body: bytes, most: int) -> int:
-    """Return how many fields a ForwardBackwardRequest and its datums have, or `most` + 1.
+    """Return the number of fields of a ForwardBackwardRequest and its datums, or `most` + 1.
 
-    Of what is not protobuf, those before the first fault are counted: the parser tells the fault.
+    In an invalid body the fields before the first error are counted; the parser reports the error.
     """
     parts = 0
     pending = [(0, len(body), True)]
@@ -33,11 +33,11 @@ def count_parts(body: bytes, most: int) -> int:
 
 
 def _field(body: bytes, position: int) -> tuple[int, int, int]:
-    """Return a field's number, where its content starts and where it ends.
+    """Return a field's number, the start of its content and its end.
 
     Raises:
-        IndexError: the body ends within it.
-        ValueError: it is of no kind that has content to skip.
+        IndexError: The body ends within the field.
+        ValueError: The field has an unknown wire type.
     """
     tag, position = _varint(body, position)
     match tag & 7:

@@ -1,11 +1,11 @@
-"""`tinker://` paths: grammar, and where a checkpoint lies in the object store.
+"""`tinker://` paths: their grammar, and the location of a checkpoint in the object store.
 
-    tinker://<run id>/<kind>/<name>        as clients write it; exactly three segments
-    runs/<run id>/<kind>/<name>/           its folder under the store's root
-    runs/<run id>/suspended/               what a head left of a run it stopped; not a checkpoint
+    tinker://<run id>/<kind>/<name>        path used by clients; exactly three segments
+    runs/<run id>/<kind>/<name>/           folder under the root of the store
+    runs/<run id>/suspended/               state of a suspended run; not a checkpoint
 
 A name is one plain path segment, so a path can never leave its run's folder. The grammar is the
-SDK's (`ParsedCheckpointTinkerPath`); the closed character set is ours.
+SDK's (`ParsedCheckpointTinkerPath`), restricted to a closed set of characters.
 """
 
 import re
@@ -25,10 +25,10 @@ _NAME_RULE = (
 
 
 class CheckpointKind(StrEnum):
-    """What a checkpoint is for; the value is the path's middle segment."""
+    """The purpose of a checkpoint; the value is the path's middle segment."""
 
     TRAINING = "weights"
-    """Weights and optimizer state: training can go on from it."""
+    """Weights and optimizer state, from which training can be resumed."""
     SAMPLER = "sampler_weights"
     """Weights only, for sampling."""
 
@@ -97,7 +97,7 @@ class CheckpointPath:
 
     @property
     def manifest_key(self) -> str:
-        """The object whose presence makes the checkpoint exist."""
+        """Key of the manifest; the checkpoint exists if this object does."""
         return f"{self.prefix}/{MANIFEST_NAME}"
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def run_prefix(run_id: str) -> str:
 
 
 def suspended_prefix(run_id: str) -> str:
-    """Return the folder of a run's suspended state. No client can name it: it is not a kind."""
+    """Return the folder of a run's suspended state. Clients cannot name it: it is not a kind."""
     return f"{run_prefix(run_id)}/suspended"
 
 
@@ -118,7 +118,7 @@ def parse_kind(segment: str) -> CheckpointKind:
     """Read the middle segment of a path.
 
     Raises:
-        InvalidRequest: it is not a kind this server stores.
+        InvalidRequest: The segment is not a known kind.
     """
     try:
         return CheckpointKind(segment)

@@ -1,8 +1,8 @@
-"""Tensors on the wire: protobuf bytes to and from NumPy.
+"""Tensors on the wire: conversion between protobuf bytes and NumPy arrays.
 
-Request tensors become views of the request's bytes wherever the layout allows; nothing is copied
-that is not reshaped. Results are encoded once into their final bytes. The messages are the ones
-the `tinker` package ships (`tinker.proto.tinker_public_pb2`).
+Request tensors are views of the request's bytes if the layout allows it; only reshaped data is
+copied. Results are encoded once into their final bytes. The messages are those of the `tinker`
+package (`tinker.proto.tinker_public_pb2`).
 
 Shape legend: N tokens of a datum, K targets per position.
 """
@@ -31,16 +31,16 @@ from tinkercloud_protocol.tensors import (
 )
 
 MAX_SPREAD_BYTES = 256 << 20
-"""What all sparse tensors of a request may take once they are dense: a few bytes claim any shape.
-The most that the SDK sends at once, 5 MB of 20 bytes a position, stays below it up to 80 targets a
-position."""
+"""Maximum size of all sparse tensors of a request when dense: a few bytes can declare any shape.
+The largest request of the SDK, 5 MB with 20 bytes per position, stays below it with up to 80
+targets per position."""
 
 MAX_PARTS = 1 << 18
-"""Datums of a request, chunks of their inputs, tensors and settings of the loss, together: each is
-an object here, of more bytes than it may have on the wire. The SDK sends 1024 datums at most."""
+"""Maximum number of datums, chunks, tensors and loss settings of a request together: each becomes
+an object that is larger than its bytes on the wire. The SDK sends at most 1024 datums."""
 
 COUNTED_BYTES = 5 << 20
-"""A longer body than the SDK sends has its parts counted before it is parsed."""
+"""The parts of longer bodies, which the SDK does not send, are counted before parsing."""
 
 Dtype = np.dtype[np.float32 | np.int64]
 _NUMPY_DTYPE: dict[int, Dtype] = {
@@ -53,8 +53,8 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Decode a protobuf ForwardBackwardRequest.
 
     Raises:
-        InvalidRequest: not such a message, one that would take much more memory than it has bytes,
-            or a tensor whose bytes, dtype and shape disagree.
+        InvalidRequest: The body is not such a message, would need much more memory than its size,
+            or contains a tensor whose bytes, dtype and shape disagree.
     """
     if len(body) > COUNTED_BYTES:
         _check_parts(count_parts(body, MAX_PARTS))
@@ -75,14 +75,14 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
 
 
 def _check_size(message: pb.ForwardBackwardRequest) -> None:
-    """Check, before any of it is decoded, that what is decoded has some bound."""
+    """Check, before decoding, that the decoded size is bounded."""
     data = message.data
     parts = len(data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
-    # To look at each of millions takes seconds.
+    # Iterating over millions of them would take seconds.
     if parts <= MAX_PARTS:
         parts += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
     _check_parts(parts)
-    # Of more sizes, which `_tensor` refuses, the product would be a number of as many digits.
+    # Only the first two sizes: `_tensor` rejects more, and their product could be a huge number.
     spread = sum(
         8 * math.prod(max(size, 1) for size in tensor.shape[:2])
         for datum in data
@@ -91,9 +91,9 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
     )
     if spread > MAX_SPREAD_BYTES:
         raise InvalidRequest(
-            f"data: its sparse tensors would take {spread} bytes when dense (8 for each cell of"
-            f" their shapes), at most {MAX_SPREAD_BYTES} are accepted: send less data in one"
-            " request, or fewer targets at each position"
+            f"data: sparse tensors need {spread} bytes when dense (8 per cell of their shapes); at"
+            f" most {MAX_SPREAD_BYTES} are accepted: send less data per request, or fewer targets"
+            " per position"
         )
 
 
@@ -129,7 +129,7 @@ def _chunk_tokens(chunk: pb.Chunk, where: str) -> Int32Array:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
         raise InvalidRequest(
-            f"{where}.model_input: chunk type {kind!r} is not served: only 'encoded_text' is"
+            f"{where}.model_input: chunk type {kind!r} is not supported; use 'encoded_text'"
         )
     data = chunk.encoded_text.tokens
     if len(data) % 4:
@@ -143,11 +143,11 @@ def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
     dtype = _NUMPY_DTYPE.get(message.dtype)
     if dtype is None:
         raise InvalidRequest(
-            f"{where}: dtype {message.dtype} is not accepted: send float32 (1) or int64 (2)"
+            f"{where}: dtype {message.dtype} is not supported; use float32 (1) or int64 (2)"
         )
     if len(message.shape) > 2:
         raise InvalidRequest(
-            f"{where}: shape has {len(message.shape)} sizes, one or two sizes are accepted"
+            f"{where}: shape has {len(message.shape)} dimensions; one or two are accepted"
         )
     shape = tuple(message.shape)
     if any(size < 0 for size in shape):
@@ -200,8 +200,8 @@ def encode_forward_backward_output(
     """Encode a forward_backward result.
 
     Args:
-        outputs: by name, per datum float32 of the shape of its target_tokens: [N] or [N, K].
-        metrics: keys of the form `name:reduction`.
+        outputs: Per name and datum, float32 of the shape of its target_tokens: [N] or [N, K].
+        metrics: Values by keys of the form `name:reduction`.
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     data = zip(*outputs.values(), strict=True)
@@ -214,7 +214,7 @@ def encode_forward_backward_output(
 
 
 def _batched(arrays: Sequence[FloatArray], trailing_shape: Sequence[int]) -> pb.BatchedTensor:
-    """Return arrays that differ in their first dimension only, one after another."""
+    """Return the concatenation of arrays that differ only in their first dimension."""
     offsets = np.zeros(len(arrays) + 1, dtype="<i8")
     np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
     return pb.BatchedTensor(

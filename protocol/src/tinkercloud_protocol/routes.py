@@ -1,12 +1,12 @@
-"""URL paths and header names: one truth for the proxy, the head and their tests."""
+"""URL paths and header names, shared by the proxy, the head and their tests."""
 
 API_KEY_HEADER = "x-api-key"
 
 PREFIX = "/api/v1/"
-"""Of everything that clients call, besides probes and the tokenizer mirror."""
+"""Prefix of all paths that clients call, apart from probes and the tokenizer mirror."""
 FORWARD_BACKWARD = "/api/v1/forward_backward"
 FORWARD = "/api/v1/forward"
-"""Forward passes of SDKs before 0.25; it is not served."""
+"""Forward passes of SDKs before 0.25, which are not supported."""
 UNLOAD_MODEL = "/api/v1/unload_model"
 OPTIM_STEP = "/api/v1/optim_step"
 SAVE_WEIGHTS = "/api/v1/save_weights"
@@ -20,36 +20,37 @@ CANCEL_FUTURE = "/api/v1/cancel_future"
 HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 """Proves to a head that a request comes from its API server."""
 GENERATION_HEADER = "x-tinkercloud-generation"
-"""The generation of the head that a request is meant for; a head of another one refuses it."""
+"""The generation of the head that a request is meant for; heads of other generations reject it."""
 WRONG_GENERATION_STATUS = 421
-"""With which a head refuses a request that is meant for another one (Misdirected Request)."""
+"""Status with which a head rejects a request for another generation (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
-"""Why the API server refuses a request, percent-encoded. It goes to the head all the same, which
-lets it take its place in its model's order and fail there, whatever the path is."""
+"""Why the API server rejects a request, percent-encoded. The request is still forwarded to the
+head, where it takes its place in its model's order and fails, whatever the path is."""
 
 HEAD_HEALTH = "/healthz"
-"""A liveness probe, without a token: 503 if the head will never get on by itself."""
+"""Liveness probe, without a token: 503 if the head cannot recover by itself."""
 HEAD_READY = "/readyz"
-"""A readiness probe, without a token: answers at once, 503 and the reason if it is not ready."""
+"""Readiness probe, without a token: responds at once, with 503 and the reason if the head is not
+ready."""
 HEAD_WAIT_READY = "/readyz/wait"
-"""Answers once the base model is loaded, and waits until then."""
+"""Responds as soon as the base model is loaded."""
 HEAD_STATUS = "/status"
 HEAD_METRICS = "/metrics"
-"""What the head counts, for Prometheus, without a token."""
+"""Metrics of the head for Prometheus, without a token."""
 HEAD_LEASE = "/lease"
 """Held open by the API server that runs the head; see `launch.Timings.orphan_grace_seconds`."""
 HEAD_MODELS = "/models"
-"""PUT /models/<model id> creates one, DELETE removes it; GET /models lists them,
+"""PUT /models/<model id> creates a model, DELETE removes it; GET /models lists them,
 `launch.HeldModels`."""
 HEAD_SUSPEND_MODEL = "/suspend_model"
-"""POST /suspend_model/<model id> writes a model that nobody uses to the object store and frees its
-memory; answers `launch.ModelSuspended`. The next request for the model brings it back."""
+"""POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
+returns `launch.ModelSuspended`. The next request for the model resumes it."""
 HEAD_SUSPEND = "/suspend"
-"""POST writes all that the head holds to the object store, and answers when nothing can be lost any
-more. From its beginning on the head refuses new requests."""
+"""POST writes the head's whole state to the object store and responds when nothing can be lost. The
+head rejects new requests from the start of this request."""
 HEAD_CHECKPOINT = "/checkpoint"
-"""POST writes a training checkpoint of every model; answers with their paths, `launch.Saved`."""
+"""POST writes a training checkpoint of every model and returns their paths, `launch.Saved`."""
 HEAD_SAMPLERS = "/samplers"
-"""PUT /samplers/<sampling session id> makes one known, DELETE lets it go."""
+"""PUT /samplers/<sampling session id> registers a sampling session, DELETE removes it."""

@@ -1,4 +1,4 @@
-"""Requests about sampling, as the SDK sends them in JSON."""
+"""Sampling requests, as the SDK sends them in JSON."""
 
 from typing import Annotated, Literal
 
@@ -11,16 +11,16 @@ from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, parse_json
 MAX_TOP_LOGPROBS = MAX_TOKENS_AT_A_POSITION
 MAX_CHUNKS = 1 << 16
 MAX_VALUES = 1 << 22
-"""Tokens of a prompt and numbers of a tensor in one request. Nothing else runs while JSON is read,
-and as many take half a second."""
+"""Maximum number of prompt tokens and tensor values per request. Parsing JSON blocks all other
+work, and this many values take half a second."""
 _OTHER_OBJECTS = 64
-"""JSON objects of a request that are no chunks, and some to spare for braces in stop strings."""
+"""JSON objects of a request that are not chunks, with a margin for braces in stop strings."""
 TokenId = int
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Chunk(WireModel):
-    """One piece of a prompt. Only text is served; other types are refused by name."""
+    """One piece of a prompt. Only text is supported; other types are rejected by name."""
 
     type: Name = "encoded_text"
     tokens: Items[TokenId] | None = None
@@ -28,7 +28,7 @@ class Chunk(WireModel):
     @model_validator(mode="after")
     def _is_text(self) -> "Chunk":
         if self.type != "encoded_text":
-            raise ValueError(f"chunk type {self.type!r} is not served: only 'encoded_text' is")
+            raise ValueError(f"chunk type {self.type!r} is not supported; use 'encoded_text'")
         if self.tokens is None:
             raise ValueError("tokens: required in an 'encoded_text' chunk")
         return self
@@ -47,23 +47,23 @@ class ModelInput(WireModel):
 
 
 class SamplingParams(WireModel):
-    """How to draw a continuation."""
+    """How to sample a sequence."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens to draw; absent means up to the model's context length, but at least one. The
-    last one may lie just beyond it: it is not read again."""
+    """Maximum number of tokens to sample. If absent, up to the model's context length, but at least
+    one; the last one may lie just beyond it, because it is not read again."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    """Equal seeds draw equal samples; absent means a random one. Inference servers draw the k-th of
-    a request's samples as the first one of seed + k."""
+    """Equal seeds produce equal samples. If absent, a random seed is used. Inference servers
+    produce the k-th sample of a request as the first one of seed + k."""
     stop: str | Items[str] | Items[TokenId] | None = None
     """None stops at the model's end tokens; strings or token ids stop there too; [] never stops."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0 takes the most likely token. The server's configuration says of which distribution the
     returned logprobs are: the model's own, or that of this temperature."""
     top_k: Annotated[int, Field(ge=-1)] = -1
-    """Draw among the k most likely tokens; -1 and 0 mean all."""
+    """Sample from the k most likely tokens; -1 and 0 mean all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw among the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
 
 
 class WireTensor(WireModel):
@@ -77,7 +77,7 @@ class WireTensor(WireModel):
 
 
 class SampleRequest(WireModel):
-    """POST asample: draw continuations of a prompt, and score the prompt on the way."""
+    """POST asample: sample continuations of a prompt, and optionally score the prompt."""
 
     sampling_session_id: Name
     seq_id: Annotated[int, Field(ge=0, lt=2**63)]
@@ -88,17 +88,18 @@ class SampleRequest(WireModel):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     """Score only this many of the prompt's last tokens."""
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    """Most likely tokens at each prompt position; the prompt's own logprobs come with them."""
+    """Number of most likely tokens to return at each prompt position, together with the logprobs of
+    the prompt itself."""
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     target_prompt_logprobs: WireTensor | None = None
-    """Token ids to score, int64 [len(prompt) - 1, K]; row i is scored at position i + 1. -1
-    names none, and is answered by 0.0."""
+    """Token ids to score, int64 [len(prompt) - 1, K]; row i is scored at position i + 1. -1 means
+    no token, and its score is 0.0."""
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    """Tokens to draw at every prompt position after the first."""
+    """Number of tokens to sample at every prompt position after the first."""
     record_stability_info: bool | None = None
 
     @model_validator(mode="after")
-    def _asks_for_what_is_served(self) -> "SampleRequest":
+    def _check_supported(self) -> "SampleRequest":
         if self.record_stability_info:
             raise ValueError(
                 "record_stability_info is not served: the stable_reinforce loss that reads it has"
@@ -113,7 +114,7 @@ class SampleRequest(WireModel):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's own logprobs are answered."""
+        """Whether the prompt's own logprobs are returned."""
         return bool(self.prompt_logprobs) or self.topk_prompt_logprobs > 0
 
 
@@ -128,7 +129,7 @@ class CreateSamplingSessionRequest(WireModel):
     @model_validator(mode="after")
     def _has_weights(self) -> "CreateSamplingSessionRequest":
         if self.base_model is None and self.model_path is None:
-            raise ValueError("give base_model (a served model) or model_path (a checkpoint)")
+            raise ValueError("set base_model (a served model) or model_path (a checkpoint)")
         return self
 
 
@@ -140,7 +141,7 @@ class RetrieveFutureRequest(WireModel):
 
 
 class CancelFutureRequest(WireModel):
-    """POST cancel_future: nobody waits for this sample any more."""
+    """POST cancel_future: the client no longer waits for this sample."""
 
     request_id: Name
 
@@ -149,8 +150,8 @@ def parse_sample(body: bytes) -> SampleRequest:
     """Read a sampling request.
 
     Raises:
-        InvalidRequest: it is none, or of more chunks or values than are accepted; those are counted
-            before they are read, when a chunk takes a hundred times its bytes.
+        InvalidRequest: The request is invalid, or has too many chunks or values. They are counted
+            before parsing, because a parsed chunk needs a hundred times its size.
     """
     values = body.count(b",")
     if values > MAX_VALUES:

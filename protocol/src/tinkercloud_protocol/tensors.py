@@ -1,6 +1,6 @@
-"""Examples, and what comes of requests, as NumPy arrays: what `payloads` reads and writes.
+"""Examples and results of requests as NumPy arrays, which `payloads` decodes and encodes.
 
-Engines compute with these, and know nothing of protobuf.
+Engines compute with these, and do not depend on protobuf.
 
 Shape legend: N tokens of a datum, K targets per position.
 """
@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.float32]
 
 EMPTY_TOP_TOKEN = 0
 EMPTY_TOP_LOGPROB = -99999.0
-"""What an empty cell of a top-k table holds on the wire."""
+"""Value of an empty cell of a top-k table on the wire."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +44,14 @@ class ForwardBackwardRequest:
 
     @property
     def num_bytes(self) -> int:
-        """What its tokens and tensors take, decoded."""
+        """Decoded size of its tokens and tensors in bytes."""
         return sum(
             datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
             for datum in self.data
         )
 
     def digest(self) -> bytes:
-        """Return a digest of the content, equal for equal requests however they were encoded."""
+        """Return a digest of the content, which does not depend on the encoding."""
         hasher = hashlib.blake2b(digest_size=16)
         config = sorted(self.loss_fn_config.items())
         hasher.update(repr((self.loss_fn, config, self.forward_only)).encode())
@@ -74,42 +74,42 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """One drawn continuation: token ids and their logprobs at temperature 1, both [L]."""
+    """One sampled sequence: token ids and their logprobs at temperature 1, both [L]."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stopped: bool
-    """True if a stop rule ended it, False if it ran into its length limit."""
+    """True if a stop rule ended the sequence, False if it reached its maximum length."""
     top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """What was asked about a prompt of P tokens; parts that were not asked for are None."""
+    """Scores of a prompt of P tokens; scores that were not requested are None."""
 
     logprobs: FloatArray | None = None
     """float32 [P]; NaN where not scored (always at position 0)."""
     top: TopLogprobs | None = None
     """[P, k]; empty cells where not scored."""
     targets: FloatArray | None = None
-    """float32 [P - 1, K], 0.0 in cells that named no token."""
+    """float32 [P - 1, K]; 0.0 in cells without a token."""
     alternatives: tuple[npt.NDArray[np.int64], FloatArray] | None = None
-    """Tokens drawn at each position after the first, and their logprobs: both [P - 1, k]."""
+    """Tokens sampled at each position after the first, and their logprobs: both [P - 1, k]."""
     cached_tokens: int = 0
 
 
 def densify(
     values: Array, crow: Array, col: Array, *, shape: Sequence[int], where: str, fill: int = 0
 ) -> Array:
-    """Return the dense [N, K] array of a CSR one; cells it does not list hold `fill`.
+    """Return the dense [N, K] array of a CSR array; other cells are set to `fill`.
 
     Raises:
-        InvalidRequest: the indices are not those of a CSR array of this shape.
+        InvalidRequest: The indices are not those of a CSR array of this shape.
     """
     if len(shape) != 2:
-        raise InvalidRequest(f"{where}: a sparse tensor needs a shape of two sizes")
+        raise InvalidRequest(f"{where}: a sparse tensor requires a shape with two dimensions")
     rows, columns = int(shape[0]), int(shape[1])
-    # Compared, not subtracted: differences of what a client sent may wrap round to any sum.
+    # Compared, not subtracted: differences of client values may overflow.
     sound = (
         crow.size == rows + 1
         and values.size == col.size
@@ -121,7 +121,7 @@ def densify(
     if not sound:
         raise InvalidRequest(
             f"{where}: the CSR indices do not describe a [{rows}, {columns}] tensor: crow_indices"
-            " must rise from 0 to the number of values, col_indices lie within the columns"
+            " must increase from 0 to the number of values, and col_indices must be valid columns"
         )
     dense = np.full((rows, columns), fill, dtype=values.dtype)
     dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
@@ -129,7 +129,7 @@ def densify(
 
 
 def nonfinite_names(datum: Datum) -> Iterator[str]:
-    """Yield the names of a datum's float inputs that hold a NaN or an infinity."""
+    """Yield the names of a datum's float inputs that contain a NaN or an infinity."""
     for name, array in datum.inputs.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             yield name

@@ -1,6 +1,6 @@
 """Requests about models under training, as the SDK sends them in JSON.
 
-`forward_backward` is not here: its body is protobuf (`payloads`).
+`forward_backward` is defined in `payloads`, because its body is protobuf.
 """
 
 from typing import Annotated, Literal
@@ -12,17 +12,17 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireModel
 
 SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Position in the model's own order of requests; the SDK counts from 1 without gaps."""
+"""Position in the model's order of requests; the SDK counts from 1 without gaps."""
 
 
 class OptimizerConfig(WireModel):
-    """The optimizer family, fixed when the model is created."""
+    """The type of optimizer, which is fixed when the model is created."""
 
     type: Name = "adamw"
 
 
 class CreateModelRequest(WireModel):
-    """POST create_model: begin a training run."""
+    """POST create_model: start a training run."""
 
     session_id: Name
     model_seq_id: Annotated[int, Field(ge=0, lt=2**31)]
@@ -36,13 +36,13 @@ class CreateModelRequest(WireModel):
 class LoadWeightsRequest(WireModel):
     """POST load_weights, in both of its forms.
 
-    In place: `model_id` and `seq_id` name an existing model and the request's place in its order.
-    Create-via-load: `session_id` and `model_seq_id` begin a new run from a checkpoint.
+    In place: `model_id` and `seq_id` name an existing model and the request's position in its
+    order. Create-via-load: `session_id` and `model_seq_id` start a new run from a checkpoint.
     """
 
     path: Uri
     optimizer: bool
-    """Whether the optimizer's state is restored too."""
+    """Whether the optimizer state is restored too."""
     model_id: Name | None = None
     seq_id: SeqId | None = None
     session_id: Name | None = None
@@ -57,7 +57,7 @@ class LoadWeightsRequest(WireModel):
         create = self.session_id is not None and self.model_seq_id is not None
         if in_place == create:
             raise ValueError(
-                "give either model_id and seq_id (load into an existing model) or session_id and"
+                "set either model_id and seq_id (load into an existing model) or session_id and"
                 " model_seq_id (create a model from the checkpoint)"
             )
         return self
@@ -81,7 +81,7 @@ class OptimStepRequest(WireModel):
         """Return the step's Adam hyperparameters.
 
         Raises:
-            InvalidRequest: another optimizer family was asked for, or none.
+            InvalidRequest: The request has no Adam hyperparameters.
         """
         if self.adam_params is not None:
             return self.adam_params
@@ -98,7 +98,7 @@ class SaveWeightsRequest(WireModel):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
-    """The checkpoint's name; absent means one made from the seq_id."""
+    """Name of the checkpoint; absent means a name derived from the seq_id."""
     ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: UserMetadata | None = None
@@ -111,8 +111,8 @@ class SaveWeightsRequest(WireModel):
 class SaveWeightsForSamplerRequest(WireModel):
     """POST save_weights_for_sampler: publish the current weights for sampling.
 
-    With `path` they become a named checkpoint; with `sampling_session_seq_id` they serve one new
-    sampling session and are kept as long as it may be used.
+    With `path`, they become a named checkpoint; with `sampling_session_seq_id`, they serve one new
+    sampling session and are kept while it can be used.
     """
 
     model_id: Name
@@ -127,13 +127,13 @@ class SaveWeightsForSamplerRequest(WireModel):
     def _has_one_target(self) -> "SaveWeightsForSamplerRequest":
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError(
-                "give either path (a named checkpoint) or sampling_session_seq_id (a sampler of"
+                "set either path (a named checkpoint) or sampling_session_seq_id (a sampler of"
                 " this session)"
             )
         return self
 
 
 class GetInfoRequest(WireModel):
-    """POST get_info: what is this model."""
+    """POST get_info: describe a model."""
 
     model_id: Name

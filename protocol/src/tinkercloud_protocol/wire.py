@@ -1,7 +1,8 @@
-"""The base of every JSON model on the wire, and the one way to read one.
+"""The base class of all JSON models on the wire, and the function that reads them.
 
-Requests are read leniently in one sense only: unknown fields are ignored, because the SDK gains
-fields every few weeks. Types are strict: a number in quotes is a mistake somebody should hear of.
+Requests are parsed leniently in one respect only: unknown fields are ignored, because the SDK adds
+fields every few weeks. Types are strict: a number in quotes is a mistake that the client should
+learn about.
 """
 
 import json
@@ -23,42 +24,44 @@ from tinkercloud_protocol.errors import InvalidRequest
 
 MAX_ERRORS_SHOWN = 3
 MAX_SHOWN_BODY_BYTES = 64 << 10
-"""What is wrong with a longer body is told without the value that came, which may be all of it."""
+"""Error messages about longer bodies do not show the rejected value, which could be most of the
+body."""
 MAX_METADATA_ENTRIES = 64
 
 ItemT = TypeVar("ItemT")
 
 Items = Annotated[list[ItemT], Field(fail_fast=True)]
-"""A list that a client sends: read up to its first mistake, as each one is remembered whole."""
+"""A list in a request. Validation stops at the first error, because each error is kept in
+memory."""
 
 
 def _without_nul(text: str) -> str:
     if "\0" in text:
-        raise ValueError("holds the character U+0000: send it without")
+        raise ValueError("contains the character U+0000: remove it")
     return text
 
 
 Storable = AfterValidator(_without_nul)
-"""Of a text that is stored, or looked for: PostgreSQL has no room for U+0000."""
+"""Validator of text that is stored or searched for: PostgreSQL cannot store U+0000."""
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256), Storable]
 Uri = Annotated[str, StringConstraints(min_length=1, max_length=1024), Storable]
 
 
 def _few_entries(entries: object) -> object:
-    # Before any is looked at: a mistake in each of a million would be remembered.
+    # Checked before the entries, because each error would be kept in memory.
     if isinstance(entries, dict) and len(entries) > MAX_METADATA_ENTRIES:
-        raise ValueError(f"{len(entries)} entries, at most {MAX_METADATA_ENTRIES} are accepted")
+        raise ValueError(f"has {len(entries)} entries; at most {MAX_METADATA_ENTRIES} are accepted")
     return entries
 
 
 def _as_text(value: object) -> object:
-    """Return a text as it is, and any other value as JSON: the SDK reads back texts only."""
+    """Return text unchanged, and any other value as JSON, because the SDK only reads text back."""
     if isinstance(value, str):
         return value
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise ValueError("is nested too deeply: send a flatter value") from None
+        raise ValueError("is nested too deeply: reduce the nesting") from None
 
 
 UserMetadata = Annotated[
@@ -68,9 +71,9 @@ UserMetadata = Annotated[
     ],
     BeforeValidator(_few_entries),
 ]
-"""Values may be any JSON; one that is not a text is kept as its JSON text."""
+"""Values may be any JSON. Values other than text are stored as JSON text."""
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]
-"""Seconds until a checkpoint expires: one hour to ten years, as the SDK documents."""
+"""Seconds until a checkpoint expires: one hour to ten years, as documented by the SDK."""
 
 
 class WireModel(BaseModel):
@@ -93,8 +96,8 @@ def parse_json(model: type[ModelT], body: bytes) -> ModelT:
     """Read a JSON body as `model`.
 
     Raises:
-        InvalidRequest: not JSON, or not of that shape; the message names each field, what is
-            wrong with it and what came.
+        InvalidRequest: The body is not JSON or does not match the model. The message names each
+            field, the error and the value received.
     """
     try:
         return model.model_validate_json(body)
@@ -105,39 +108,39 @@ def parse_json(model: type[ModelT], body: bytes) -> ModelT:
 
 
 def describe(error: ValidationError, whole: str = "") -> str:
-    """Return what pydantic found in words a user can act on (`sentences`)."""
+    """Return pydantic's errors as a message that a user can act on (`sentences`)."""
     return sentences(error.errors(include_url=False, include_context=False), whole)
 
 
 def sentences(faults: Sequence[Mapping[str, Any]], whole: str = "") -> str:
-    """Return what a user can act on: of the first faults field, fault and the value that came.
+    """Return a message that a user can act on: field, error and received value of the first errors.
 
     Args:
-        faults: as pydantic tells them.
-        whole: what to call all that came, in faults of no one field. If empty, those are told by
-            their own words alone, and what came is not shown.
+        faults: Errors in pydantic's format.
+        whole: Name of the whole value, for errors that concern no single field. If empty, the
+            message of such an error has no field and does not show the value.
     """
-    told = []
+    messages = []
     for fault in faults[:MAX_ERRORS_SHOWN]:
-        # A client's own words may be part of it: keys of its metadata.
+        # The location may contain text of the client: keys of its metadata.
         where = ".".join(str(part)[:80] for part in fault["loc"]) or whole
         message = fault["msg"].removeprefix("Value error, ")
         if not where:
-            told.append(message)
+            messages.append(message)
             continue
         is_shown = "input" in fault and fault["type"] not in {"missing", "json_invalid"}
-        # Words of our own say what of an object is wrong; how large it is says nothing.
+        # Our own messages say what is wrong with an object; its size would not help.
         if fault["type"] == "value_error" and isinstance(fault.get("input"), dict):
             is_shown = False
         got = f" (got {_short(fault['input'])})" if is_shown else ""
-        told.append(f"{where}: {message}{got}")
+        messages.append(f"{where}: {message}{got}")
     if len(faults) > MAX_ERRORS_SHOWN:
-        told.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
-    return "; ".join(told)
+        messages.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
+    return "; ".join(messages)
 
 
 class _Shortener(reprlib.Repr):
-    """Reads no more of a value than it shows."""
+    """Represents a value without reading more of it than is shown."""
 
     def __init__(self) -> None:
         super().__init__()

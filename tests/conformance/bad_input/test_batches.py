@@ -104,7 +104,7 @@ BROKEN_TENSORS: dict[str, tuple[dict[str, object], str]] = {
     "half a value": ({"dense": b"\0\0\0"}, "not a whole number"),
     "another shape": ({"dense": bytes(12), "shape": [4]}, "needs 4 values, got 3"),
     "a negative size": ({"dense": bytes(12), "shape": [-3]}, "sizes >= 0"),
-    "three dimensions": ({"dense": bytes(12), "shape": [1, 3, 1]}, "one or two sizes"),
+    "three dimensions": ({"dense": bytes(12), "shape": [1, 3, 1]}, "one or two are accepted"),
     "a huge claim": (a_csr([0], [], 0, [1 << 40, 1 << 20]), "bytes when dense"),
     "a row too few": (a_csr([0, 0], [], 0, [3, 2]), "CSR indices do not describe"),
     "a column outside": (a_csr([0, 1, 1, 1], [5], 1, [3, 2]), "CSR indices do not describe"),
@@ -127,7 +127,7 @@ def test_images_are_rejected_by_name(run: Run) -> None:
 
     outcome = run.outcome(run.train(message.SerializeToString()))
 
-    assert "chunk type 'image' is not served" in str(outcome["error"])
+    assert "chunk type 'image' is not supported" in str(outcome["error"])
 
 
 def test_bytes_that_are_not_a_batch_are_rejected_immediately(run: Run) -> None:

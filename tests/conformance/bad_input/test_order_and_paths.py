@@ -44,11 +44,11 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
         "does not exist, or belongs to another owner",
     ),
     "a load of nothing": ("load_weights", {"optimizer": False}, "path: Field required"),
-    "no target": ("save_weights_for_sampler", {}, "give either path"),
+    "no target": ("save_weights_for_sampler", {}, "set either path"),
     "two targets": (
         "save_weights_for_sampler",
         {"path": "x", "sampling_session_seq_id": 1},
-        "give either path",
+        "set either path",
     ),
 }
 
@@ -207,7 +207,7 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
     answer = run.server.post("load_weights", {"path": path, "optimizer": False})
 
     assert answer.status == 400
-    assert "give either model_id and seq_id" in answer.detail
+    assert "set either model_id and seq_id" in answer.detail
 
 
 NOT_SERVED_IN_ORDER = {

@@ -39,7 +39,7 @@ def sparse(
 
 BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "no prompt": (chunks(), "prompt has 0 tokens"),
-    "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not served"),
+    "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not supported"),
     "a token of text": (chunks({"type": "encoded_text", "tokens": ["a"]}), "tokens"),
     "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "vocabulary"),
     "an unknown token": (
@@ -89,7 +89,7 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
         sparse([2, 2], crow=[0, 2**63, 1]),
         "target_prompt_logprobs.sparse_crow_indices.1",
     ),
-    "targets in rows that fall": (sparse([2, 2], crow=[0, 2, 1]), "crow_indices must rise"),
+    "targets in rows that fall": (sparse([2, 2], crow=[0, 2, 1]), "crow_indices must increase"),
     "a prompt of wrong tokens": (
         chunks({"type": "encoded_text", "tokens": [[]] * 10_000}),
         "prompt.chunks.0.tokens.0: Input should be a valid integer (got [])",

@@ -33,21 +33,21 @@ def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field: str)
 
 
 def test_the_megatron_trainer_is_refused_without_ranks() -> None:
-    with pytest.raises(ValidationError, match="set it to 1 or more"):
+    with pytest.raises(ValidationError, match="set ranks to 1 or more"):
         TrainerConfig(backend="megatron")
 
 
 def test_a_head_that_trains_nothing_has_no_ranks() -> None:
     assert TrainerConfig(backend="none").ranks == 0
-    with pytest.raises(ValidationError, match="ranks: 2, but backend none trains nothing"):
+    with pytest.raises(ValidationError, match="ranks: 2, but backend none does not train"):
         TrainerConfig(backend="none", ranks=2)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ranks": 0}, "only for ranks of backend torch"),
-        ({"backend": "megatron", "ranks": 2}, "only for ranks of backend torch"),
+        ({"ranks": 0}, "only valid for backend torch with ranks"),
+        ({"backend": "megatron", "ranks": 2}, "only valid for backend torch with ranks"),
         ({"ranks": 2, "max_kept_tokens": 512}, "max_kept_tokens: 512, .* set it to 0"),
     ],
 )

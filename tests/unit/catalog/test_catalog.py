@@ -196,7 +196,7 @@ async def test_text_that_one_database_can_not_hold_is_refused_by_all(catalog: Ca
     ]
 
     for attempt in attempts:
-        with pytest.raises(InvalidRequest, match=r"'a\\x00b' holds the character U\+0000"):
+        with pytest.raises(InvalidRequest, match=r"'a\\x00b' contains the character U\+0000"):
             await attempt
 
 

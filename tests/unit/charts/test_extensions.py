@@ -155,6 +155,6 @@ def test_api_server_and_sessions_trust_the_bundle_that_is_named() -> None:
     assert operator["TINKERCLOUD_OPERATOR_CA_KEY"] == "ca.pem"
 
 
-def test_without_a_bundle_nothing_is_mounted_or_told() -> None:
+def test_without_a_bundle_nothing_is_mounted_or_configured() -> None:
     assert "ca-bundle" not in str(objects())
     assert "SSL_CERT_FILE" not in environment(one("Deployment", API))

@@ -115,7 +115,7 @@ FAILED = a_session(
 every_state = pytest.mark.parametrize(
     ("observed", "argo", "flux"),
     [
-        pytest.param(a_session(), "Progressing", "inProgress", id="not begun"),
+        pytest.param(a_session(), "Progressing", "inProgress", id="not started"),
         pytest.param(STARTING, "Progressing", "inProgress", id="starting"),
         pytest.param(SERVING, "Healthy", "current", id="serving"),
         pytest.param(IMPOSSIBLE, "Degraded", "failed", id="no such model"),

@@ -167,7 +167,7 @@ def test_the_operator_knows_every_setting_it_gets(
     )
 
 
-def test_both_programs_are_told_of_the_same_store() -> None:
+def test_both_programs_are_configured_with_the_same_store() -> None:
     options = ("--set", "checkpoints.root=s3://bucket/x,checkpoints.existingSecret=store")
 
     api, operator = one("Deployment", API, *options), one("Deployment", OPERATOR, *options)
@@ -190,10 +190,10 @@ def test_a_volume_of_checkpoints_is_mounted_where_both_programs_look() -> None:
         if "persistentVolumeClaim" in volume
     }
     mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
-    told = environment(one("Deployment", OPERATOR))["TINKERCLOUD_OPERATOR_CHECKPOINT_CLAIM"]
+    variables = environment(one("Deployment", OPERATOR))["TINKERCLOUD_OPERATOR_CHECKPOINT_CLAIM"]
 
     assert mounts["checkpoints"] == "/checkpoints"
-    assert claims["checkpoints"] == told == "tinker-tinkercloud-checkpoints"
+    assert claims["checkpoints"] == variables == "tinker-tinkercloud-checkpoints"
 
 
 @pytest.mark.parametrize(
@@ -304,29 +304,31 @@ def repeated_keys(rendered: str) -> list[str]:
     return found
 
 
-def test_the_operator_and_its_session_pods_may_be_told_no_user() -> None:
+def test_the_user_of_operator_and_session_pods_can_be_left_unset() -> None:
     options = ("--values", str(CHART / "ci" / "openshift.yaml"))
 
     spec = one("Deployment", OPERATOR, *options)["spec"]["template"]["spec"]
-    told = environment(one("Deployment", OPERATOR, *options))
+    variables = environment(one("Deployment", OPERATOR, *options))
 
     assert not spec["securityContext"].keys() & {"runAsUser", "fsGroup"}
-    assert told["TINKERCLOUD_OPERATOR_RUN_AS_USER"] == "null"
-    assert told["TINKERCLOUD_OPERATOR_FS_GROUP"] == "null"
+    assert variables["TINKERCLOUD_OPERATOR_RUN_AS_USER"] == "null"
+    assert variables["TINKERCLOUD_OPERATOR_FS_GROUP"] == "null"
 
 
-def test_the_operator_is_told_what_session_pods_share_with_those_of_the_chart() -> None:
+def test_the_operator_is_configured_with_the_settings_that_session_pods_share_with_the_chart() -> (
+    None
+):
     options = (
         "podSecurity.fsGroup=2000",
         "image.pullPolicy=Always",
         "sessions.reserveScratch=true",
     )
 
-    told = environment(one("Deployment", OPERATOR, "--set", ",".join(options)))
+    variables = environment(one("Deployment", OPERATOR, "--set", ",".join(options)))
 
-    assert told["TINKERCLOUD_OPERATOR_FS_GROUP"] == "2000"
-    assert told["TINKERCLOUD_OPERATOR_IMAGE_PULL_POLICY"] == "Always"
-    assert told["TINKERCLOUD_OPERATOR_RESERVE_SCRATCH"] == "true"
+    assert variables["TINKERCLOUD_OPERATOR_FS_GROUP"] == "2000"
+    assert variables["TINKERCLOUD_OPERATOR_IMAGE_PULL_POLICY"] == "Always"
+    assert variables["TINKERCLOUD_OPERATOR_RESERVE_SCRATCH"] == "true"
 
 
 WORKLOAD_IDENTITY = "azure\\.workload\\.identity/use=true"
@@ -343,7 +345,9 @@ def test_pods_of_the_api_server_are_labelled_as_a_cloud_wants_it_and_still_found
     assert spec["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_operator_is_told_the_labels_of_session_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_is_configured_with_the_labels_of_session_pods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options = ("--set-string", f"sessions.podLabels.{WORKLOAD_IDENTITY}")
     name = "TINKERCLOUD_OPERATOR_POD_LABELS"
 
@@ -395,7 +399,7 @@ def test_uninstalling_deletes_sessions_while_the_operator_still_runs() -> None:
     assert of_kind("Job", "--set", "sessions.deleteOnUninstall=false") == []
 
 
-def test_data_outlives_the_release_unless_told_otherwise() -> None:
+def test_data_outlives_the_release_by_default() -> None:
     kept = of_kind("PersistentVolumeClaim")
     dropped = of_kind(
         "PersistentVolumeClaim",

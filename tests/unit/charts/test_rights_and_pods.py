@@ -117,12 +117,12 @@ def test_an_account_that_exists_is_used_and_not_made(field: str) -> None:
         subject["name"] for each in of_kind("RoleBinding", *options) for subject in each["subjects"]
     }
     used = {spec.get("serviceAccountName") for _, spec in pod_specs(*options)}
-    told = environment(one("Deployment", OPERATOR, *options))
+    variables = environment(one("Deployment", OPERATOR, *options))
 
     others = {f"tinker-tinkercloud-{name}" for key, name in ACCOUNTS.items() if key != field}
     assert made == others
     if field == "sessions":
-        assert told["TINKERCLOUD_OPERATOR_SERVICE_ACCOUNT"] == "existing"
+        assert variables["TINKERCLOUD_OPERATOR_SERVICE_ACCOUNT"] == "existing"
     else:
         assert "existing" in bound
         assert "existing" in used

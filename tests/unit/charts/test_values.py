@@ -95,22 +95,28 @@ def test_a_value_nobody_reads_or_of_the_wrong_kind_is_refused(option: str, compl
         ("apiServer.autoscaling.enabled=true", "autoscaling.enabled is true, but SQLite"),
         (
             "database.existingSecret=db,apiServer.autoscaling.minReplicas=9",
-            "minReplicas is 9, over maxReplicas, which is 8",
+            "minReplicas is 9, which exceeds maxReplicas, 8",
         ),
         ("httpRoute.enabled=true", "httpRoute.parentRefs is empty"),
-        ("apiServer.env.TINKERCLOUD_STATE_DIR=/x", "TINKERCLOUD_STATE_DIR is set by the chart"),
-        ("operator.env.TINKERCLOUD_OPERATOR_NAMESPACE=x", "OPERATOR_NAMESPACE is set by the chart"),
+        (
+            "apiServer.env.TINKERCLOUD_STATE_DIR=/x",
+            "TINKERCLOUD_STATE_DIR is already set by the chart",
+        ),
+        (
+            "operator.env.TINKERCLOUD_OPERATOR_NAMESPACE=x",
+            "OPERATOR_NAMESPACE is already set by the chart",
+        ),
         (
             "operator.serviceAccount.create=false",
-            "operator.serviceAccount.create is false, and no account is named",
+            "operator.serviceAccount.create is false and no name is set",
         ),
         (
             "sessions.serviceAccount.create=false,sessions.serviceAccount.name=mine"
             ",sessions.serviceAccount.annotations.a=b",
             "annotate mine yourself",
         ),
-        ("fullnameOverride=9-lives", 'named "9-lives", which no Service can be: set fullnameO'),
-        ("fullnameOverride=My_App", 'named "My_App", which no Service can be: set fullnameO'),
+        ("fullnameOverride=9-lives", '"9-lives", which is not a valid Service name: set fullnameO'),
+        ("fullnameOverride=My_App", '"My_App", which is not a valid Service name: set fullnameO'),
         ("kuberay.enabled=true", "helm dependency build charts/tinkercloud/charts/kuberay"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Engines are told something exactly where there are any."""
+"""`engines` is set exactly if the sampler has engines."""
 
 import pytest
 

@@ -23,7 +23,7 @@ LONGEST_NAME = "n" * 63
         ("hugepages-1Gi", "3Gi"),
     ],
 )
-def test_a_resource_is_counted_and_huge_pages_are_told_in_bytes(name: str, amount: str) -> None:
+def test_a_resource_is_a_count_and_huge_pages_are_bytes(name: str, amount: str) -> None:
     assert ExtendedResource(name=name, count=3).amount == amount
 
 
@@ -69,7 +69,7 @@ def test_resources_come_whole_and_at_least_one(count: Any) -> None:
         ("RDMAV_FORK_SAFE", ""),
     ],
 )
-def test_libraries_that_ranks_speak_through_may_be_told(name: str, value: str) -> None:
+def test_variables_of_communication_libraries_are_accepted(name: str, value: str) -> None:
     assert Variable(name=name, value=value).value == value
 
 

@@ -58,7 +58,7 @@ often = settings(max_examples=100)
 
 
 def a_plan(demand: Demand, fleet: Fleet) -> Plan:
-    """Return the plan for a demand; the example is given up if there is none."""
+    """Return the plan for a demand; the example is rejected if there is none."""
     assume(divide(demand, fleet))
     return plan(
         demand.architecture,
@@ -403,7 +403,7 @@ def test_engines_cut_no_block_of_quantized_weights() -> None:
 def test_blocks_that_are_none_are_refused(sides: object) -> None:
     blocks = {"quant_method": "fp8", "weight_block_size": sides}
 
-    with pytest.raises(UnknownArchitecture, match=r"two positive whole numbers"):
+    with pytest.raises(UnknownArchitecture, match=r"two positive integers"):
         read({**CONFIGS["Qwen/Qwen3-8B"], "quantization_config": blocks})
 
 
@@ -435,9 +435,9 @@ def test_gpus_are_written_as_people_write_them(text: str, name: str, count: int,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("H100", "expected a number from 1 on, x and a kind"),
+        ("H100", "expected a positive number, x and a type"),
         ("8xA100", "accepted: .*A100-40, A100-80"),
-        ("0xH100", "expected a number from 1 on"),
+        ("0xH100", "expected a positive number"),
         ("2x8xH100", "as 16xH100"),
         ("12xH100", "multiple of 8"),
     ],

@@ -348,7 +348,7 @@ def test_an_engine_gives_all_that_is_left_to_keys_and_values() -> None:
 def test_adapters_take_as_much_of_an_engine_as_sglang_s_own_pool_of_three_at_rank_32(
     name: str, gpus: int, allocated: int
 ) -> None:
-    """As SGLang 0.5.23's LoRAMemoryPool allocates on torch's device `meta`, told of the model."""
+    """As SGLang 0.5.23's LoRAMemoryPool allocates for the model on torch's device `meta`."""
     model, kind = read(PUBLIC_MODELS[name]["config"]), gpu("H100")
 
     memory = sampling(model, gpus, gpu=kind, reserve=kind.reserve(1), lora_rank=32)

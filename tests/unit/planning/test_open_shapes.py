@@ -68,16 +68,16 @@ def test_a_model_is_split_over_as_few_gpus_as_hold_it() -> None:
     assert parallelism(an_open_base_model(SMALL)) == Parallelism()
 
 
-def test_the_page_shows_what_a_session_is_told_of_its_plan() -> None:
+def test_the_page_shows_the_plan_in_a_session_status() -> None:
     page = (Path(__file__).parents[3] / "docs" / "operate" / "kubernetes-sessions.md").read_text()
     shown = page.split(".status.plan}'\n", 1)[1].split("...\n", 1)[0]
     base_model = an_open_base_model(gpusPerReplica=8).model_copy(
         update={"max_context_length": 32768}
     )
 
-    told = chosen(base_model, lora={"rank": 32}).plan
-    assert told is not None
-    assert told.startswith(shown)
+    status_plan = chosen(base_model, lora={"rank": 32}).plan
+    assert status_plan is not None
+    assert status_plan.startswith(shown)
 
 
 def test_smaller_gpus_divide_a_model_further() -> None:
@@ -132,11 +132,11 @@ def test_micro_batches_are_what_fits_and_never_more_than_was_allowed() -> None:
 def test_a_sampler_on_the_same_gpus_leaves_room_for_less() -> None:
     alone = chosen(an_open_base_model(LARGE)).trainer
 
-    beside = chosen(with_sampler(an_open_base_model(LARGE), COLOCATED)).trainer
+    colocated_trainer = chosen(with_sampler(an_open_base_model(LARGE), COLOCATED)).trainer
 
     assert alone is not None
-    assert beside is not None
-    assert beside.max_batch_tokens < alone.max_batch_tokens
+    assert colocated_trainer is not None
+    assert colocated_trainer.max_batch_tokens < alone.max_batch_tokens
 
 
 def test_the_larger_the_adapters_of_an_engine_on_the_same_gpus_the_less_room_it_leaves() -> None:
@@ -151,7 +151,7 @@ def test_the_larger_the_adapters_of_an_engine_on_the_same_gpus_the_less_room_it_
     assert tokens[1] < tokens[0]
 
 
-def test_the_head_is_told_what_was_chosen() -> None:
+def test_the_head_is_configured_with_the_chosen_parallelism() -> None:
     config = support_objects.head_config(a_build(an_open_base_model(LARGE)))
 
     assert (config.trainer.ranks, config.trainer.tensor_parallel) == (8, 4)
@@ -197,7 +197,7 @@ def test_engines_that_could_never_hold_the_model_are_refused_with_what_would_do(
         f"the BaseModel's sampler.gpusPerReplica: {gpus}, but an engine"
     )
     assert "of each H100-80 (weights " in found.message
-    assert found.message.endswith("which has 79.0 GiB; take 4")
+    assert found.message.endswith("which has 79.0 GiB; use 4")
     assert len(found.message) <= MAX_MESSAGE_LENGTH
     enough = with_sampler(an_open_base_model(LARGE), {**ENGINES, "gpusPerReplica": 4})
     assert isinstance(resolve(a_session(**session), enough, 0), Shape)
@@ -208,8 +208,8 @@ def test_engines_that_could_not_divide_the_model_are_refused_with_what_would_do(
 
     assert found.reason is Reason.NEVER_FITS
     assert found.message == (
-        "the BaseModel's sampler.gpusPerReplica: 3, but an engine can't divide this model (qwen3)"
-        " over so many; take 1"
+        "the BaseModel's sampler.gpusPerReplica: 3, but an engine cannot divide this model (qwen3)"
+        " over so many GPUs; use 1"
     )
 
 
@@ -218,7 +218,7 @@ def test_engines_that_no_number_of_gpus_is_enough_for_are_refused_with_what_else
 
     assert found.reason is Reason.NEVER_FITS
     assert found.message.endswith(
-        "no number up to 16 is enough: take larger GPUs, shorter sequences or a smaller"
+        "no number up to 16 is sufficient: use larger GPUs, shorter sequences or a smaller"
         " limits.maxLoraRank"
     )
 
@@ -231,7 +231,7 @@ def test_slots_for_adapters_of_named_modules_are_not_held_against_an_engine() ->
     of_all = refusal(with_sampler(offered, {**ENGINES, "gpusPerReplica": 1}))
     of_some = with_sampler(offered, {**ENGINES, "gpusPerReplica": 1, "engines": named})
 
-    assert of_all.message.endswith("which has 22.0 GiB; take 2")
+    assert of_all.message.endswith("which has 22.0 GiB; use 2")
     assert chosen(of_some).plan
 
 
@@ -265,8 +265,11 @@ def test_what_was_found_out_once_is_remembered_by_what_it_depends_on(gpu: str) -
 @pytest.mark.parametrize(
     ("planning", "message"),
     [
-        ({"gpu": "H1000", "config": "{}"}, "GPU 'H1000' is not known; accepted: L4-24"),
-        ({"gpu": "H100", "config": "{}"}, "model_type: None can't be planned for; accepted"),
+        ({"gpu": "H1000", "config": "{}"}, "GPU 'H1000' is unknown; accepted: L4-24"),
+        (
+            {"gpu": "H100", "config": "{}"},
+            "model_type: None is not supported by the planner; accepted",
+        ),
         ({"gpu": "H100", "config": "[]"}, "expected the JSON object of a config.json"),
         ({"gpu": "H100", "config": "model"}, "Expecting value"),
         ({"gpu": "H100", "config": '{"model_type": "qwen3"}'}, "hidden_size"),

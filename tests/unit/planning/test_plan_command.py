@@ -184,7 +184,7 @@ def test_more_gpus_than_a_session_can_use_are_refused_with_how_many_it_can(tmp_p
 
     assert refused.exit_code == 1
     assert "at most 512 trainer pods and 64 engines" in " ".join(refused.output.split())
-    assert "Take 4224xH100-80" in refused.output
+    assert "Use 4224xH100-80" in refused.output
 
 
 def test_where_gpus_are_shared_the_engines_are_in_the_trainer_pods(qwen3_8b: str) -> None:
@@ -303,7 +303,7 @@ def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None
 
     assert adapter.exit_code == 0
     assert full.exit_code == 1
-    assert "a full fine-tune of this model (qwen3, 8.2B parameters)" in full.output
+    assert "full fine-tuning of this model (qwen3, 8.2B parameters)" in full.output
     assert "What would fit: 4xH100-80" in full.output
     assert "LoRA of rank 32" in full.output
 
@@ -314,7 +314,7 @@ def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None
         ({"model_type": "mamba"}, ["--gpus", "8xH100"], "model_type: 'mamba'"),
         ({"model_type": "gemma2"}, ["--gpus", "8xH100"], "with trainer.backend torch"),
         ([], ["--gpus", "8xH100"], "expected a JSON object, got list"),
-        (CONFIGS["Qwen/Qwen3-8B"], ["--gpus", "8xH1"], "GPU 'H1' is not known"),
+        (CONFIGS["Qwen/Qwen3-8B"], ["--gpus", "8xH1"], "GPU 'H1' is unknown"),
         (
             CONFIGS["Qwen/Qwen3-8B"],
             ["--gpus", "8xH100", "--sequence-length", "50000"],

@@ -9,15 +9,15 @@ TELL = (
 )
 
 
-def told(limits: str) -> list[int]:
+def limits_of(limits: str) -> list[int]:
     command = ["bash", "-c", f"{limits} && exec {sys.executable} -c '{TELL}'"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [int(number) for number in printed.split()]
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
-    assert told("ulimit -Sn 256 && ulimit -Hn 2048") == [2048, 2048]
+    assert limits_of("ulimit -Sn 256 && ulimit -Hn 2048") == [2048, 2048]
 
 
 def test_a_limit_that_is_as_high_as_it_may_be_stays() -> None:
-    assert told("ulimit -n 512") == [512, 512]
+    assert limits_of("ulimit -n 512") == [512, 512]

@@ -175,5 +175,5 @@ def test_row_indices_that_do_not_rise_from_zero_to_the_number_of_values_are_refu
 ) -> None:
     one = np.zeros(1, np.int64)
 
-    with pytest.raises(InvalidRequest, match="crow_indices must rise"):
+    with pytest.raises(InvalidRequest, match="crow_indices must increase"):
         densify(one, np.array(crow, np.int64), one, shape=[5, 1000], where="x")

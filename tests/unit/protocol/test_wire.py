@@ -1,4 +1,4 @@
-"""What is wrong with a body is told in a few words, however much is wrong with it."""
+"""Messages about an invalid body are short, however many errors it has."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_too_many_entries_of_metadata_are_counted() -> None:
     with pytest.raises(ValidationError) as raised:
         CreateSession.model_validate(SESSION | {"user_metadata": metadata})
 
-    reason = "user_metadata: 65 entries, at most 64 are accepted"
+    reason = "user_metadata: has 65 entries; at most 64 are accepted"
     assert describe(raised.value) == reason
 
 

@@ -145,8 +145,8 @@ def test_what_no_head_would_start_with_is_refused_in_the_words_of_its_configurat
 
     assert plan.status is not None
     assert plan.status.message == (
-        "no head would start with the BaseModel's shapes: ranks: backend megatron trains at ranks;"
-        " set it to 1 or more"
+        "no head would start with the BaseModel's shapes: ranks: 0, but backend megatron"
+        " requires ranks; set ranks to 1 or more"
     )
 
 

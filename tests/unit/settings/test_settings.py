@@ -113,7 +113,7 @@ def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
     monkeypatch.setenv(f"TINKERCLOUD_SAMPLER__INFERENCE__{setting.upper()}", value)
-    with pytest.raises(SettingsRefusedError, match=f"{setting}: {value} wants .*device cpu"):
+    with pytest.raises(SettingsRefusedError, match=f"{setting}: {value} requires .*device is cpu"):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
@@ -316,7 +316,7 @@ def test_a_list_or_table_that_is_not_json_is_told_what_to_write(
 def test_a_fault_of_a_table_names_the_setting_as_where_the_others_are_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = "backend megatron trains at ranks; set it to 1 or more"
+    told = "0, but backend megatron requires ranks; set ranks to 1 or more"
     (tmp_path / "settings.toml").write_text('[trainer]\nbackend = "megatron"\n')
 
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(tmp_path / "settings.toml"))

@@ -148,7 +148,7 @@ async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"inference": InferenceConfig(urls=("http://a",))}, "backend torch asks no server"),
+        ({"inference": InferenceConfig(urls=("http://a",))}, "backend torch uses no servers"),
         ({"backend": "sglang"}, "inference.urls"),
         (
             {"backend": "sglang", "inference": InferenceConfig(kind="vllm", urls=("http://a",))},

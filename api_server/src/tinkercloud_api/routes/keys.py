@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.catalogue import ApiKeyInfo
+from tinkercloud_protocol.listings import ApiKeyInfo
 
 router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
 

@@ -11,7 +11,10 @@ from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.model_names import is_of
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.catalogue import (
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.listings import (
     ModelData,
     ModelInfo,
     SamplerInfo,
@@ -20,9 +23,6 @@ from tinkercloud_protocol.catalogue import (
     SupportedModel,
     WeightsInfo,
 )
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.ids import SamplingSessionId
-from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import CreateSamplingSessionRequest
 from tinkercloud_protocol.training import CreateModelRequest, GetInfoRequest

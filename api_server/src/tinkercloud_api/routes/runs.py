@@ -9,14 +9,14 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.checkpoints import latest
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_protocol.catalogue import (
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.listings import (
     CheckpointInfo,
     CheckpointList,
     Cursor,
     TrainingRunInfo,
     TrainingRunList,
 )
-from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.wire import TtlSeconds, WireModel
 

@@ -10,15 +10,15 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import Session
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.choices import Choices, gathered
-from tinkercloud_protocol.catalogue import (
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.ids import new_session_id
+from tinkercloud_protocol.listings import (
     ClientConfig,
     CreateSessionAnswer,
     DynamicConfig,
     SessionInfo,
     SessionList,
 )
-from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.ids import new_session_id
 from tinkercloud_protocol.wire import Items, Name, Storable, UserMetadata, WireModel
 
 log = structlog.get_logger(__name__)

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.catalogue import ModelUsage, SessionUsage, SessionUsageList
 from tinkercloud_protocol.launch import HeldModel
+from tinkercloud_protocol.listings import ModelUsage, SessionUsage, SessionUsageList
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 

@@ -40,7 +40,7 @@ def split(
     known, pods = _read(trainer.planning, sequence_length), trainer.gpus_per_replica
     demand = Demand(known.model, sequence_length, lora_rank)
     fleet = Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
-    return plan_trainer(demand, fleet, beside=beside)
+    return plan_trainer(demand, fleet, engine=beside)
 
 
 def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> None:

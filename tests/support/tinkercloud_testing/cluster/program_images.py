@@ -34,7 +34,7 @@ from tinkercloud_testing.cluster.images import (
 )
 from tinkercloud_testing.cluster.programs import ROOT, layer_folder, system_tool
 
-_LIGHT = ("tinkercloud-api[postgres]", "tinkercloud-operator")
+_LIGHT = ("tinkercloud-api[postgres,sdk]", "tinkercloud-operator")
 _WORKER = ("tinkercloud-worker[megatron]",)
 PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
     "api-server": ("tinkercloud_api", [_LIGHT]),

@@ -78,7 +78,7 @@ def external(**others: Any) -> Json:
 BASE_MODEL_RULES = (
     Rule(
         "spec.source",
-        "revision: is of a model on the hub; leave it out, or give hub",
+        "revision: only valid with hub; remove it, or set hub",
         {
             "a commit": source(hub="a/b", revision="0" * 40),
             "a branch": source(hub="a/b", revision="refs/pr/1"),
@@ -92,7 +92,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.source",
-        "give exactly one of hub, volume and uri",
+        "set exactly one of hub, volume and uri",
         {
             "hub": source(hub="Qwen/Qwen3-8B"),
             "volume": volume("qwen"),
@@ -124,8 +124,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "replicas: 0 (the head trains, on its CPU) goes with neither gpusPerReplica nor"
-        " cpuRanksPerReplica; 1 or more goes with exactly one of them",
+        "replicas: with 0 (the head trains on its CPU), remove gpusPerReplica and"
+        " cpuRanksPerReplica; with 1 or more, set exactly one of them",
         {
             "the head": trainer(0, 0),
             "one GPU": trainer(1, 1),
@@ -159,8 +159,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "parallelism: tensor x pipeline x expert must divide the ranks: experts are shared out"
-        " between ranks that are there anyway",
+        "parallelism: tensor x pipeline x expert must divide the ranks, replicas x"
+        " gpusPerReplica (or cpuRanksPerReplica)",
         {
             "over data-parallel ranks": trainer(1, 8, "megatron", tensor=2, expert=4),
             "over context-parallel ranks": trainer(1, 4, "megatron", context=4, expert=4),
@@ -174,8 +174,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "parallelism: backend torch keeps a whole copy at each rank; leave it out, or set backend"
-        " to megatron",
+        "parallelism: not supported by backend torch; remove it, or set backend to megatron",
         {
             "megatron": trainer(1, 4, "megatron", tensor=2),
             "ones": trainer(1, 4, tensor=1, pipeline=1, context=1, expert=1),
@@ -190,7 +189,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "sharded: is for backend torch on worker pods; leave it out",
+        "sharded: only valid for backend torch with trainer pods; remove it",
         {
             "two pods": sharded(),
             "many GPUs": sharded(gpus=8),
@@ -204,7 +203,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "planning: is for backend megatron on GPUs; set gpusPerReplica, or leave it out",
+        "planning: only valid for backend megatron with gpusPerReplica; set both, or remove it",
         {
             "megatron on GPUs": planned(),
             "without planning": trainer(2, 4, "torch"),
@@ -225,7 +224,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "planning: with it, the operator chooses the parallelism; leave one of both out",
+        "planning: the operator chooses parallelism; remove parallelism, or planning",
         {
             "planning alone": planned(),
             "ones": planned(tensor=1, pipeline=1, context=1, expert=1),
@@ -239,7 +238,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "planning: plans are for weights in bfloat16; leave dtype out, or planning",
+        "planning: only supports dtype bfloat16; remove dtype, or planning",
         {
             "nothing said": planned(),
             "bfloat16": planned(dtype="bfloat16"),
@@ -253,7 +252,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "backend: megatron trains on worker pods; replicas must be 1 or more",
+        "backend: megatron trains in trainer pods; set replicas to 1 or more",
         {
             "torch in the head": trainer(0, 0, "torch"),
             "torch on workers": trainer(2, 1, "torch"),
@@ -267,8 +266,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "replicas: the torch sampler runs inside the head (0), and external servers are not pods of"
-        " a session (0); sglang needs 1 or more",
+        "replicas: must be 1 or more for backend sglang, and 0 for torch (the head samples) and"
+        " external (the servers are not pods of a session)",
         {
             "torch": sampler("torch", 0, 0),
             "one engine": sglang(1),
@@ -284,7 +283,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "external: goes with backend external, which needs it",
+        "external: required for backend external, and not valid for others",
         {
             "both": external(),
             "neither": sampler("torch", 0, 0),
@@ -298,8 +297,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "sampledLogprobs: inference servers return the model's own logprobs; leave it out, or set"
-        " backend torch",
+        "sampledLogprobs: inference servers only return the model's own logprobs; remove it, or"
+        " set backend to torch",
         {
             "tempered, torch": sampler("torch", 0, 0, sampledLogprobs="tempered"),
             "the model's, torch": sampler("torch", 0, 0, sampledLogprobs="model"),
@@ -313,8 +312,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "gpusPerReplica, colocated: external servers have GPUs that are not a session's; leave both"
-        " out",
+        "gpusPerReplica, colocated: not valid for backend external; remove both",
         {
             "external": external(),
             "engines with GPUs": engines(gpusPerReplica=8),
@@ -328,7 +326,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "engines: is for backend sglang; leave it out",
+        "engines: only valid for backend sglang; remove it",
         {
             "engines": engines(),
             "with a part of the memory": engines(
@@ -345,7 +343,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler.engines",
-        "loraTargetModules: names modules one by one; leave it out for all",
+        "loraTargetModules: 'all' is not a module name; remove the field to target all modules",
         {
             "modules": engines(engines={"loraTargetModules": ["q_proj", "lm_head"]}),
             "one": engines(engines={"loraTargetModules": ["o_proj"]}),
@@ -359,8 +357,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "engines.deviceClassName: colocated engines share GPUs through devices of a class, others"
-        " have GPUs of their own; give colocated and deviceClassName, or neither",
+        "engines.deviceClassName: required for colocated engines, which share GPUs through a"
+        " DeviceClass, and not valid for others; set colocated and deviceClassName, or neither",
         {
             "both": colocated(),
             "another class": colocated(deviceClassName="mig.nvidia.com"),
@@ -377,7 +375,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "engines.processGroup: is for engines with GPUs of their own; leave it out",
+        "engines.processGroup: not valid for colocated engines; remove it",
         {
             "one engine": engines(replicas=1, engines=GROUP),
             "many that read adapters": engines(engines=ENGINES["engines"] | GROUP),
@@ -393,8 +391,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "engines.sharedMemory: is for colocated engines, in whose pod models are trained; leave it"
-        " out, or set engines.processGroup",
+        "engines.sharedMemory: only valid for colocated engines; remove it, or set"
+        " engines.processGroup",
         {
             "colocated": in_one_pod(sharedMemory="cuda"),
             "colocated, of the machine": in_one_pod(sharedMemory="cpu"),
@@ -408,8 +406,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.engines.sharedMemory: models lie in the memory of one trainer pod, which engines"
-        " of others do not see; set trainer.replicas to 1, or leave it out",
+        "sampler.engines.sharedMemory: requires a single trainer pod, because engines in other"
+        " pods cannot map its memory; set trainer.replicas to 1, or remove sharedMemory",
         {
             "one pod with one engine": in_one_pod(sharedMemory="cpu"),
             "one pod with four": in_one_pod(
@@ -427,8 +425,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.engines.processGroup: nccl sends from a trainer's GPU; set trainer.gpusPerReplica,"
-        " or gloo",
+        "sampler.engines.processGroup: nccl requires trainer pods with GPUs; set"
+        " trainer.replicas and trainer.gpusPerReplica, or use gloo",
         {
             "trainers on GPUs": engines(engines=NCCL),
             "gloo from CPUs": base_model(
@@ -448,8 +446,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "image, replicas: engines of backend sglang need an image that holds SGLang, and are 64 at"
-        " most; set image and replicas",
+        "image, replicas: backend sglang needs an image that contains SGLang, and at most 64"
+        " engines; set image, and lower replicas if they exceed it",
         {
             "one": engines(),
             "one, and nothing said of engines": sglang(1),
@@ -465,7 +463,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.colocated: there are no trainer GPUs to share; set trainer.gpusPerReplica",
+        "sampler.colocated: the trainers have no GPUs to share; set trainer.gpusPerReplica",
         {
             "with trainers": colocated(),
             "of its own": base_model(sampler=SAMPLERS),
@@ -482,7 +480,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.gpusPerReplica: an sglang engine of its own needs 1 or more",
+        "sampler.gpusPerReplica: an sglang engine in a pod of its own needs 1 or more",
         {
             "one GPU": sglang(1, 1),
             "shared ones": colocated(),
@@ -498,8 +496,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.gpusPerReplica: colocated engines lie within trainer pods; it must divide"
-        " trainer.gpusPerReplica",
+        "sampler.gpusPerReplica: must divide trainer.gpusPerReplica, because colocated engines"
+        " run inside the trainer pods",
         {
             "half a pod": colocated(),
             "a whole pod": colocated(sampler={"gpusPerReplica": 4, "replicas": 2}),
@@ -515,8 +513,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.replicas: colocated engines share all GPUs of the trainers; it must be"
-        " trainer.replicas x trainer.gpusPerReplica / sampler.gpusPerReplica",
+        "sampler.replicas: must be trainer.replicas x trainer.gpusPerReplica /"
+        " sampler.gpusPerReplica, because colocated engines use all GPUs of the trainers",
         {
             "two in each pod": colocated(),
             "more pods": colocated(sampler={"replicas": 6}, trainer={"replicas": 3}),

@@ -31,8 +31,8 @@ def _of_lists(kind: str) -> tuple[Rule, ...]:
     return (
         Rule(
             path,
-            "name: kubernetes.io/ and requests. are Kubernetes' own; name what a plugin of the"
-            " nodes offers",
+            "name: kubernetes.io/ and requests. are reserved for Kubernetes; use the name of a"
+            " device plugin's resource",
             {
                 "RDMA": with_resources(kind, RDMA),
                 "EFA and huge pages": with_resources(
@@ -49,7 +49,7 @@ def _of_lists(kind: str) -> tuple[Rule, ...]:
         ),
         Rule(
             path,
-            "name: GPUs are asked for with gpusPerReplica; name something else",
+            "name: GPUs are requested with gpusPerReplica; use another resource",
             {
                 "RDMA": with_resources(kind, RDMA),
                 "a NIC of the same maker": with_resources(kind, "nvidia.com/mlnxnics"),
@@ -74,7 +74,7 @@ def _of_shapes(kind: str, without_pods: Json) -> Rule:
 
     return Rule(
         f"spec.{kind}",
-        "extendedResources, environment: are for worker pods; leave both out, or set replicas",
+        "extendedResources, environment: only valid with worker pods; remove both, or set replicas",
         {
             "resources of pods": with_resources(kind, RDMA),
             "variables of pods": with_variables(kind, NCCL_DEBUG="INFO", UCX_TLS="rc"),

@@ -13,12 +13,12 @@ SHAPES: Mapping[str, Json] = {
     "sampler": ENGINES,
 }
 LABELS = (
-    "tinkercloud.dev/, ray.io/ and app.kubernetes.io/ are set here and by KubeRay, and the queue is"
-    " queueName: name something else"
+    "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/ are reserved for Tinkercloud"
+    " and KubeRay; use another key, and queueName for the queue"
 )
 ANNOTATIONS = (
-    "tinkercloud.dev/, ray.io/, app.kubernetes.io/ and the marks against eviction are set here and"
-    " by KubeRay: name something else"
+    "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/, and annotations against"
+    " eviction, are reserved for Tinkercloud and KubeRay; use another key"
 )
 
 
@@ -59,8 +59,7 @@ def _of_shapes(role: str, without_pods: Json) -> Rule:
 
     return Rule(
         f"spec.{role}",
-        "placement: is for pods of this role, of which there are none; leave it out, or set"
-        " replicas",
+        "placement: only valid if this role has pods; remove it, or set replicas",
         {
             "pods elsewhere": placed(role, **ELSEWHERE),
             "pods near each other": placed(role, topologyAffinity={"key": "rack"}),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tinkercloud_testing.sessions import Json, a_base_model_manifest, a_session_manifest
 
-IMMUTABLE = "is immutable; make another session"
+IMMUTABLE = "is immutable; create a new session"
 base_model, session = a_base_model_manifest, a_session_manifest
 
 

@@ -15,8 +15,8 @@ def lora(**fields: bool) -> Json:
 SESSION_RULES = (
     Rule(
         "",
-        "metadata.name: at most 40 characters of a-z, 0-9 and -, beginning with a letter (its"
-        " RayCluster and Services are named after it)",
+        "metadata.name: must have at most 40 characters of a-z, 0-9 and -, and start with a"
+        " letter, because its RayCluster and Services are named after it",
         {
             "one letter": session("a"),
             "letters and digits": session("ts-4f9c2a71-0"),
@@ -46,7 +46,7 @@ SESSION_RULES = (
     ),
     Rule(
         "spec",
-        "role: a Sampler trains nothing; leave lora, restoreFrom and trainer out",
+        "role: a Sampler does not train; remove lora, restoreFrom and trainer",
         {
             "sampler": session(**SAMPLER),
             "fewer samplers": session(**SAMPLER, sampler={"replicas": 1}),

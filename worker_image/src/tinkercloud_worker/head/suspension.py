@@ -250,7 +250,7 @@ class Suspension:
         """
         store = self.backend.store
         manifest = await store.find_suspended(str(model_id))
-        if manifest is None or not manifest.goes_on_from(spec.resume_generation or ""):
+        if manifest is None or not manifest.continues_from(spec.resume_generation or ""):
             raise StateLost(f"training run {model_id} was not suspended by the head it was in")
         return await self.resume(model_id, spec, manifest, accept)
 

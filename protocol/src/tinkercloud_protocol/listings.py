@@ -1,7 +1,7 @@
-"""Answers of the JSON endpoints: sessions, models, runs, checkpoints, capabilities.
+"""Responses of the JSON endpoints: sessions, models, runs, checkpoints, capabilities.
 
-Field names are the SDK's (`tinker.types`). The SDK validates strictly that required fields are
-there and ignores what it does not know.
+Field names are the SDK's (`tinker.types`). The SDK requires the mandatory fields and ignores
+unknown ones.
 """
 
 from datetime import datetime
@@ -13,29 +13,29 @@ from tinkercloud_protocol.training import OptimizerConfig
 
 
 class Answer(BaseModel):
-    """A JSON answer."""
+    """A JSON response."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
 class ClientConfig(Answer):
-    """Flags the SDK reads once, when a client is made. Absent ones take the SDK's defaults."""
+    """Flags that the SDK reads when a client is created. Absent flags have the SDK's defaults."""
 
     parallel_fwdbwd_chunks: bool = True
     proto_compress_fwdbwd: bool = False
-    """zstd on the way up: worth it over a network, a cost on loopback."""
+    """zstd compression of uploads, which pays over a network but not on loopback."""
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
 
 
 class DynamicConfig(Answer):
-    """Flags the SDK re-reads every `refresh_interval_sec` seconds."""
+    """Flags that the SDK reads again every `refresh_interval_sec` seconds."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = True
 
 
 class SupportedModel(Answer):
-    """A model this server offers."""
+    """A model that this server offers."""
 
     model_name: str
     max_context_length: int
@@ -50,7 +50,7 @@ class ServerCapabilities(Answer):
 
 
 class CreateSessionAnswer(Answer):
-    """POST create_session. The SDK logs the messages at the level in their name."""
+    """POST create_session. The SDK logs each message at the level in its name."""
 
     session_id: str
     info_message: str | None = None
@@ -74,15 +74,15 @@ class SessionList(Answer):
 
 
 class ModelUsage(Answer):
-    """A training run of a session, and the memory that its model takes."""
+    """A training run of a session, and the memory that its model uses."""
 
     model_id: str
     base_model: str
     state: Literal["in memory", "suspended", "deleted", "unknown"]
-    """`suspended`: in the store until the next request for it. `unknown`: no head that this server
-    shares among runs holds it: it is in a session of Kubernetes, or was lost with its head."""
+    """`suspended`: in the store until it is requested again. `unknown`: not held by any head that
+    this server shares among runs; it is in a Kubernetes session, or was lost with its head."""
     memory_bytes: int | None
-    """None where that is not known."""
+    """None if unknown."""
 
 
 class SessionUsage(Answer):
@@ -91,12 +91,12 @@ class SessionUsage(Answer):
     session_id: str
     owner: str
     state: Literal["live", "silent", "ended"]
-    """`silent`: not ended, and without a heartbeat for two minutes."""
+    """`silent`: not ended, but without a heartbeat for two minutes."""
     last_heartbeat_at: datetime
-    """As it is in the catalog, where heartbeats are written every half minute."""
+    """As stored in the catalog, which is updated every 30 seconds."""
     models: list[ModelUsage]
     memory_bytes: int | None
-    """Of all its models; None where that is not known."""
+    """Sum over all models; None if unknown."""
 
 
 class SessionUsageList(Answer):
@@ -106,7 +106,7 @@ class SessionUsageList(Answer):
 
 
 class ModelData(Answer):
-    """What a model is made of."""
+    """What a model consists of."""
 
     arch: str | None = None
     model_name: str
@@ -152,7 +152,7 @@ class WeightsInfo(Answer):
 
 
 class Cursor(Answer):
-    """Where a page lies in its list."""
+    """Position of a page in its list."""
 
     offset: int
     limit: int
@@ -171,11 +171,11 @@ class CheckpointInfo(Answer):
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     damage: str | None = None
-    """Why it can't be read, if it can't. The SDK does not know this field."""
+    """Why the checkpoint cannot be read, if so. The SDK does not know this field."""
 
 
 class CheckpointList(Answer):
-    """GET checkpoints, and GET training_runs/{id}/checkpoints (which has no pages)."""
+    """GET checkpoints, and GET training_runs/{id}/checkpoints (which is not paginated)."""
 
     checkpoints: list[CheckpointInfo]
     cursor: Cursor | None = None
@@ -212,4 +212,4 @@ class ApiKeyInfo(Answer):
     details: dict[str, Any]
     expires_at: datetime | None = None
     last_used_at: datetime | None = None
-    """Before this request, to within a minute."""
+    """Time of last use before this request, to within a minute."""

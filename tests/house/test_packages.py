@@ -1,0 +1,52 @@
+"""Each program installs and imports only the packages it needs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"numpy", "protobuf", "tinker", "torch", "transformers"}
+"""Packages that only training and sampling need."""
+
+
+def installed(package: str, *options: str) -> set[str]:
+    """Return the names of the locked dependencies of a workspace package."""
+    command = [str(ROOT / ".uv" / "bin" / "uv"), "export", "--frozen", "--offline", "--quiet"]
+    command += ["--no-default-groups", "--no-emit-workspace", "--no-hashes", "--no-annotate"]
+    exported = subprocess.check_output(
+        [*command, "--no-header", "--package", package, *options], text=True, cwd=ROOT
+    )
+    return set(re.findall(r"^([A-Za-z0-9._-]+)==", exported, re.MULTILINE))
+
+
+@pytest.mark.parametrize("package", ["tinkercloud-operator", "tinkercloud-api"])
+def test_the_control_plane_installs_no_tensor_library_and_no_sdk(package: str) -> None:
+    names = installed(package)
+
+    assert "pydantic" in names
+    assert names & HEAVY == set()
+
+
+def test_the_image_of_the_api_server_contains_the_sdk_for_helm_test() -> None:
+    assert "tinker" in installed("tinkercloud-api", "--extra", "sdk")
+
+
+def test_the_worker_installs_what_training_payloads_need() -> None:
+    assert installed("tinkercloud-worker") >= HEAVY
+
+
+@pytest.mark.parametrize("package", ["tinkercloud_operator", "tinkercloud_planning"])
+def test_no_module_of_the_control_plane_imports_a_tensor_library(package: str) -> None:
+    script = f"""
+import importlib, pkgutil, sys, {package}
+for module in pkgutil.walk_packages({package}.__path__, "{package}."):
+    if not module.name.endswith(".__main__"):
+        importlib.import_module(module.name)
+print(*sys.modules)
+"""
+    loaded = subprocess.check_output([sys.executable, "-c", script], text=True)
+
+    assert set(loaded.split()) & HEAVY == set()
