@@ -171,7 +171,10 @@ def test_a_session_made_again_under_its_name_waits_for_what_the_first_had(
 
     sessions.make("one")
     wait_until(
-        lambda: "earlier session" in sessions.condition("one", "Ready").get("message", ""),
+        lambda: (
+            "deleted session with the same name"
+            in sessions.condition("one", "Ready").get("message", "")
+        ),
         "the status says what is waited for",
         SOON_SECONDS,
     )

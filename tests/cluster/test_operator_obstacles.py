@@ -112,8 +112,8 @@ def test_an_owner_with_too_many_sessions_gets_the_next_when_one_is_gone(
         sessions.wait_for("second", "condition=Ready")
 
         assert phase == "Queued"
-        assert "may have 1 live sessions" in message
-        assert "number 1 of those that wait" in message
+        assert "the limit is 1" in message
+        assert "number 1 in the owner's queue" in message
 
 
 @pytest.mark.parametrize("component", ["head", "trainer", "sampler"])
@@ -306,7 +306,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it(sessions: Sessions) -> N
     sessions.cluster.kubectl("patch", pod, *options, f"--patch={patch}")
 
     sessions.wait_for_reason("one", "NodeNotReady")
-    assert "its node obstacles-0 is not ready" in sessions.condition("one", "Ready")["message"]
+    assert ": node obstacles-0 is not ready" in sessions.condition("one", "Ready")["message"]
 
 
 def test_a_suspended_session_leaves_its_secret_and_comes_back(sessions: Sessions) -> None:

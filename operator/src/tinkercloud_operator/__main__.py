@@ -99,7 +99,7 @@ async def _lead(
         try:
             await _watch_and_work(controller, probes, settings, stop_signal)
         except* WatchingFailed as errors:
-            log.warning("watching failed; beginning anew", error=str(errors))
+            log.warning("the watches failed; restarting them", error=str(errors))
         # A task group that failed keeps to itself that it was cancelled as well.
         this = asyncio.current_task()
         if this is not None and this.cancelling():
@@ -134,7 +134,7 @@ async def _watch_and_work(
         )
         for task in (resync, *workers):
             task.cancel()
-    log.info("watching again, because a kind came or went")
+    log.info("restarting the watches because an API was added or removed")
 
 
 async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
@@ -147,7 +147,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
             await controller.resync()
         except ClusterError as error:
             if str(error) != told:
-                log.warning("could not list everything; trying again", error=str(error))
+                log.warning("could not list all objects; retrying", error=str(error))
             told = str(error)
             if isinstance(error, DefinitionsMissing):
                 served = controller.served

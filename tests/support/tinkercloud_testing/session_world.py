@@ -373,7 +373,9 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "KubeRay is removed": lambda world: world.change(has_kuberay=False),
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
     "the cluster forgets device claims": lambda world: world.change(has_device_claims=False),
-    "an older session comes first": lambda world: world.change(turn="waits for its turn: two"),
+    "an older session comes first": lambda world: world.change(
+        turn="waiting for older sessions to be scheduled: two"
+    ),
     "the older session has its nodes": lambda world: world.change(turn=None),
     "children are refused": lambda world: world.set_refusing(refuses=True),
     "children are welcome": lambda world: world.set_refusing(refuses=False),

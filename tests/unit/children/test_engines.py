@@ -369,7 +369,7 @@ def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
     build = a_build_with({**ENGINES, "resources": {"cpu": "32", "memory": "64Gi"}})
     node = Node(labels={}, taints=(), cpu=32.0, memory=1e12, devices={GPU_RESOURCE: 8})
 
-    assert "no node could ever hold a sampler pod (cpu 32200m" in str(
+    assert "no node has the capacity for a sampler pod (cpu 32200m" in str(
         never_fits(build.shape, [node])
     )
 

@@ -160,7 +160,7 @@ async def test_a_secret_of_an_earlier_session_is_neither_used_nor_taken(operator
     operator.api.put(SECRET, {"data": {"token": "old"}}, ownerReferences=OF_ANOTHER)
 
     await operator.look()
-    with pytest.raises(Refused, match="Secret one-token is not this session's"):
+    with pytest.raises(Refused, match="Secret one-token does not belong to this session"):
         await operator.look()
 
     assert token(operator.api) == "old"

@@ -51,7 +51,7 @@ async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection
     connection.api.openapi = {KUBERAY: OLD}
 
     assert await served.refresh()
-    assert "needs KubeRay 1.6" in (served.kuberay_gap or "")
+    assert "requires KubeRay 1.6" in (served.kuberay_gap or "")
     assert gauge("RayCluster") == 1
 
     connection.api.openapi = {KUBERAY: NEW}
@@ -160,7 +160,7 @@ async def test_watching_starts_again_when_missing_definitions_are_there(
 
 @pytest.mark.parametrize(
     ("why", "status", "text"),
-    [(None, 200, "leading"), ("not everything has been listed yet", 503, "listed yet")],
+    [(None, 200, "leading"), ("the initial list is not complete", 503, "initial list")],
 )
 async def test_a_leader_is_ready_once_it_looks_after_sessions(
     connection: Connection,

@@ -93,8 +93,8 @@ def test_the_second_of_two_that_want_the_same_gpus_waits_and_is_told_for_whom_an
 
     assert queue.turn("first") is None
     assert queue.turn("second") == (
-        "waits for its turn: TrainingSession first came first, and does not have all of its nodes"
-        " yet: 1 Insufficient nvidia.com/gpu"
+        "waiting for older sessions to be scheduled: TrainingSession first is first in line and"
+        " does not have all of its nodes yet: 1 Insufficient nvidia.com/gpu"
     )
 
 
@@ -269,7 +269,10 @@ def test_a_session_whose_turn_has_not_come_has_no_pods_is_queued_and_looks_again
     assert world.children == {}
     assert world.status.phase == "Queued"
     quota = {each.type: each for each in world.status.conditions}[ConditionType.QUOTA_RESERVED]
-    assert (quota.reason, quota.message) == ("Queued", "waits for its turn: two")
+    assert (quota.reason, quota.message) == (
+        "Queued",
+        "waiting for older sessions to be scheduled: two",
+    )
 
 
 def test_a_session_gets_its_pods_when_its_turn_comes() -> None:

@@ -31,7 +31,7 @@ def test_a_session_says_why_it_moves() -> None:
     suspended = find(world.status.conditions, ConditionType.SUSPENDED)
     assert world.status.phase == "Suspending"
     assert suspended is not None
-    assert "node node-0 takes no more pods" in suspended.message
+    assert "node node-0 is cordoned" in suspended.message
 
 
 def test_a_session_without_pods_on_the_cordoned_node_stays() -> None:

@@ -16,7 +16,7 @@ from tinkercloud_testing.sessions import observed
 
 Json = dict[str, Any]
 TEXT: Json = {"type": "string"}
-GAP = "needs KubeRay 1.6 or newer: this one is of 1.4"
+GAP = "requires KubeRay 1.6 or newer: this one is of 1.4"
 
 
 def closed(**properties: Json) -> Json:
@@ -44,8 +44,8 @@ def test_an_older_kuberay_is_known_by_what_its_ray_clusters_lack(
     gap = kuberay_gap(closed(spec=spec))
 
     assert gap is not None
-    assert "needs KubeRay 1.6 or newer" in gap
-    assert f"is of KubeRay {version} and lacks {lacking}." in gap
+    assert "requires KubeRay 1.6 or newer" in gap
+    assert f"is from KubeRay {version} and lacks {lacking};" in gap
 
 
 def test_ray_clusters_with_all_that_is_needed_and_more_have_no_gap() -> None:

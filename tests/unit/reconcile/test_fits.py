@@ -57,7 +57,7 @@ def test_a_pod_that_no_node_of_its_kind_could_hold_never_fits(node: Node) -> Non
     reason = why_never(node)
 
     assert reason is not None
-    assert "no node could ever hold" in reason
+    assert "no node has the capacity for" in reason
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_pod_waits_for_nodes_of_a_kind_that_is_not_there_now(node: Node, place
     assert why_never(node, **placement) is None
     missing = what_is_missing(node, **placement)
     assert missing is not None
-    assert "none of the 1 nodes there are now" in missing
+    assert "none of the 1 current nodes" in missing
 
 
 def test_a_head_too_large_for_the_nodes_there_are_waits_too_while_gpu_nodes_are_to_come() -> None:
@@ -104,7 +104,7 @@ def test_kubernetes_lets_pods_that_ask_for_gpus_on_nodes_that_keep_others_off() 
 
     assert without_kin(shape, [BESIDE_GPUS, large_enough]) is None
     assert never_fits(shape, [BESIDE_GPUS, large_enough]) is None
-    assert "no node could ever hold a trainer pod" in str(
+    assert "no node has the capacity for a trainer pod" in str(
         never_fits(shape, [BESIDE_GPUS, too_small])
     )
 
@@ -114,7 +114,7 @@ def test_kubernetes_adds_no_other_toleration(taint: Json) -> None:
     shape = a_build(a_base_model(trainer=TRAINERS)).shape
     node = a_node(taints=({**GPU_TAINT, **taint},))
 
-    assert "a trainer pod (cpu 1, memory 4Gi, 4 GPUs) needs" in str(
+    assert "as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs)" in str(
         without_kin(shape, [BESIDE_GPUS, node])
     )
 
@@ -159,9 +159,9 @@ def test_a_pod_never_fits_where_nodes_have_fewer_extended_resources(fewer: Json)
     never, missing = with_extended(a_node(others=OF_RDMA | fewer))
 
     assert never == (
-        "no node could ever hold a trainer pod (cpu 1, memory 4Gi, 4 GPUs, rdma/hca 2,"
+        "no node has the capacity for a trainer pod (cpu 1, memory 4Gi, 4 GPUs, rdma/hca 2,"
         " hugepages-2Mi 1024Mi): 1 of 2 nodes match the BaseModel's placement and have GPUs and"
-        " rdma/hca and hugepages-2Mi, and none of those is large enough"
+        " rdma/hca and hugepages-2Mi, but none of them is large enough"
     )
     assert missing is None
 
@@ -172,7 +172,7 @@ def test_a_pod_waits_for_nodes_with_its_extended_resources(none: Json) -> None:
     never, missing = with_extended(a_node(others=OF_RDMA | none))
 
     assert never is None
-    assert "none of the 2 nodes there are now match the BaseModel's placement and have GPUs" in str(
+    assert "none of the 2 current nodes match the BaseModel's placement and have GPUs" in str(
         missing
     )
 

@@ -301,4 +301,4 @@ def test_nothing_is_made_beside_what_an_earlier_session_of_the_name_had() -> Non
 
     assert plan.actions == (HoldFinalizer(held=True),)
     assert plan.status is not None
-    assert "earlier session" in (plan.status.message or "")
+    assert "deleted session with the same name" in (plan.status.message or "")

@@ -69,7 +69,7 @@ def test_a_ray_cluster_that_is_held_in_deletion_is_named_with_its_finalizers(
 
     assert before.reason != Reason.DELETION_STUCK
     assert after.reason == Reason.DELETION_STUCK
-    assert "held by its finalizers example.org/audit:" in after.message
+    assert "blocked by finalizers example.org/audit;" in after.message
 
 
 def test_what_an_earlier_session_of_the_name_left_is_named_too() -> None:
@@ -148,7 +148,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it() -> None:
     reason, message = pod_reason(on_a_node("False", "True"))
 
     assert reason == Reason.NODE_NOT_READY
-    assert "pod one-trainer: its node gpu-3 is not ready" in message
+    assert "pod one-trainer: node gpu-3 is not ready" in message
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Sha
         ("maxLifetimeSeconds", "86401", "86400", {"maxLifetimeSeconds": 86401}),
         ("queueName", "'mine'", "research, urgent", {"queueName": "mine"}),
         ("priorityClassName", "'top'", "high, normal", {"priorityClassName": "top"}),
-        ("trainer.replicas", "3 pods have 12 ranks", "of 8 ranks", {"trainer": {"replicas": 3}}),
+        ("trainer.replicas", "3 pods have 12 ranks", "8 ranks of a", {"trainer": {"replicas": 3}}),
     ],
 )
 def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(
@@ -107,8 +107,8 @@ def test_fewer_trainers_than_a_mixture_s_experts_are_shared_out_over_are_refused
     assert plan.actions == ()
     assert plan.status is not None
     assert plan.status.message == (
-        "spec.trainer.replicas: 1 pods have 4 ranks, which a set of experts of 8 ranks does not"
-        " divide"
+        "spec.trainer.replicas: 1 pods have 4 ranks, which is not a multiple of the 8 ranks of a"
+        " set of experts"
     )
     assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), Shape)
 
@@ -145,8 +145,8 @@ def test_what_no_head_would_start_with_is_refused_in_the_words_of_its_configurat
 
     assert plan.status is not None
     assert plan.status.message == (
-        "no head would start with the BaseModel's shapes: ranks: backend megatron trains at ranks;"
-        " set it to 1 or more"
+        "the head would reject this BaseModel's configuration: ranks: backend megatron trains at"
+        " ranks; set it to 1 or more"
     )
 
 
@@ -163,8 +163,8 @@ def test_one_session_too_many_of_an_owner_waits_and_knows_its_place(older: int, 
     refused = refusal(a_session(), sessions=older)
 
     assert refused.reason is Reason.QUOTA_EXCEEDED
-    assert "may have 3 live sessions" in refused.message
-    assert f"this is number {place} of those that wait" in refused.message
+    assert "the limit is 3" in refused.message
+    assert f"this session is number {place} in the" in refused.message
     assert isinstance(resolve(a_session(), OFFERED, 2), Shape)
 
 
@@ -247,9 +247,9 @@ def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("sampler", "lacked"),
     [
-        ({"image": None}, "sampler.image: engines need one that holds SGLang"),
-        ({"engines": None}, "sampler.engines.deviceClassName: colocated engines share GPUs"),
-        ({"gpusPerReplica": 0}, "sampler.gpusPerReplica: colocated engines need 1 or more"),
+        ({"image": None}, "sampler.image: required for engines"),
+        ({"engines": None}, "sampler.engines.deviceClassName: required for colocated engines"),
+        ({"gpusPerReplica": 0}, "sampler.gpusPerReplica: colocated engines require 1 or more"),
     ],
     ids=["an image", "a class of devices", "GPUs"],
 )
@@ -286,8 +286,9 @@ def test_another_number_of_colocated_engines_is_refused_with_both_numbers(
 
     assert refused.reason is Reason.NOT_ALLOWED
     assert refused.message == (
-        f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
-        f" {trainers or 4} of those hold {held}; leave it out, and choose spec.trainer.replicas"
+        f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
+        f" and {trainers or 4} trainer pods hold {held} engines; omit it, and set"
+        " spec.trainer.replicas instead"
     )
 
 
@@ -305,7 +306,7 @@ def test_a_queue_takes_as_many_trainer_pods_with_engines_as_kueue_has_room_for_g
 
     assert isinstance(refused, Refusal)
     assert refused.message.startswith("spec.trainer.replicas: 4 pods with engines")
-    assert refused.message.endswith("ask for 3 at most")
+    assert refused.message.endswith("request at most 3")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
     assert isinstance(refused, Refusal)
     assert refused.reason is Reason.NOT_ALLOWED
     assert f"spec.sampler.replicas: {engines} pods with engines" in refused.message
-    assert refused.message.endswith(f"ask for {most} at most")
+    assert refused.message.endswith(f"request at most {most}")
     assert isinstance(allowed, Shape)
 
 
@@ -380,4 +381,4 @@ def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:
     stalled = find(plan.status.conditions, ConditionType.STALLED) if plan.status else None
     assert stalled is not None
     assert (stalled.status, stalled.reason) == ("True", "NotAllowed")
-    assert "ask for 16 at most" in stalled.message
+    assert "request at most 16" in stalled.message

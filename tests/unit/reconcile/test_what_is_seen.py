@@ -48,7 +48,7 @@ def test_quantities_are_read_as_kubernetes_writes_them(text: str | int, value: f
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1GiB", "1x", "1.2.3", "much"])
 def test_what_is_no_quantity_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a quantity"):
+    with pytest.raises(ValueError, match="is not a Kubernetes quantity"):
         parse_quantity(text)
 
 
@@ -112,7 +112,7 @@ OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
             "CrashLoopBackOff",
             "back-off (exit code 143): no room for 2 ranks",
         ),
-        (waiting("CrashLoopBackOff", lastState=OUT_OF_MEMORY), "OOMKilled", "more memory"),
+        (waiting("CrashLoopBackOff", lastState=OUT_OF_MEMORY), "OOMKilled", "exceeded its memory"),
         ({"name": "head", "state": OUT_OF_MEMORY}, "OOMKilled", "container head"),
     ],
 )
@@ -278,9 +278,9 @@ def test_a_session_says_that_no_node_of_a_kind_it_wants_is_there() -> None:
     ready = ready_condition(pods=(WITHOUT_ROOM,), nodes=(a_node(gpus=0),))
 
     assert ready.message == (
-        "pod one-trainer: 0/1 nodes; none of the 1 nodes there are now match the BaseModel's"
-        " placement and have GPUs, as a trainer pod (cpu 1, memory 4Gi, 4 GPUs) needs; it waits for"
-        " one"
+        "pod one-trainer: 0/1 nodes; none of the 1 current nodes match the BaseModel's placement"
+        " and have GPUs, as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs); waiting for a"
+        " node"
     )
 
 

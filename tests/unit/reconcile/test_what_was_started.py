@@ -83,7 +83,7 @@ def test_other_numbers_of_pods_wait_until_a_session_is_suspended_and_resumed(
 
     status, reason, message = accepted(world)
     assert (status, reason) == ("True", Reason.CHANGE_WAITS)
-    assert message.startswith("what runs goes on as it was started; suspend and resume")
+    assert message.startswith("running pods keep the spec they started with; suspend and resume")
     assert changed in message
     assert world.status.phase == "Ready"
     assert (world.children, world.pods) == (children, pods)

@@ -57,7 +57,7 @@ def offer_status(
 def _problem(base_model: Manifest, offering: Manifest | None) -> tuple[Reason, str]:
     spec = parsing.base_model(base_model)
     if spec is None:
-        return Reason.NOT_ALLOWED, "this version of the operator can't read its spec"
+        return Reason.NOT_ALLOWED, "this version of the operator cannot read the spec"
     if offering is not None and offering["metadata"]["uid"] != base_model["metadata"]["uid"]:
         name = offering["metadata"]["name"]
         return Reason.DUPLICATE, f"BaseModel {name!r} has the same modelName and is older"

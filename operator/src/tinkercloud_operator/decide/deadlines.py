@@ -56,9 +56,8 @@ def _silence(cluster: Manifest) -> Iterator[Deadline]:
     if made is None or is_seen or "deletionTimestamp" in metadata:
         return
     message = (
-        f"KubeRay has not reacted to RayCluster {metadata['name']} since it was made at"
-        f" {timestamp(made)}: look whether its operator runs, watches this namespace, and what it"
-        " logs"
+        f"KubeRay has not reconciled RayCluster {metadata['name']}, created at {timestamp(made)};"
+        " check that the KubeRay operator is running and watches this namespace, and read its logs"
     )
     yield Deadline(made + SILENT, Reason.KUBERAY_SILENT, message)
 
@@ -71,8 +70,8 @@ def _deletions(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
         if since is None or not holding:
             continue
         message = (
-            f"RayCluster {metadata['name']} is being deleted since {timestamp(since)}, and held by"
-            f" its finalizers {', '.join(holding)}: whoever set them has to remove them"
+            f"RayCluster {metadata['name']} has been terminating since {timestamp(since)}, blocked"
+            f" by finalizers {', '.join(holding)}; the controllers that set them must remove them"
         )
         yield Deadline(since + HELD, Reason.DELETION_STUCK, message)
 
@@ -82,13 +81,13 @@ def _end(pod: Pod) -> Iterator[Deadline]:
         return
     if pod.finalizers:
         why = (
-            f"is held by its finalizers {', '.join(pod.finalizers)}: whoever set them has to remove"
-            " them"
+            f"is blocked by finalizers {', '.join(pod.finalizers)}; the controllers that set them"
+            " must remove them"
         )
     else:
         why = (
-            f"node {pod.node} has not confirmed it: look at the node, and delete the Node, or the"
-            " pod with --force, if it is gone for good"
+            f"node {pod.node} has not confirmed it; check the node and, if it is permanently gone,"
+            " delete the Node, or the pod with --force"
         )
-    message = f"pod {pod.name} should have ended at {timestamp(pod.due)}, and {why}"
+    message = f"pod {pod.name} should have terminated by {timestamp(pod.due)}, but {why}"
     yield Deadline(pod.due + UNCONFIRMED, Reason.DELETION_STUCK, message)

@@ -55,9 +55,9 @@ def kuberay_gap(schema: Schema) -> str | None:
         return None
     version = "1.5" if "authOptions" in _fields(_fields(schema)["spec"]) else "1.4 or older"
     return (
-        f"needs KubeRay {KUBERAY_MINIMUM} or newer: this cluster's definition of RayCluster is of"
-        f" KubeRay {version} and lacks {', '.join(missing)}. Upgrade KubeRay and its CRDs, which"
-        " `helm upgrade` leaves as they are"
+        f"requires KubeRay {KUBERAY_MINIMUM} or newer: the installed RayCluster CRD is from KubeRay"
+        f" {version} and lacks {', '.join(missing)}; upgrade KubeRay and also its CRDs, which"
+        " `helm upgrade` does not upgrade"
     )
 
 
@@ -71,8 +71,8 @@ def own_gap(kind: str, schema: Schema) -> str | None:
     named = ", ".join(missing[:_NAMED_FIELDS])
     more = f" and {len(missing) - _NAMED_FIELDS} more" if len(missing) > _NAMED_FIELDS else ""
     return (
-        f"the cluster's definition of {kind} is older than the operator and lacks {named}{more},"
-        " which are not kept: upgrade the chart tinkercloud-crds"
+        f"the installed {kind} CRD is older than the operator and cannot store {named}{more};"
+        " upgrade the chart tinkercloud-crds"
     )
 
 

@@ -71,7 +71,7 @@ def decide(
         return _after_the_end(observed, finished)
     abandoned_at = _abandoned_at(observed)
     if abandoned_at is not None and observed.now >= abandoned_at:
-        message = "its client stopped asking for it before it ran"
+        message = "its client stopped polling before the session was ready"
         return Decision(Wanted.DELETED, Reason.IDLE, message)
     decision = _before_the_end(observed, idle, max_lifetime_seconds, start_deadline_seconds)
     moments = (abandoned_at, decision.changes_at)
@@ -91,7 +91,7 @@ def _before_the_end(
         return Decision(
             Wanted.FINISHED,
             Reason.LIFETIME_EXCEEDED,
-            f"existed for {max_lifetime_seconds} s, its longest lifetime",
+            f"reached its maximum lifetime ({max_lifetime_seconds} s)",
         )
     if observed.spec.suspend:
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
@@ -106,12 +106,12 @@ def _before_the_end(
 
 def _while_it_may_run(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
-        # Its head serves nobody any more. Who wants it back gets another one.
-        message = "stops before it is resumed"
+        # Its head no longer serves requests; a resumed session gets a new one.
+        message = "stopping; resumes with new pods once the current ones are gone"
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
     node = _cordoned_node(observed)
     if node is not None:
-        message = f"node {node} takes no more pods: moves to other nodes, with its state"
+        message = f"node {node} is cordoned; saving state to move to other nodes"
         return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
     if _owner_suspended_it(observed):
         return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
@@ -132,9 +132,9 @@ def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
     failing = observed.status.failing
     why = failing.message if failing is not None else ""
     if observed.is_declared or observed.status.incarnation is not None:
-        message = f"its pods could not run; suspend and resume it to try again: {why}"
+        message = f"the pods failed to start; suspend and resume the session to retry: {why}"
         return Decision(Wanted.SUSPENDED, Reason.START_FAILED, message, expiry)
-    message = f"its pods could not run: {why}"
+    message = f"the pods failed to start: {why}"
     return Decision(Wanted.FINISHED, Reason.START_FAILED, message)
 
 
@@ -168,7 +168,7 @@ def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision
         unused_since = max(unused_since, observed.last_activity + _UNTOLD)
     idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
-        message = f"unused for {idle.timeout_seconds} s"
+        message = f"idle for {idle.timeout_seconds} s"
         if idle.action == "Delete":
             end = Wanted.FINISHED if observed.is_declared else Wanted.DELETED
             return Decision(end, Reason.IDLE, message)
@@ -243,13 +243,17 @@ def _owner_suspended_it(observed: Observed) -> bool:
 
 def _after_the_end(observed: Observed, finished: datetime) -> Decision:
     if observed.is_declared:
-        return Decision(Wanted.FINISHED, Reason.FINISHED, "over; delete it to start it again")
+        return Decision(
+            Wanted.FINISHED,
+            Reason.FINISHED,
+            "finished; delete and recreate the session to run it again",
+        )
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
-        return Decision(Wanted.DELETED, Reason.FINISHED, "kept as long as it was to be")
+        return Decision(Wanted.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
     if observed.status.failing is not None:
         return replace(_start_failed(observed, None), changes_at=gone_at)
-    return Decision(Wanted.FINISHED, Reason.FINISHED, "over", gone_at)
+    return Decision(Wanted.FINISHED, Reason.FINISHED, "finished", gone_at)
 
 
 def _after(moment: datetime, seconds: int | None) -> datetime | None:

@@ -34,8 +34,8 @@ def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
         if any(_holds(node, request) for node in found):
             continue
         return (
-            f"no node could ever hold a {_described(request)}: {len(found)} of {len(nodes)} nodes"
-            f" {_wanted_of_nodes(request)}, and none of those is large enough"
+            f"no node has the capacity for a {_described(request)}: {len(found)} of {len(nodes)}"
+            f" nodes {_wanted_of_nodes(request)}, but none of them is large enough"
         )
     return None
 
@@ -45,8 +45,8 @@ def without_kin(shape: Shape, nodes: Sequence[Node]) -> str | None:
     for request in shape.pods:
         if not _of_kind(nodes, request):
             return (
-                f"none of the {len(nodes)} nodes there are now"
-                f" {_wanted_of_nodes(request)}, as a {_described(request)} needs; it waits for one"
+                f"none of the {len(nodes)} current nodes {_wanted_of_nodes(request)}, as required by"
+                f" a {_described(request)}; waiting for a node"
             )
     return None
 

@@ -151,7 +151,7 @@ def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | Non
     if scheduled.get("reason") == "SchedulingGated":
         gates = [str(gate["name"]) for gate in manifest.get("spec", {}).get("schedulingGates", [])]
         named = f": {', '.join(gates)}" if gates else ""
-        message = f"is not scheduled before its scheduling gates are removed{named}"
+        message = f"waiting for its scheduling gates to be removed{named}"
         return Trouble(Reason.SCHEDULING_GATED, message)
     containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
     found = (_container_trouble(container) for container in containers)
@@ -168,7 +168,7 @@ def _loss(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
     if ready is None or _is_true(ready) or is_gated or not _is_true(containers):
         return None
     node_name = manifest.get("spec", {}).get("nodeName")
-    return Trouble(Reason.NODE_NOT_READY, f"its node {node_name} is not ready")
+    return Trouble(Reason.NODE_NOT_READY, f"node {node_name} is not ready")
 
 
 def has_failed(manifest: Manifest) -> bool:
@@ -206,7 +206,7 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
     reason = _WAITING.get(waiting.get("reason", ""))
     is_down = "terminated" in state or reason is Reason.CRASH_LOOP
     if is_down and ended.get("reason") == "OOMKilled":
-        return Trouble(Reason.OUT_OF_MEMORY, f"container {name} needed more memory than its limit")
+        return Trouble(Reason.OUT_OF_MEMORY, f"container {name} exceeded its memory limit")
     if reason is None:
         return None
     code = f" (exit code {ended['exitCode']})" if "exitCode" in ended else ""

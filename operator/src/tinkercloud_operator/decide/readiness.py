@@ -78,7 +78,7 @@ def _findings(
         yield Finding(is_reached=True, reason=Reason.HEAD_SERVING)
     waiting = [pod.name for pod in observed.pods if not pod.is_ready and not pod.is_terminating]
     if waiting or head is None:
-        message = f"the model is being loaded; not ready: {', '.join(sorted(waiting)[:4])}"
+        message = f"loading the model; pods not ready: {', '.join(sorted(waiting)[:4])}"
         yield Finding(is_reached=False, reason=Reason.LOADING, message=message)
     else:
         yield Finding(is_reached=True, reason=Reason.LOADED)
@@ -93,12 +93,14 @@ def _accepted(observed: Observed, offered: Shape | Refusal, shape: Shape | Refus
         if not waiting:
             return Finding(is_reached=True, reason=Reason.ACCEPTED)
         message = (
-            "what runs goes on as it was started; suspend and resume the session to change"
+            "running pods keep the spec they started with; suspend and resume the session to apply:"
             f" {', '.join(waiting)}"
         )
         return Finding(is_reached=True, reason=Reason.CHANGE_WAITS, message=message)
     if observed.ray_cluster is not None:
-        message = f"what runs goes on, but could not be started again: {offered.message}"
+        message = (
+            f"still running, but would not start again with the current spec: {offered.message}"
+        )
         return Finding(is_reached=True, reason=offered.reason, message=message)
     return Finding(is_reached=False, reason=offered.reason, message=offered.message)
 
@@ -111,16 +113,16 @@ def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
         # Kueue goes by what is there, and may have chosen a queue where none is named.
         queue = cluster["metadata"].get("labels", {}).get(labels.QUEUE_LABEL)
     if observed.is_held_back:
-        before = "was evicted by Kueue and " if observed.pods else ""
-        through = "through no LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
-        message = f"{before}waits for Kueue to admit it {through}"
+        before = "evicted by Kueue; " if observed.pods else ""
+        through = "without a LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
+        message = f"{before}waiting for admission by Kueue {through}"
         return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
     if queue is None and cluster is None and observed.turn is not None:
         return Finding(is_reached=False, reason=Reason.QUEUED, message=observed.turn)
     if queue is None:
         return Finding(is_reached=True, reason=Reason.NO_QUEUE)
     if cluster is None:
-        message = f"is about to ask LocalQueue {queue!r}"
+        message = f"about to be submitted to LocalQueue {queue!r}"
         waits = Finding(is_reached=False, reason=Reason.QUEUED, message=message)
         return _obstacle(observed, shape) or waits
     return Finding(is_reached=True, reason=Reason.ADMITTED)
@@ -134,18 +136,18 @@ def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
         or _pods_refused(observed.ray_cluster)
     )
     if problem is not None and _serves(observed, shape):
-        message = f"what runs goes on, but could not be made again: {problem.message}"
+        message = f"still running, but could not be recreated: {problem.message}"
         return Finding(is_reached=True, reason=problem.reason, message=message)
     if problem is not None:
         return problem
     if observed.has_predecessors:
-        message = "what an earlier session of this name had is still going"
+        message = "waiting for the resources of a deleted session with the same name to be removed"
         return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
     wanted = _wanted_pods(observed, shape)
     live = [pod for pod in observed.pods if not pod.is_terminating]
     running = sum(pod.is_scheduled for pod in live)
     if running < wanted or any(not pod.is_scheduled for pod in live):
-        message = f"{running} of {wanted} pods are there"
+        message = f"{running} of {wanted} pods are scheduled"
         return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
     return Finding(is_reached=True, reason=Reason.PROVISIONED)
 
@@ -153,16 +155,15 @@ def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
 def _obstacle(observed: Observed, shape: Shape | Refusal) -> Finding | None:
     """Return why children can't be made at all, if they can't."""
     if not observed.has_kuberay:
-        message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
+        message = "the RayCluster API (ray.io/v1) is not installed; install KubeRay"
         return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
     if observed.kuberay_gap is not None:
         message = observed.kuberay_gap
         return Finding(is_reached=False, reason=Reason.KUBERAY_TOO_OLD, message=message)
     if isinstance(shape, Shape) and shape.devices is not None and not observed.has_device_claims:
         message = (
-            "the cluster does not know ResourceClaimTemplates (resource.k8s.io/v1), which"
-            " sampler.engines.deviceClassName of the BaseModel needs: Kubernetes 1.34 or newer has"
-            " them"
+            "the ResourceClaimTemplate API (resource.k8s.io/v1) is not available, but the BaseModel's"
+            " sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34 or newer"
         )
         return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
     if observed.apply_error is not None:
@@ -223,7 +224,7 @@ def _refused(message: str) -> Finding:
     reason = Reason.APPLY_FAILED
     if is_undeclared(message) and "Kind=RayCluster" in message:
         reason = Reason.KUBERAY_TOO_OLD
-        message = f"needs KubeRay {KUBERAY_MINIMUM} or newer, and its CRDs: {message}"
+        message = f"requires KubeRay {KUBERAY_MINIMUM} or newer, including its CRDs: {message}"
     if "exceeded quota" in message:
         reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
     return Finding(is_reached=False, reason=reason, message=message)

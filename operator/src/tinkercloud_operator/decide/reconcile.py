@@ -116,7 +116,7 @@ def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Ref
         support_objects.head_config(Build(Names(observed.name), shape, settings))
     except ValidationError as error:
         problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-        message = f"no head would start with the BaseModel's shapes: {'; '.join(problems)}"
+        message = f"the head would reject this BaseModel's configuration: {'; '.join(problems)}"
         return Refusal(Reason.NOT_ALLOWED, message)
     return shape
 

@@ -111,8 +111,9 @@ def turn_message(ahead: list[Manifest]) -> str:
     why = str(first.get("status", {}).get("message", "")).strip()
     others = f" ({len(ahead)} sessions are ahead)" if len(ahead) > 1 else ""
     return (
-        f"waits for its turn{others}: TrainingSession {first['metadata']['name']} came first, and"
-        " does not have all of its nodes yet" + (f": {why}" if why else "")
+        f"waiting for older sessions to be scheduled{others}: TrainingSession"
+        f" {first['metadata']['name']} is first in line and does not have all of its nodes yet"
+        + (f": {why}" if why else "")
     )
 
 

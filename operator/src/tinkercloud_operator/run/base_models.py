@@ -48,10 +48,17 @@ class BaseModels:
             try:
                 await self._look_at(name)
             except ClusterError as error:
-                log.warning("will look again", base_model=name, error=str(error))
+                log.warning(
+                    "could not update the status of the BaseModel; retrying",
+                    base_model=name,
+                    error=str(error),
+                )
                 self._queue.failed(name)
             except Exception:
-                log.exception("will look again", base_model=name)
+                log.exception(
+                    "updating the status of the BaseModel failed unexpectedly; retrying",
+                    base_model=name,
+                )
                 self._queue.failed(name)
             else:
                 self._queue.done(name)

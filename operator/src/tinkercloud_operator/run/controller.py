@@ -72,7 +72,7 @@ class Controller:
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
         self._cordoned: frozenset[str] = frozenset()
-        self._unready: str | None = "not everything has been listed yet"
+        self._unready: str | None = "the initial list is not complete"
 
     def unready(self) -> str | None:
         """Return why sessions are not looked after; None if they are."""
@@ -133,7 +133,7 @@ class Controller:
         missing = [kind for kind in OWN_KINDS if kind not in self.served]
         if missing:
             self._unready = (
-                f"the cluster does not know {' and '.join(missing)} ({labels.API_VERSION}):"
+                f"the CRDs of {' and '.join(missing)} ({labels.API_VERSION}) are not installed;"
                 " install the chart tinkercloud-crds"
             )
             raise DefinitionsMissing(self._unready)
@@ -157,11 +157,11 @@ class Controller:
                     await self._look_at(name)
             except ClusterError as error:
                 metrics.RECONCILES.labels("retried").inc()
-                log.warning("will look again", session=name, error=str(error))
+                log.warning("reconciliation failed; retrying", session=name, error=str(error))
                 self.queue.failed(name)
             except Exception:
                 metrics.RECONCILES.labels("failed").inc()
-                log.exception("will look again", session=name)
+                log.exception("reconciliation failed unexpectedly; retrying", session=name)
                 self.queue.failed(name)
             else:
                 metrics.RECONCILES.labels("done").inc()
@@ -180,7 +180,7 @@ class Controller:
                 if await self._definitions.refresh():
                     self.needs_resync.set()
             except ClusterError as error:
-                log.info("served definitions could not be read", error=str(error))
+                log.info("could not read the served CRDs; retrying", error=str(error))
 
     async def watch_cordons(self) -> None:
         """Look, forever, which nodes take no more pods, and at the sessions that have some there.
@@ -192,10 +192,12 @@ class Controller:
             try:
                 await self._look_at_cordons()
             except Refused as error:
-                log.info("nodes can't be listed, so cordons are not seen", error=str(error))
+                log.info(
+                    "not permitted to list nodes; cordoned nodes are ignored", error=str(error)
+                )
                 return
             except ClusterError as error:
-                log.info("nodes could not be listed", error=str(error))
+                log.info("could not list nodes; retrying", error=str(error))
             await asyncio.sleep(_CORDONS_SECONDS)
 
     async def _look_at_cordons(self) -> None:

@@ -156,8 +156,8 @@ class Executor:
         owners = secret["metadata"].get("ownerReferences", [])
         if all(owner["uid"] != observed.uid for owner in owners):
             raise Refused(
-                f"Secret {name} is not this session's: it belongs to an earlier one of this name"
-                " that is still going, or to somebody else; it is tried again"
+                f"Secret {name} does not belong to this session, but to a deleted session with the same"
+                " name or to another owner; retrying"
             )
         return secret
 
@@ -185,7 +185,7 @@ class Executor:
                 self._note_own("TrainingSession", patched)
         except NotThere:
             # The answer to letting go may be older than what was seen of the session's deletion.
-            log.debug("gone already", session=observed.name)
+            log.debug("the session is already gone", session=observed.name)
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -210,7 +210,7 @@ class Executor:
         try:
             self._note_own(kind, await self._cluster.apply_status(manifest))
         except NotThere:
-            log.debug("gone before its status was written", kind=kind, name=name)
+            log.debug("the object was deleted before its status was written", kind=kind, name=name)
 
     async def _announce(self, observed: Observed, action: Announce) -> None:
         """Post an Event; one with the same content, as long as it is kept, is the same Event."""
@@ -219,7 +219,11 @@ class Executor:
         try:
             await self._cluster.create(_event(observed, action, name))
         except (Conflict, Refused):
-            log.debug("no new Event", session=observed.name, reason=action.reason)
+            log.debug(
+                "the Event already exists or was rejected",
+                session=observed.name,
+                reason=action.reason,
+            )
 
 
 def _first_refusal(results: Sequence[BaseException | None]) -> Refused | None:

@@ -66,7 +66,7 @@ async def watch(
         except Exception as error:
             raise WatchingFailed(f"{type(error).__name__}: {error}") from error
         if not stop.is_set():
-            raise WatchingFailed("it ended without an error")
+            raise WatchingFailed("the watches ended without an error")
         waiting.cancel()
 
 

@@ -48,7 +48,7 @@ class Heads:
             saved = Saved.model_validate_json(body)
         except (aiohttp.ClientError, TimeoutError, ClusterError, KeyError, ValueError) as error:
             log.warning(
-                "a head did not save its state",
+                "the head did not save its state",
                 session=session,
                 asked=question.what,
                 error=f"{type(error).__name__}: {error}",

@@ -61,7 +61,7 @@ class _Lock(LeaseLock):
             async with asyncio.timeout(self._patience_seconds):
                 await self.api_instance.create_namespaced_lease(namespace, body)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.info("the Lease could not be made", error=str(error))
+            log.info("could not create the Lease", error=str(error))
             return False
         self.renewed_at = begun
         return True
@@ -118,7 +118,7 @@ class Leadership:
             if ended.done():
                 ended.result()
             await competing
-            log.warning("the Lease was lost; competing for it again")
+            log.warning("lost the Lease; campaigning again")
 
     def _config(self, term: Callable[[], Awaitable[None]], ended: "asyncio.Future[None]") -> Config:
         async def begin() -> None:
@@ -161,4 +161,4 @@ class Leadership:
                 lease.spec.holder_identity = None
                 await api.replace_namespaced_lease(name, namespace, lease)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.info("the Lease could not be handed over", error=str(error))
+            log.info("could not release the Lease", error=str(error))

@@ -64,7 +64,9 @@ class Questions:
         try:
             answer = await self._heads.ask(session, question)
         except Exception:
-            log.exception("could not ask a head", session=session, asked=question.what)
+            log.exception(
+                "the save request failed unexpectedly", session=session, asked=question.what
+            )
             answer = None
         if (session, done) not in self._open:
             return

@@ -54,14 +54,14 @@ class Served:
                 if self._known.get(api) != editions.get(api, ""):
                     await self._read(api, editions.get(api, ""))
         except (NotThere, Refused) as error:
-            log.info("served definitions can't be read", error=str(error))
+            log.info("not permitted to read the served CRDs", error=str(error))
         for kind in OWN_KINDS:
             metrics.DEFINITIONS_OUTDATED.labels(kind).set(kind in self.own_gaps)
         metrics.DEFINITIONS_OUTDATED.labels("RayCluster").set(self.kuberay_gap is not None)
         if before == (self.kuberay_gap, self.own_gaps):
             return False
         for gap in filter(None, (self.kuberay_gap, *self.own_gaps.values())):
-            log.error("served definitions are too old", problem=gap)
+            log.error("a served CRD is outdated", problem=gap)
         return True
 
     async def _read(self, api: str, edition: str) -> None:

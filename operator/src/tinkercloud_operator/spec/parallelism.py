@@ -85,12 +85,13 @@ def _read(planning: Planning, sequence_length: int) -> _Known:
     described = families.read(config)
     if described.only_torch:
         raise ValueError(
-            f"config: the megatron trainer refuses {described.only_torch}; set trainer.backend to"
-            " torch, and leave out trainer.planning"
+            f"config: the megatron trainer does not support {described.only_torch}; set"
+            " trainer.backend to torch and omit trainer.planning"
         )
     if sequence_length > described.max_context_length:
         raise ValueError(
-            f"config: the BaseModel's maxContextLength is {sequence_length}, but this model takes"
-            f" {described.max_context_length} tokens (max_position_embeddings); lower it to that"
+            f"config: the BaseModel's maxContextLength is {sequence_length}, but this model supports"
+            f" at most {described.max_context_length} tokens (max_position_embeddings); lower"
+            " maxContextLength"
         )
     return _Known(described, kind)

@@ -34,7 +34,7 @@ def parse_quantity(text: str | int | float) -> float:
     """
     match = _QUANTITY.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"{text!r} is not a quantity; write a number such as 2, 500m or 4Gi")
+        raise ValueError(f"{text!r} is not a Kubernetes quantity; expected e.g. 2, 500m or 4Gi")
     number, suffix = match.groups()
     return float(number) * (_FACTORS[suffix] if suffix is not None else 1.0)
 

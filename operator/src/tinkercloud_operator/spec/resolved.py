@@ -197,19 +197,21 @@ def lacking(base_model: BaseModelSpec) -> list[str]:
     found = []
     if trainer.replicas and not trainer.ranks_per_replica:
         found.append(
-            f"the BaseModel's trainer.replicas: {trainer.replicas}, without gpusPerReplica and"
-            " cpuRanksPerReplica; give one of them"
+            f"the BaseModel's trainer.replicas: got {trainer.replicas}, but neither gpusPerReplica nor"
+            " cpuRanksPerReplica is set; set one of them"
         )
     if sampler.engines is None:
         return found
     if sampler.image is None:
-        found.append("the BaseModel's sampler.image: engines need one that holds SGLang")
+        found.append(
+            "the BaseModel's sampler.image: required for engines; set an image with SGLang"
+        )
     if sampler.colocated and not sampler.gpus_per_replica:
-        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines need 1 or more")
+        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines require 1 or more")
     if sampler.colocated and sampler.engines.device_class_name is None:
         found.append(
-            "the BaseModel's sampler.engines.deviceClassName: colocated engines share GPUs through"
-            " devices of a class; give it"
+            "the BaseModel's sampler.engines.deviceClassName: required for colocated engines, which"
+            " share GPUs through devices of this class"
         )
     return found
 
@@ -228,9 +230,9 @@ def admitted(shape: Shape, max_groups: int) -> Shape | Refusal:
     kind, pods = ("trainer", shape.trainers) if is_shared else ("sampler", shape.samplers)
     return Refusal(
         Reason.NOT_ALLOWED,
-        f"spec.{kind}.replicas: {pods} pods with engines are a group each, {shape.groups} with the"
-        f" others, and Kueue takes {max_groups} in one workload"
-        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); ask for {pods - surplus} at most",
+        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {shape.groups} groups"
+        f" in total, but Kueue accepts at most {max_groups} per workload"
+        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); request at most {pods - surplus}",
     )
 
 
@@ -269,7 +271,7 @@ def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
         ),
     ]
     found = [
-        f"spec.{field}: {asked} is over the BaseModel's {limit}"
+        f"spec.{field}: {asked} exceeds the BaseModel's limit of {limit}"
         for field, asked, limit in pairs
         if asked and limit is not None and asked > limit
     ]
@@ -285,8 +287,8 @@ def _undivided(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
     together = split.tensor * split.pipeline
     groups = [("model copy", together * split.context), ("set of experts", together * split.expert)]
     return [
-        f"spec.trainer.replicas: {asked} pods have {ranks} ranks, which a {what} of {size} ranks"
-        " does not divide"
+        f"spec.trainer.replicas: {asked} pods have {ranks} ranks, which is not a multiple of the"
+        f" {size} ranks of a {what}"
         for what, size in groups
         if ranks % size
     ]
@@ -298,9 +300,9 @@ def _unlike_trainers(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> li
     if not shape.engines_per_trainer or asked in {None, shape.sampler.replicas}:
         return []
     return [
-        f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
-        f" {shape.trainers} of those hold {shape.sampler.replicas}; leave it out, and choose"
-        " spec.trainer.replicas"
+        f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
+        f" and {shape.trainers} trainer pods hold {shape.sampler.replicas} engines; omit it, and set"
+        " spec.trainer.replicas instead"
     ]
 
 
@@ -311,9 +313,9 @@ def _planned_anew(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[
     if not is_open or not shape.engines_per_trainer or shape.trainers >= offered:
         return []
     return [
-        f"spec.trainer.replicas: {shape.trainers}, but with the BaseModel's trainer.planning a"
-        " model may take more of each GPU where there are fewer, and sampler.engines have the"
-        f" memory that {offered} pods leave them; leave it out"
+        f"spec.trainer.replicas: got {shape.trainers}, but the BaseModel plans its parallelism"
+        f" (trainer.planning) for {offered} pods; fewer pods could need more memory per GPU than"
+        " sampler.engines leaves free; omit it"
     ]
 
 
@@ -329,7 +331,7 @@ def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[s
         ),
     ]
     return [
-        f"spec.{field}: {asked!r} is not among what the BaseModel allows:"
+        f"spec.{field}: {asked!r} is not allowed by the BaseModel; allowed values:"
         f" {', '.join(sorted({*offered, *([own] if own else [])})) or 'none'}"
         for field, asked, own, offered in choices
         if asked is not None and asked != own and asked not in offered
@@ -345,9 +347,9 @@ def _too_many(
         return None
     return Refusal(
         Reason.QUOTA_EXCEEDED,
-        f"spec.owner: {spec.owner!r} may have {limit} live sessions of this BaseModel, and has"
-        f" {sessions_of_owner} older ones; this is number {sessions_of_owner - limit + 1} of those"
-        " that wait for one to end: finish or delete one",
+        f"spec.owner: {spec.owner!r} has {sessions_of_owner} older live sessions of this BaseModel,"
+        f" and the limit is {limit}; this session is number {sessions_of_owner - limit + 1} in the"
+        " owner's queue; finish or delete another session",
     )
 
 
