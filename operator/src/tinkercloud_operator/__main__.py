@@ -16,7 +16,7 @@ from pydantic_settings import SettingsError
 from tinkercloud_operator.run.cluster import Cluster, ClusterError
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.handlers import WatchingFailed, watch
-from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings, UnknownSettingError, load_settings
@@ -47,7 +47,7 @@ async def run(settings: Settings) -> None:
         stop_signal.listen()
 
         async def term() -> None:
-            await _lead(cluster, Heads(cluster, http), probes, settings, stop_signal)
+            await _lead(cluster, HeadClient(cluster, http), probes, settings, stop_signal)
 
         leading = asyncio.create_task(leadership.run(term))
         stopped = asyncio.create_task(stop_signal.wait())
@@ -86,16 +86,16 @@ class StopSignal(asyncio.Event):
 
 async def _lead(
     cluster: Cluster,
-    heads: Heads,
+    head_client: HeadClient,
     probes: Probes,
     settings: Settings,
     stop_signal: StopSignal,
 ) -> None:
     """Lead for as long as nobody cancels it; watch again when a kind comes or goes."""
     while True:
-        controller = Controller(cluster, heads, settings)
+        controller = Controller(cluster, head_client, settings)
         probes.unready = controller.unready
-        probes.heard()
+        probes.on_heartbeat()
         try:
             await _watch_and_work(controller, probes, settings, stop_signal)
         except* WatchingFailed as errors:
@@ -120,7 +120,7 @@ async def _watch_and_work(
         resync = tasks.create_task(_resync(controller, stop, settings))
         workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
         workers.append(tasks.create_task(controller.work_on_base_models()))
-        workers.append(tasks.create_task(controller.ask_heads()))
+        workers.append(tasks.create_task(controller.save_heads()))
         workers.append(tasks.create_task(controller.watch_definitions()))
         workers.append(tasks.create_task(controller.watch_cordons()))
         workers.append(tasks.create_task(controller.count()))
@@ -128,7 +128,7 @@ async def _watch_and_work(
         await watch(
             controller,
             settings,
-            on_heartbeat=probes.heard,
+            on_heartbeat=probes.on_heartbeat,
             on_started=stop_signal.listen,
             stop=stop,
         )
@@ -140,20 +140,20 @@ async def _watch_and_work(
 async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
     """List everything now and then; the first list says which kinds there are to watch."""
     served: frozenset[str] | None = None
-    told: str | None = None
+    reported: str | None = None
     while True:
         controller.needs_resync.clear()
         try:
             await controller.resync()
         except ClusterError as error:
-            if str(error) != told:
+            if str(error) != reported:
                 log.warning("could not list all objects; retrying", error=str(error))
-            told = str(error)
+            reported = str(error)
             if isinstance(error, DefinitionsMissing):
                 served = controller.served
             await asyncio.sleep(_RETRY_SECONDS)
             continue
-        told = None
+        reported = None
         # Kinds that were not there when the watching began are not watched.
         if served not in {None, controller.served}:
             stop.set()
@@ -166,7 +166,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
 
 
 def main() -> None:
-    """Run the operator that the environment describes; one that it does not describe is told."""
+    """Run the operator that the environment describes; one that it does not describe is reported."""
     try:
         settings = load_settings()
     except ValidationError as error:

@@ -16,21 +16,21 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
-from tinkercloud_operator.children.secret_marker import has_secret, witness
+from tinkercloud_operator.children.secret_marker import has_secret, secret_marker
 from tinkercloud_operator.decide.actions import (
     Action,
     Apply,
-    AskHead,
     CreateSecret,
+    CreateSecretMarker,
     Delete,
     DeleteSession,
-    HoldFinalizer,
     Plan,
-    WitnessSecret,
+    SaveRequest,
+    SetFinalizer,
 )
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.session_conditions import check_conditions
 from tinkercloud_testing.sessions import (
     COLOCATED,
@@ -46,7 +46,7 @@ from tinkercloud_testing.sessions import (
 SETTINGS = Settings()
 RAY_CLUSTER = ChildKey("RayCluster", "one")
 HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
-TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
+PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
 NODES = frozenset({"node-0", "node-1"})
@@ -77,7 +77,7 @@ class World:
         self.pods: dict[str, Pod] = {}
         self.has_secret = False
         self.is_gone = False
-        self.is_deaf = False
+        self.ignores_saves = False
         self.refuses = False
         self.unknown_fields: frozenset[str] = frozenset()
         """Of the status: what definitions that are older than the operator do not keep."""
@@ -125,7 +125,7 @@ class World:
         if plan.status is not None and (writes is None or writes > len(plan.actions)):
             self._write(plan.status)
         if writes is not None:
-            self.change(answers={}, asked=frozenset(), apply_error=None)
+            self.change(completed_saves={}, pending_saves=frozenset(), apply_error=None)
         check_conditions(before, self.status)
         return plan
 
@@ -140,19 +140,19 @@ class World:
                 self._apply(manifest)
             case CreateSecret():
                 self.has_secret = True
-            case WitnessSecret(secret):
-                assert self.has_secret, "there is nothing to be a witness of"
-                self._apply(witness(secret, "uid-of-the-secret"))
+            case CreateSecretMarker(secret):
+                assert self.has_secret, "there is nothing to be a secret_marker of"
+                self._apply(secret_marker(secret, "uid-of-the-secret"))
             case Delete(key):
                 if key == RAY_CLUSTER:
                     self.children[key]["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
                 else:
                     del self.children[key]
-            case AskHead():
+            case SaveRequest():
                 self._ask(action)
-            case HoldFinalizer(held):
-                self.change(has_finalizer=held)
-                self.is_gone = not held and self.session.deleted is not None
+            case SetFinalizer(present):
+                self.change(has_finalizer=present)
+                self.is_gone = not present and self.session.deleted is not None
             case DeleteSession():
                 self.delete()
 
@@ -164,21 +164,21 @@ class World:
         start: Json = {"spec": {"suspend": True}} if is_queued else {}
         self.children[key] = merged(self.children.get(key, start), manifest)
 
-    def _ask(self, question: AskHead) -> None:
+    def _ask(self, request: SaveRequest) -> None:
         head = self.observe().head
         assert head is not None
-        assert head.incarnation == question.incarnation
-        assert question.timeout_seconds > 0
-        done = (question.what, question.incarnation)
-        if question.what == "suspend":
-            self.stopping.add(question.incarnation)
+        assert head.incarnation == request.incarnation
+        assert request.timeout_seconds > 0
+        key = (request.kind, request.incarnation)
+        if request.kind == "suspend":
+            self.stopping.add(request.incarnation)
             self.pods[head.name] = replace(head, is_ready=False)
-        if self.is_deaf:
-            self.change(asked=self.session.asked | {done})
+        if self.ignores_saves:
+            self.change(pending_saves=self.session.pending_saves | {key})
         else:
-            saved = "tinker://one:train:0/weights/last" if question.what == "checkpoint" else None
-            self.change(answers={**self.session.answers, done: saved})
-            self.change(asked=self.session.asked - {done})
+            saved = "tinker://one:train:0/weights/last" if request.kind == "checkpoint" else None
+            self.change(completed_saves={**self.session.completed_saves, key: saved})
+            self.change(pending_saves=self.session.pending_saves - {key})
 
     # KubeRay, Kueue, the kubelet.
 
@@ -225,7 +225,7 @@ class World:
                 return
             stages = (pod.is_scheduled, pod.is_started, pod.is_ready)
             is_stopping = pod.is_started and pod.incarnation in self.stopping
-            if pod.trouble is None and not all(stages) and not is_stopping:
+            if pod.problem is None and not all(stages) and not is_stopping:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
                 if stage == "is_scheduled":
@@ -254,8 +254,8 @@ class World:
             self.pods[name] = replace(pod, **down) if pod.is_started else pod
         self._tell_head()
 
-    def trouble_pods(self, trouble: Trouble | None) -> None:
-        self.pods = {name: replace(pod, trouble=trouble) for name, pod in self.pods.items()}
+    def break_pods(self, problem: PodProblem | None) -> None:
+        self.pods = {name: replace(pod, problem=problem) for name, pod in self.pods.items()}
 
     def lose_child(self, kind: str) -> None:
         self.children = {key: item for key, item in self.children.items() if key.kind != kind}
@@ -304,8 +304,8 @@ class World:
             self.is_gone = True
         self.change(deleted=self.session.deleted or self.session.now)
 
-    def set_deaf(self, *, is_deaf: bool) -> None:
-        self.is_deaf = is_deaf
+    def set_ignoring_saves(self, *, ignores_saves: bool) -> None:
+        self.ignores_saves = ignores_saves
 
     def set_refusing(self, *, refuses: bool) -> None:
         self.refuses = refuses
@@ -320,8 +320,8 @@ class World:
     def settle(self) -> Plan:
         """End all trouble from outside and take turns until nobody has anything to do."""
         self.refuses = False
-        self.change(has_kuberay=True, has_device_claims=True, turn=None)
-        self.trouble_pods(None)
+        self.change(has_kuberay=True, has_device_claims=True, start_order_message=None)
+        self.break_pods(None)
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
             before = (copy.deepcopy(self.children), dict(self.pods))
@@ -334,8 +334,8 @@ class World:
             is_quiet = not plan.actions and plan.status is None
             if is_quiet and before == (self.children, self.pods):
                 return plan
-            if plan.actions and plan.look_again_seconds is not None:
-                self.pass_time(min(plan.look_again_seconds, 5))
+            if plan.actions and plan.requeue_after_seconds is not None:
+                self.pass_time(min(plan.requeue_after_seconds, 5))
         raise AssertionError(f"does not come to rest: {plan}")
 
 
@@ -351,8 +351,8 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "the head is lost": lambda world: world.lose_pods("head"),
     "the trainers are lost": lambda world: world.lose_pods("trainer"),
     "containers restart": World.restart_containers,
-    "images vanish": lambda world: world.trouble_pods(TROUBLE),
-    "images are back": lambda world: world.trouble_pods(None),
+    "images vanish": lambda world: world.break_pods(PROBLEM),
+    "images are back": lambda world: world.break_pods(None),
     "the RayCluster is deleted": lambda world: world.lose_child("RayCluster"),
     "the Service is deleted": lambda world: world.lose_child("Service"),
     "the Secret is deleted": World.lose_secret,
@@ -363,8 +363,8 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "a node is cordoned": lambda world: world.cordon("node-0"),
     "another node is cordoned": lambda world: world.cordon("node-1"),
     "no node is cordoned": World.cordon,
-    "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
-    "the head hears again": lambda world: world.set_deaf(is_deaf=False),
+    "the head goes deaf": lambda world: world.set_ignoring_saves(ignores_saves=True),
+    "the head hears again": lambda world: world.set_ignoring_saves(ignores_saves=False),
     "its owner wants one trainer": lambda world: world.ask_for_trainers(1),
     "its owner wants all trainers": lambda world: world.ask_for_trainers(None),
     "the BaseModel shrinks": World.shrink_base_model,
@@ -374,9 +374,9 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
     "the cluster forgets device claims": lambda world: world.change(has_device_claims=False),
     "an older session comes first": lambda world: world.change(
-        turn="waiting for older sessions to be scheduled: two"
+        start_order_message="waiting for older sessions to be scheduled: two"
     ),
-    "the older session has its nodes": lambda world: world.change(turn=None),
+    "the older session has its nodes": lambda world: world.change(start_order_message=None),
     "children are refused": lambda world: world.set_refusing(refuses=True),
     "children are welcome": lambda world: world.set_refusing(refuses=False),
     "a minute passes": lambda world: world.pass_time(60),

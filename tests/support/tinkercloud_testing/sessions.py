@@ -10,7 +10,7 @@ from tinkercloud_crds.conditions import Condition
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.children.pods import Build, Names
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import Shape, resolve
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import Node, Observed, Pod
 
 Json = dict[str, Any]
@@ -84,7 +84,7 @@ def a_pod(component: str = "head", **fields: Any) -> Pod:
         "is_ready": True,
         "is_terminating": False,
         "restarts": 0,
-        "trouble": None,
+        "problem": None,
     }
     return Pod(**values | fields)
 
@@ -105,7 +105,7 @@ def observed(**fields: Any) -> Observed:
         "last_activity": None,
         "base_model": a_base_model(),
         "sessions_of_owner": 0,
-        "turn": None,
+        "start_order_message": None,
         "children": {},
         "predecessors": {},
         "has_secret": False,
@@ -115,8 +115,8 @@ def observed(**fields: Any) -> Observed:
         "has_kuberay": True,
         "has_device_claims": True,
         "apply_error": None,
-        "answers": {},
-        "asked": frozenset(),
+        "completed_saves": {},
+        "pending_saves": frozenset(),
         "now": NOON,
     }
     return Observed(**values | fields)
@@ -135,7 +135,7 @@ def a_build(
 ) -> Build:
     """Return what the children of a session are built from, which its base model must allow."""
     shape = resolve(session or a_session(), base_model or a_base_model(), 0)
-    assert isinstance(shape, Shape), shape.message
+    assert isinstance(shape, ResolvedSpec), shape.message
     return Build(Names(name), shape, Settings(**settings))
 
 

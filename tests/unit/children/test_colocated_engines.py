@@ -234,10 +234,10 @@ def test_a_pod_has_shared_memory_for_all_its_containers_and_one_copy_of_the_mode
 
 def test_what_is_counted_are_trainer_pods_with_all_their_containers() -> None:
     build = a_build_with({"resources": {"cpu": "1500m", "memory": "4Gi"}})
-    _, trainers = build.shape.pods
+    _, trainers = build.resolved.pods
 
-    assert build.shape.gpus == 2 * 4
-    assert build.shape.groups == 1 + 2
+    assert build.resolved.gpus == 2 * 4
+    assert build.resolved.groups == 1 + 2
     assert (trainers.component, trainers.count) == ("trainer", 2)
     assert trainers.resources.cpu == "4000m"
     assert trainers.resources.memory == f"{(4 + 2 * 4) * 1024}Mi"
@@ -247,10 +247,10 @@ def test_what_is_counted_are_trainer_pods_with_all_their_containers() -> None:
 def test_devices_are_in_no_node_s_list_and_so_no_reason_why_a_pod_could_never_run() -> None:
     build = a_build(OFFERED)
 
-    assert never_fits(build.shape, [a_node(gpus=0)]) is None
+    assert never_fits(build.resolved, [a_node(gpus=0)]) is None
     # Nodes with such GPUs may be yet to come, and larger.
     large = a_build_with({"resources": {"cpu": "128"}})
-    assert never_fits(large.shape, [a_node(gpus=0)]) is None
+    assert never_fits(large.resolved, [a_node(gpus=0)]) is None
 
 
 def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
@@ -280,7 +280,7 @@ def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> N
     assert template["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 2
     assert not inference.colocated
     assert inference.urls[0] == "http://sampler-0.one-samplers:30000"
-    assert build.shape.gpus == 4 * 2
+    assert build.resolved.gpus == 4 * 2
 
 
 def test_engines_of_a_session_that_trains_nothing_are_handed_no_memory_of_a_trainers_pod() -> None:
@@ -307,7 +307,7 @@ def test_the_claim_s_template_is_a_child_that_is_there_before_pods_are() -> None
 
     applied = [action for action in plan.actions if isinstance(action, Apply)]
     [template] = [each for each in applied if each.manifest["kind"] == "ResourceClaimTemplate"]
-    assert stage(template) is Stage.SURROUNDINGS
+    assert stage(template) is Stage.SUPPORT
     owners = template.manifest["metadata"]["ownerReferences"]
     assert [owner["uid"] for owner in owners] == [seen.uid]
 

@@ -357,9 +357,9 @@ def test_an_engine_may_load_and_requests_wait_for_one_as_long_as_is_said(seconds
 
 def test_engines_and_what_runs_beside_them_are_counted() -> None:
     build = a_build_with({**ENGINES, "resources": {"cpu": "1500m", "memory": "4Gi"}})
-    [_, _, samplers] = build.shape.pods
+    [_, _, samplers] = build.resolved.pods
 
-    assert build.shape.gpus == 2 * 4 + 2 * 2
+    assert build.resolved.gpus == 2 * 4 + 2 * 2
     assert (samplers.count, samplers.gpus) == (2, 2)
     assert (samplers.resources.cpu, samplers.resources.memory) == ("1700m", "5120Mi")
     assert support_objects.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2 + 2
@@ -370,7 +370,7 @@ def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
     node = Node(labels={}, taints=(), cpu=32.0, memory=1e12, devices={GPU_RESOURCE: 8})
 
     assert "no node has the capacity for a sampler pod (cpu 32200m" in str(
-        never_fits(build.shape, [node])
+        never_fits(build.resolved, [node])
     )
 
 

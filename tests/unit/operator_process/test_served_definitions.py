@@ -12,10 +12,10 @@ from tinkercloud_operator import metrics
 from tinkercloud_operator.run import controller as controller_module
 from tinkercloud_operator.run.cluster import Refused
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
-from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
-from tinkercloud_operator.run.served_definitions import Served
+from tinkercloud_operator.run.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_session_manifest
@@ -42,12 +42,12 @@ def gauge(kind: str) -> float:
 @pytest.fixture
 async def controller(connection: Connection) -> AsyncIterator[Controller]:
     async with aiohttp.ClientSession() as http:
-        heads = Heads(connection.cluster, http)
+        heads = HeadClient(connection.cluster, http)
         yield Controller(connection.cluster, heads, Settings(max_concurrent=1))
 
 
 async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD}
 
     assert await served.refresh()
@@ -61,7 +61,7 @@ async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection
 
 
 async def test_a_document_is_read_again_only_when_it_has_changed(connection: Connection) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD}
 
     assert [await served.refresh() for _ in range(3)] == [True, False, False]
@@ -70,7 +70,7 @@ async def test_a_document_is_read_again_only_when_it_has_changed(connection: Con
 
 
 async def test_a_kuberay_that_is_removed_is_not_too_old(connection: Connection) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD, OWN: {}}
     await served.refresh()
 
@@ -83,11 +83,11 @@ async def test_a_kuberay_that_is_removed_is_not_too_old(connection: Connection) 
 async def test_where_definitions_can_not_be_read_nothing_is_said_of_them(
     connection: Connection,
 ) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
 
     assert not await served.refresh()
     assert served.kuberay_gap is None
-    assert served.keepable("TrainingSession", {"phase": "Ready"}) == {"phase": "Ready"}
+    assert served.storable("TrainingSession", {"phase": "Ready"}) == {"phase": "Ready"}
 
 
 async def test_statuses_are_written_without_what_is_not_served(

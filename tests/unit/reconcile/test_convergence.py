@@ -48,7 +48,7 @@ def test_at_rest_nothing_is_to_be_done_before_the_time_it_names_and_something_th
     offer: str, history: Sequence[str]
 ) -> None:
     world = a_world(offer, *history)
-    named = world.settle().look_again_seconds
+    named = world.settle().requeue_after_seconds
 
     world.pass_time(max(0, named - 1) if named is not None else 10 * 365 * 86400)
 
@@ -134,7 +134,7 @@ def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
         assert world.session.now <= end
         plan = world.operate()
         world.happen(next(events))
-        world.pass_time(min(plan.look_again_seconds or 0, 4))
+        world.pass_time(min(plan.requeue_after_seconds or 0, 4))
 
 
 LIVES: Mapping[str, Sequence[str]] = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tinkercloud_operator.decide.drift import is_as_wanted
+from tinkercloud_operator.decide.drift import is_up_to_date
 from tinkercloud_operator.decide.reconcile import children
 from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_build
 
@@ -66,52 +66,52 @@ def without(wanted: Json, path: tuple[Any, ...]) -> Json:
 
 @given(manifests, manifests)
 def test_what_others_add_is_none_of_our_business(wanted: Json, extras: Json) -> None:
-    assert is_as_wanted(wanted, with_extras(wanted, extras))
+    assert is_up_to_date(wanted, with_extras(wanted, extras))
 
 
 @given(manifests, manifests, st.data())
 def test_every_changed_value_is_noticed(wanted: Json, extras: Json, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(paths(wanted)))
 
-    assert not is_as_wanted(wanted, changed(with_extras(wanted, extras), path))
+    assert not is_up_to_date(wanted, changed(with_extras(wanted, extras), path))
 
 
 @given(manifests, st.data())
 def test_every_removed_value_is_noticed(wanted: Json, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(paths(wanted)))
 
-    assert not is_as_wanted(wanted, without(wanted, path))
+    assert not is_up_to_date(wanted, without(wanted, path))
 
 
 @given(manifests, manifests)
 def test_an_object_without_our_fields_is_not_as_wanted(wanted: Json, other: Json) -> None:
     assume(not wanted.keys() & other.keys())
 
-    assert not is_as_wanted(wanted, other)
+    assert not is_up_to_date(wanted, other)
 
 
 def test_what_is_not_there_is_not_as_wanted() -> None:
-    assert not is_as_wanted({"kind": "Service"}, None)
+    assert not is_up_to_date({"kind": "Service"}, None)
 
 
 @pytest.mark.parametrize("live", [{}, {"labels": {}}, {"labels": None}], ids=str)
 def test_an_empty_field_may_be_left_out_as_the_api_server_does(live: Json) -> None:
-    assert is_as_wanted({"labels": {}}, live)
-    assert is_as_wanted({"labels": []}, live | {"labels": []})
+    assert is_up_to_date({"labels": {}}, live)
+    assert is_up_to_date({"labels": []}, live | {"labels": []})
 
 
 @pytest.mark.parametrize("wanted", [{}, []], ids=str)
 def test_an_empty_field_is_not_held_by_something_else(wanted: Any) -> None:
-    assert not is_as_wanted({"emptyDir": wanted}, {"emptyDir": "a string"})
+    assert not is_up_to_date({"emptyDir": wanted}, {"emptyDir": "a string"})
 
 
 def test_a_list_with_another_item_is_not_as_wanted() -> None:
-    assert not is_as_wanted({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]})
+    assert not is_up_to_date({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]})
 
 
 @pytest.mark.parametrize("child", CHILDREN, ids=lambda child: child["kind"])
 def test_an_edit_anywhere_in_a_real_child_is_noticed(child: Json) -> None:
-    unnoticed = [path for path in paths(child) if is_as_wanted(child, changed(child, path))]
+    unnoticed = [path for path in paths(child) if is_up_to_date(child, changed(child, path))]
 
-    assert is_as_wanted(child, child)
+    assert is_up_to_date(child, child)
     assert unnoticed == []

@@ -3,7 +3,7 @@
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.spec.snapshot import Trouble
+from tinkercloud_operator.spec.snapshot import PodProblem
 from tinkercloud_testing.session_world import RAY_CLUSTER, World
 from tinkercloud_testing.sessions import a_base_model
 
@@ -77,11 +77,11 @@ def test_it_says_so_until_its_time_to_live_is_over() -> None:
 
 def test_a_container_that_seems_well_between_crashes_counts_from_its_first() -> None:
     world = begun("for a client")
-    crash = Trouble(Reason.CRASH_LOOP, "container head: exit code 3")
+    crash = PodProblem(Reason.CRASH_LOOP, "container head: exit code 3")
     for _ in range(HOUR // 600 + 2):
-        world.trouble_pods(crash)
+        world.break_pods(crash)
         use_for(world, 300)
-        world.trouble_pods(None)
+        world.break_pods(None)
         use_for(world, 300)
     look(world)
 
@@ -102,7 +102,7 @@ def test_a_session_that_becomes_ready_has_all_of_its_time_again() -> None:
 
 def test_waiting_for_nodes_does_not_count() -> None:
     world = begun("for a client")
-    world.trouble_pods(Trouble(Reason.UNSCHEDULABLE, "0/3 nodes are available"))
+    world.break_pods(PodProblem(Reason.UNSCHEDULABLE, "0/3 nodes are available"))
 
     use_for(world, 5 * HOUR)
 

@@ -29,7 +29,7 @@ from tinkercloud_operator.children.pods import (
     probe,
     with_extras,
 )
-from tinkercloud_operator.spec.resolved import Shape
+from tinkercloud_operator.spec.resolved import ResolvedSpec
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
 
 ADAPTERS_FOLDER = "/adapters"
@@ -56,7 +56,7 @@ _ENVIRONMENT = {
     # /health draws a token otherwise, which an engine that is loading weights can't.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
-_ENVIRONMENT_BESIDE_TRAINERS = {
+_COLOCATED_ENVIRONMENT = {
     # So that the containers of a pod count its GPUs alike.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     # An engine ends if its GPUs are not equally free, and those of ranks that load are not.
@@ -64,25 +64,25 @@ _ENVIRONMENT_BESIDE_TRAINERS = {
     # Graphs keep their memory otherwise, when an engine gives back its own.
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
 }
-_OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
+_ENGINE_VOLUMES = {"token", "scratch", "tmp", "shared-memory", "model"}
 """Volumes that an engine needs of those that all containers have."""
 _SPARE_POSITIONS = 7
 """SGLang refuses prompts that leave fewer than this of its context, and draws none of the last; the
 head takes what fits."""
-_WAITED_SECONDS = 5
+_ADAPTER_WAIT_SECONDS = 5
 """After how long an adapter that waits for a slot gets one: the engine starts nothing more with one
 of those that have them."""
-_SILENT_SECONDS = 1800
+_ENGINE_STALL_SECONDS = 1800
 """How long an engine may draw no token before it is started over: it draws none while it loads a
 whole model's weights."""
-_HUNG_SECONDS = 5
+_ENGINE_KILL_SECONDS = 5
 """How long an engine that is started over may take to end: its `preStop` waits for a head that
 lives."""
 
 
 def sampler_config(build: Build) -> SamplerConfig:
-    """Return what the head is told about sampling."""
-    sampler = build.shape.sampler
+    """Return what the head is options about sampling."""
+    sampler = build.resolved.sampler
     if sampler.external is not None:
         return SamplerConfig(backend="external", inference=_external(build, sampler.external))
     if sampler.engines is None:
@@ -93,17 +93,17 @@ def sampler_config(build: Build) -> SamplerConfig:
         adapters_dir=_adapters_folder(build) if volumes(build) else None,
         adapters_seen=bool(volumes(build)),
         recovery_seconds=sampler.engines.start_timeout_seconds,
-        colocated=bool(build.shape.engines_per_trainer),
-        process_group=_process_group(build.shape, sampler.engines),
+        colocated=bool(build.resolved.engines_per_trainer),
+        process_group=_process_group(build.resolved, sampler.engines),
         # Engines that are not in the trainer's pod see none of its memory.
-        shared_memory=sampler.engines.shared_memory if build.shape.engines_per_trainer else None,
+        shared_memory=sampler.engines.shared_memory if build.resolved.engines_per_trainer else None,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 
 
-def _process_group(shape: Shape, engines: EnginesShape) -> Literal["gloo", "nccl"] | None:
+def _process_group(resolved: ResolvedSpec, engines: EnginesShape) -> Literal["gloo", "nccl"] | None:
     """Return what whole models go over; those of a session that trains nothing lie at the head."""
-    return "gloo" if engines.process_group and shape.trainer is None else engines.process_group
+    return "gloo" if engines.process_group and resolved.trainer is None else engines.process_group
 
 
 def host_name(component: str, number: int) -> str:
@@ -111,37 +111,39 @@ def host_name(component: str, number: int) -> str:
     return f"{component}-{number}"
 
 
-def _component(shape: Shape) -> str:
+def _component(resolved: ResolvedSpec) -> str:
     """Return in which pods engines are."""
-    return "trainer" if shape.engines_per_trainer else "sampler"
+    return "trainer" if resolved.engines_per_trainer else "sampler"
 
 
-def _ports(shape: Shape) -> dict[str, int]:
+def _ports(resolved: ResolvedSpec) -> dict[str, int]:
     """Return the containers of a pod's engines, and where they listen."""
-    if not shape.engines_per_trainer:
+    if not resolved.engines_per_trainer:
         return {"engine": ENGINE_PORT}
-    return {f"engine-{number}": ENGINE_PORT + number for number in range(shape.engines_per_trainer)}
+    return {
+        f"engine-{number}": ENGINE_PORT + number for number in range(resolved.engines_per_trainer)
+    }
 
 
 def _addresses(build: Build) -> list[str]:
     """Return host and port of every engine."""
-    shape = build.shape
-    pods = shape.trainers if shape.engines_per_trainer else shape.samplers
-    hosts = [f"{host_name(_component(shape), pod)}.{build.names.engines}" for pod in range(pods)]
-    return [f"{host}:{port}" for host in hosts for port in _ports(shape).values()]
+    resolved = build.resolved
+    pods = resolved.trainers if resolved.engines_per_trainer else resolved.samplers
+    hosts = [f"{host_name(_component(resolved), pod)}.{build.names.engines}" for pod in range(pods)]
+    return [f"{host}:{port}" for host in hosts for port in _ports(resolved).values()]
 
 
 def volumes(build: Build) -> list[Json]:
     """Return the volumes that the head has for servers' sake, and engines too."""
-    sampler = build.shape.sampler
-    shape = sampler.external or sampler.engines
-    if shape is None or shape.adapters_claim_name is None:
+    sampler = build.resolved.sampler
+    resolved = sampler.external or sampler.engines
+    if resolved is None or resolved.adapters_claim_name is None:
         return []
-    claim = {"claimName": shape.adapters_claim_name}
+    claim = {"claimName": resolved.adapters_claim_name}
     found: list[Json] = [{"name": "adapters", "persistentVolumeClaim": claim}]
-    if isinstance(shape, ExternalServers) and shape.key_secret_name is not None:
+    if isinstance(resolved, ExternalServers) and resolved.key_secret_name is not None:
         items = [{"key": "key", "path": "key"}]
-        secret = {"secretName": shape.key_secret_name, "items": items, "defaultMode": 0o440}
+        secret = {"secretName": resolved.key_secret_name, "items": items, "defaultMode": 0o440}
         found.append({"name": "servers-key", "secret": secret})
     return found
 
@@ -157,17 +159,19 @@ def head_mounts(build: Build) -> list[Json]:
 
 def engines(build: Build) -> list[Json]:
     """Return the containers of a pod's engines."""
-    told = build.shape.sampler.engines
-    assert told is not None  # noqa: S101 - pods that have engines say so
-    return [_engine(build, told, name, port) for name, port in _ports(build.shape).items()]
+    engines_spec = build.resolved.sampler.engines
+    assert engines_spec is not None  # noqa: S101 - pods that have engines say so
+    return [
+        _engine(build, engines_spec, name, port) for name, port in _ports(build.resolved).items()
+    ]
 
 
-def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
-    shape = build.shape
-    sampler, is_colocated = shape.sampler, bool(shape.engines_per_trainer)
+def _engine(build: Build, engines_spec: EnginesShape, name: str, port: int) -> Json:
+    resolved = build.resolved
+    sampler, is_colocated = resolved.sampler, bool(resolved.engines_per_trainer)
     assert sampler.image is not None  # noqa: S101 - without one, a session is refused
     body = container(build, name, sampler.image, sampler.resources, sampler.gpus_per_replica)
-    mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _OF_ENGINES]
+    mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _ENGINE_VOLUMES]
     adapters = [
         {"name": volume["name"], "mountPath": ADAPTERS_FOLDER, "readOnly": True}
         for volume in volumes(build)
@@ -175,15 +179,15 @@ def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
     environment = _ENVIRONMENT
     if is_colocated:
         head = {RAY_HEAD_VARIABLE: build.names.ray_head_service}
-        environment = environment | _ENVIRONMENT_BESIDE_TRAINERS | head
+        environment = environment | _COLOCATED_ENVIRONMENT | head
         # A head that stops finishes the step that runs, for which it needs their memory.
         body = body | {"lifecycle": OUTLIVE_HEAD}
-    probes = _probes(port, told.start_timeout_seconds)
+    probes = _probes(port, engines_spec.start_timeout_seconds)
     if is_colocated:
-        probes = _beside_trainers(probes, port)
+        probes = _colocated_probes(probes, port)
     body = body | {
         "command": ["/bin/bash", "-c", _START, name],
-        "args": _arguments(build, told, port),
+        "args": _arguments(build, engines_spec, port),
         "env": [{"name": variable, "value": value} for variable, value in environment.items()],
         "volumeMounts": [*mounts, *adapters],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
@@ -198,14 +202,14 @@ def _probes(port: int, start_timeout_seconds: int) -> dict[str, Json]:
         "startupProbe": probe(up, period=10, failures=ceil(start_timeout_seconds / 10)),
         "readinessProbe": probe(up, period=10, failures=3),
         # SGLang itself gives a token 20 seconds.
-        "livenessProbe": probe(draws, period=60, failures=_SILENT_SECONDS // 60)
+        "livenessProbe": probe(draws, period=60, failures=_ENGINE_STALL_SECONDS // 60)
         | {"timeoutSeconds": 25},
     }
 
 
-def _beside_trainers(probes: Mapping[str, Json], port: int) -> dict[str, Json]:
+def _colocated_probes(probes: Mapping[str, Json], port: int) -> dict[str, Json]:
     """Return probes of an engine that can't draw while its memory is given away."""
-    soon = {"terminationGracePeriodSeconds": _HUNG_SECONDS}
+    soon = {"terminationGracePeriodSeconds": _ENGINE_KILL_SECONDS}
     return {
         **probes,
         "startupProbe": {**probes["startupProbe"], **soon},
@@ -225,11 +229,11 @@ def engines_service(build: Build) -> Json:
             "publishNotReadyAddresses": True,
             "selector": {
                 labels.SESSION_LABEL: build.names.session,
-                labels.COMPONENT_LABEL: _component(build.shape),
+                labels.COMPONENT_LABEL: _component(build.resolved),
             },
             "ports": [
                 {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
-                for name, port in _ports(build.shape).items()
+                for name, port in _ports(build.resolved).items()
             ],
         },
     }
@@ -237,7 +241,7 @@ def engines_service(build: Build) -> Json:
 
 def external_ports(build: Build) -> list[int]:
     """Return the ports at which other people's servers listen."""
-    external = build.shape.sampler.external
+    external = build.resolved.sampler.external
     urls = [urlsplit(url) for url in external.urls] if external is not None else []
     return sorted({url.port or (443 if url.scheme == "https" else 80) for url in urls})
 
@@ -258,8 +262,8 @@ def _adapters_folder(build: Build) -> str:
     return f"{ADAPTERS_FOLDER}/{build.names.session}"
 
 
-def _arguments(build: Build, told: EnginesShape, port: int) -> list[str]:
-    base_model, sampler = build.shape.base_model, build.shape.sampler
+def _arguments(build: Build, engines_spec: EnginesShape, port: int) -> list[str]:
+    base_model, sampler = build.resolved.base_model, build.resolved.sampler
     options = {
         "--model-path": model_path(base_model),
         "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
@@ -270,13 +274,13 @@ def _arguments(build: Build, told: EnginesShape, port: int) -> list[str]:
         # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
         # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
         "--moe-runner-backend": "triton",
-        **_memory(told),
+        **_memory(engines_spec),
     }
     if base_model.trainer.dtype == "float32":
         # Of itself SGLang takes fa3, and flashinfer on Blackwell, which know half precision only.
         options["--attention-backend"] = "triton"
-    switches = ["--enable-deterministic-inference", *_adapters(build, told)]
-    if build.shape.engines_per_trainer:
+    switches = ["--enable-deterministic-inference", *_adapters(build, engines_spec)]
+    if build.resolved.engines_per_trainer:
         # Every container of the pod sees all of its GPUs; SGLang counts from this one.
         options["--base-gpu-id"] = (port - ENGINE_PORT) * sampler.gpus_per_replica
         # SGLang has no graphs of prompts (`breakable`, its choice) whose memory can be given back.
@@ -285,28 +289,28 @@ def _arguments(build: Build, told: EnginesShape, port: int) -> list[str]:
     return [*(str(word) for option in options.items() for word in option), *switches]
 
 
-def _adapters(build: Build, told: EnginesShape) -> list[str]:
+def _adapters(build: Build, engines_spec: EnginesShape) -> list[str]:
     """Return the options about adapters."""
     options = {
-        "--max-lora-rank": build.shape.base_model.limits.max_lora_rank,
+        "--max-lora-rank": build.resolved.base_model.limits.max_lora_rank,
         # What plans count, as each is as large as the largest adapter. Others wait in the engine's
         # own memory.
         "--max-loras-per-batch": ADAPTER_SLOTS,
         # Otherwise models that are always asked for keep others waiting for ever.
-        "--lora-drain-wait-threshold": _WAITED_SECONDS,
+        "--lora-drain-wait-threshold": _ADAPTER_WAIT_SECONDS,
     }
     words = [str(word) for option in options.items() for word in option]
-    modules = told.lora_target_modules or ["all"]
+    modules = engines_spec.lora_target_modules or ["all"]
     return ["--enable-lora", "--lora-target-modules", *modules, *words]
 
 
-def _memory(told: EnginesShape) -> Json:
+def _memory(engines_spec: EnginesShape) -> Json:
     """Return the options about memory that are chosen."""
     found: Json = {}
-    if told.gpu_memory_percent is not None:
-        found["--mem-fraction-static"] = told.gpu_memory_percent / 100
-    if told.max_cached_tokens is not None:
-        found["--max-total-tokens"] = told.max_cached_tokens
+    if engines_spec.gpu_memory_percent is not None:
+        found["--mem-fraction-static"] = engines_spec.gpu_memory_percent / 100
+    if engines_spec.max_cached_tokens is not None:
+        found["--max-total-tokens"] = engines_spec.max_cached_tokens
     return found
 
 

@@ -13,7 +13,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.placement import Placement, TopologyAffinity
 from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import Devices, Shape
+from tinkercloud_operator.spec.resolved import Devices, ResolvedSpec
 
 Json = dict[str, Any]
 
@@ -111,7 +111,7 @@ class Build:
     """What children are built from."""
 
     names: Names
-    shape: Shape
+    resolved: ResolvedSpec
     settings: Settings
     head_config: str | None = None
     """What the head of pods that are there was told; None: what follows from the rest."""
@@ -119,8 +119,8 @@ class Build:
 
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:
     """Return the template of one group's pods."""
-    settings, source = build.settings, build.shape.base_model.source
-    placement = build.shape.placement_of(component)
+    settings, source = build.settings, build.resolved.base_model.source
+    placement = build.resolved.placement_of(component)
     spec: Json = {
         "serviceAccountName": settings.service_account,
         "automountServiceAccountToken": False,
@@ -131,14 +131,14 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "volumes": _volumes(build, resources),
         **_placement(build, component),
     }
-    devices = build.shape.devices
+    devices = build.resolved.devices
     if devices is not None and component != "head":
         template = build.names.claim_template(devices)
         spec["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": template}]
     if source.volume is None:
-        needs_weights = component != "head" or build.shape.head_computes
+        needs_weights = component != "head" or build.resolved.head_computes
         part = [] if needs_weights else ["description"]
-        spec["initContainers"] = [_fetching(build, container, part)]
+        spec["initContainers"] = [_model_fetcher(build, container, part)]
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     return {
@@ -175,7 +175,7 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         },
         "volumeMounts": _mounts(build.settings),
         "env": [
-            *_trusted(build.settings),
+            *_ca_variables(build.settings),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
@@ -190,7 +190,7 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
 
 
 def with_extras(container: Json, worker: TrainerShape | SamplerShape) -> Json:
-    """Return a worker's container with the resources and variables that its shape names."""
+    """Return a worker's container with the resources and variables that its resolved names."""
     needs = container["resources"]
     amounts = {resource.name: resource.amount for resource in worker.extended_resources}
     # Kubernetes wants them alike: nobody can have more than was set aside.
@@ -203,7 +203,7 @@ def _needs(build: Build, resources: Resources, gpus: int) -> Json:
     """Return what a container asks for: the pod's claim, in which all GPUs are, or GPUs alone."""
     requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
     limits = _limits(build.settings, requests)
-    if gpus and build.shape.devices is not None:
+    if gpus and build.resolved.devices is not None:
         return {"requests": requests, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
     if gpus:
         limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
@@ -215,7 +215,7 @@ def _limits(settings: Settings, requests: Json) -> Json:
     return dict(requests) if settings.limit_cores else {"memory": requests["memory"]}
 
 
-def _trusted(settings: Settings) -> list[Json]:
+def _ca_variables(settings: Settings) -> list[Json]:
     """Return the variables by which OpenSSL, rustls and requests find the authorities to trust."""
     if settings.ca_config_map is None:
         return []
@@ -270,7 +270,7 @@ def _mounts(settings: Settings) -> list[Json]:
 
 def _volumes(build: Build, resources: Resources) -> list[Json]:
     names = build.names
-    volume = build.shape.base_model.source.volume
+    volume = build.resolved.base_model.source.volume
     model: Json = (
         {"emptyDir": {"sizeLimit": "1Mi"}}
         if volume is None
@@ -292,13 +292,13 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
     ]
 
 
-def _fetching(build: Build, container: Json, part: list[str]) -> Json:
+def _model_fetcher(build: Build, container: Json, part: list[str]) -> Json:
     """Return the container that downloads the model, or a part, before the pod's others start.
 
     It has the checkpoint store's credentials, since models may lie there too, and over these those
     of the model's own source, which no other container has.
     """
-    source = build.shape.base_model.source
+    source = build.resolved.base_model.source
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
     if source.revision is not None:
         where = f"{where}@{source.revision}"
@@ -318,7 +318,7 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
 
 
 def _placement(build: Build, component: str) -> Json:
-    placement = build.shape.placement_of(component)
+    placement = build.resolved.placement_of(component)
     spec: Json = {}
     if placement.node_selector:
         spec["nodeSelector"] = dict(placement.node_selector)
@@ -345,7 +345,7 @@ def _affinity(build: Build, component: str, placement: Placement) -> Json:
         required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": required}
     if placement.topology_affinity is not None:
-        role = build.shape.role_placement(component)
+        role = build.resolved.role_placement(component)
         near = {labels.SESSION_LABEL: build.names.session}
         if role is not None and role.topology_affinity is not None:
             near[labels.COMPONENT_LABEL] = component

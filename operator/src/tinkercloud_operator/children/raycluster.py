@@ -24,9 +24,9 @@ from tinkercloud_operator.children.pods import (
     with_extras,
 )
 from tinkercloud_operator.children.support_objects import head_json
-from tinkercloud_operator.spec.pinned import record
+from tinkercloud_operator.spec.pinned import to_annotation
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import RAY_NODE, Shape
+from tinkercloud_operator.spec.resolved import RAY_NODE, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Manifest
 
 API_VERSION = "ray.io/v1"
@@ -69,7 +69,7 @@ _WORKER_START_SECONDS = 120
 
 def ray_cluster(build: Build) -> Json:
     """Return the RayCluster of a session."""
-    placement = build.shape.placement
+    placement = build.resolved.placement
     queue = placement.queue_name
     return {
         "apiVersion": API_VERSION,
@@ -82,7 +82,7 @@ def ray_cluster(build: Build) -> Json:
             },
             "annotations": {
                 **(placement.ray_cluster_annotations or {}),
-                labels.STARTED_WITH: record(build.shape),
+                labels.STARTED_WITH: to_annotation(build.resolved),
                 labels.HEAD_CONFIG: head_json(build),
             },
         },
@@ -95,11 +95,11 @@ def ray_cluster(build: Build) -> Json:
     }
 
 
-def kept(wanted: Manifest, live: Manifest | None) -> Manifest:
+def updatable_fields(wanted: Manifest, live: Manifest | None) -> Manifest:
     """Return what of a RayCluster is put right where the live one differs.
 
     Kueue adds to the pods that it admits, and evicts a RayCluster whose pods are described anew. Of
-    one that it has admitted only the numbers of pods are kept as wanted, which is worth that; the
+    one that it has admitted only the numbers of pods are updatable_fields as wanted, which is worth that; the
     rest waits until the RayCluster queues again.
     """
     if live is None or live.get("spec", {}).get("suspend") is not False:
@@ -115,7 +115,7 @@ def kept(wanted: Manifest, live: Manifest | None) -> Manifest:
 
 
 def _head(build: Build) -> Json:
-    head = build.shape.base_model.head
+    head = build.resolved.base_model.head
     body = container(build, "head", head.image, head.resources, gpus=0) | {
         "command": ["/bin/bash", "-c", _START_HEAD],
         "ports": [
@@ -160,10 +160,10 @@ def _object_store(resources: Resources) -> Json:
 
 
 def _trainers(build: Build) -> list[Json]:
-    trainer = build.shape.trainer
+    trainer = build.resolved.trainer
     if trainer is None or trainer.replicas == 0:
         return []
-    if build.shape.engines_per_trainer:
+    if build.resolved.engines_per_trainer:
         return [_trainer_with_engines(build, trainer, number) for number in range(trainer.replicas)]
     return [_trainer(build, trainer)]
 
@@ -180,16 +180,18 @@ def _trainer(build: Build, trainer: TrainerShape) -> Json:
 
 def _trainer_with_engines(build: Build, trainer: TrainerShape, number: int) -> Json:
     """Return the group of one trainer pod, on whose GPUs engines sample while it does not train."""
-    alone = {"replicas": 1, "resources": _with_room_for_engines(build.shape, trainer.resources)}
-    group = _named(build, _trainer(build, trainer.model_copy(update=alone)), "trainer", number)
+    alone = {"replicas": 1, "resources": _with_room_for_engines(build.resolved, trainer.resources)}
+    group = _with_engines(
+        build, _trainer(build, trainer.model_copy(update=alone)), "trainer", number
+    )
     # KubeRay reads a limit that is not there. The rest of the shared memory is the engines'.
     own = {"num-gpus": str(trainer.gpus_per_replica), **_object_store(trainer.resources)}
     return group | {"rayStartParams": group["rayStartParams"] | own}
 
 
-def _with_room_for_engines(shape: Shape, own: Resources) -> Resources:
+def _with_room_for_engines(resolved: ResolvedSpec, own: Resources) -> Resources:
     """Return what a trainer's container needs, with volumes that its pod's engines use too."""
-    everyone = [own, *[shape.sampler.resources] * shape.engines_per_trainer]
+    everyone = [own, *[resolved.sampler.resources] * resolved.engines_per_trainer]
     shared = sum(parse_quantity(each.shared_memory) for each in everyone)
     # The base model lies on it once, whoever reads it.
     scratch = max((each.scratch for each in everyone), key=parse_quantity)
@@ -199,12 +201,12 @@ def _with_room_for_engines(shape: Shape, own: Resources) -> Resources:
 
 
 def _samplers(build: Build) -> list[Json]:
-    return [_engine(build, number) for number in range(build.shape.samplers)]
+    return [_engine(build, number) for number in range(build.resolved.samplers)]
 
 
 def _engine(build: Build, number: int) -> Json:
     """Return the group of one engine that has a pod to itself."""
-    sampler = build.shape.sampler
+    sampler = build.resolved.sampler
     needed = {"cpu": RAY_NODE.cpu, "memory": RAY_NODE.memory}
     beside = {
         "replicas": 1,
@@ -216,10 +218,10 @@ def _engine(build: Build, number: int) -> Json:
     group = _group(build, "sampler", sampler.model_copy(update=beside), gpus=0, ranks=0)
     # Shared memory is the engine's.
     params = group["rayStartParams"] | {"object-store-memory": str(_LEAST_OBJECT_STORE)}
-    return _named(build, group, "sampler", number) | {"rayStartParams": params}
+    return _with_engines(build, group, "sampler", number) | {"rayStartParams": params}
 
 
-def _named(build: Build, group: Json, component: str, number: int) -> Json:
+def _with_engines(build: Build, group: Json, component: str, number: int) -> Json:
     """Return a group of one pod that has engines: pods of one group can't have names."""
     pod = group["template"]["spec"]
     pod["containers"].extend(engines.engines(build))
@@ -232,7 +234,7 @@ def _named(build: Build, group: Json, component: str, number: int) -> Json:
 def _group(
     build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int, ranks: int
 ) -> Json:
-    image = worker.image or build.shape.base_model.head.image
+    image = worker.image or build.resolved.base_model.head.image
     # KubeRay names the container's command. Its probes would ask Ray's dashboard agent, which
     # serves nothing unless Ray's dashboard is installed; a worker lives as its raylet does.
     alive = probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)

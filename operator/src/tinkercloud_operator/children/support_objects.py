@@ -11,7 +11,7 @@ from tinkercloud_operator.children.pods import (
     model_path,
 )
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import Shape
+from tinkercloud_operator.spec.resolved import ResolvedSpec
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -49,7 +49,7 @@ def token_secret(build: Build) -> Json:
 
 def head_config(build: Build) -> HeadConfig:
     """Return what the head is told at birth."""
-    settings, base_model = build.settings, build.shape.base_model
+    settings, base_model = build.settings, build.resolved.base_model
     return HeadConfig(
         head=build.names.session,
         model=BaseModelSource(name=base_model.model_name, path=model_path(base_model)),
@@ -58,13 +58,13 @@ def head_config(build: Build) -> HeadConfig:
         scratch_dir=f"{SCRATCH_FOLDER}/head",
         reason_file=_TERMINATION_LOG,
         listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
-        trainer=_trainer_config(build.shape),
+        trainer=_trainer_config(build.resolved),
         sampler=engines.sampler_config(build),
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
-            max_snapshot_bytes=_snapshot_bytes(build.shape),
-            max_placed_bytes=_placed_bytes(build.shape),
+            max_snapshot_bytes=_snapshot_bytes(build.resolved),
+            max_placed_bytes=_placed_bytes(build.resolved),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
@@ -72,29 +72,29 @@ def head_config(build: Build) -> HeadConfig:
     )
 
 
-def _snapshot_bytes(shape: Shape) -> int:
+def _snapshot_bytes(resolved: ResolvedSpec) -> int:
     """Return what the head may keep of weights to sample from, next to what else is on its disk.
 
     A pod whose scratch space overflows is evicted, and with it goes the run.
     """
-    base_model = shape.base_model
-    has_base_model = base_model.source.volume is None and shape.head_computes
+    base_model = resolved.base_model
+    has_base_model = base_model.source.volume is None and resolved.head_computes
     share = _SNAPSHOT_SHARE / 2 if has_base_model else _SNAPSHOT_SHARE
     return max(1, int(parse_quantity(base_model.head.resources.scratch) * share))
 
 
-def _placed_bytes(shape: Shape) -> int:
+def _placed_bytes(resolved: ResolvedSpec) -> int:
     """Return what a trainer pod may keep of whole models; see `_snapshot_bytes`."""
-    if shape.trainer is None:
+    if resolved.trainer is None:
         return Limits().max_placed_bytes
-    share = _SNAPSHOT_SHARE / 2 if shape.base_model.source.volume is None else _SNAPSHOT_SHARE
-    return max(1, int(parse_quantity(shape.trainer.resources.scratch) * share))
+    share = _SNAPSHOT_SHARE / 2 if resolved.base_model.source.volume is None else _SNAPSHOT_SHARE
+    return max(1, int(parse_quantity(resolved.trainer.resources.scratch) * share))
 
 
-def _trainer_config(shape: Shape) -> TrainerConfig:
-    trainer = shape.trainer
+def _trainer_config(resolved: ResolvedSpec) -> TrainerConfig:
+    trainer = resolved.trainer
     if trainer is None:
-        return TrainerConfig(backend="none", dtype=shape.base_model.trainer.dtype)
+        return TrainerConfig(backend="none", dtype=resolved.base_model.trainer.dtype)
     parallelism = trainer.parallelism
     return TrainerConfig(
         backend=trainer.backend,
@@ -194,7 +194,7 @@ def claim_templates(build: Build) -> list[Json]:
 
     There is none where each container asks for GPUs of its own.
     """
-    devices = build.shape.devices
+    devices = build.resolved.devices
     if devices is None:
         return []
     exactly = {
@@ -225,7 +225,7 @@ def disruption_budget(build: Build) -> Json:
         "kind": "PodDisruptionBudget",
         "metadata": {"name": build.names.disruption_budget},
         "spec": {
-            "minAvailable": sum(kind.count for kind in build.shape.pods),
+            "minAvailable": sum(kind.count for kind in build.resolved.pods),
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
         },

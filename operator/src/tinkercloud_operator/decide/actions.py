@@ -28,7 +28,7 @@ class CreateSecret:
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessSecret:
+class CreateSecretMarker:
     """Make the witness of the session's Secret, which exists."""
 
     manifest: Manifest
@@ -43,20 +43,20 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
-class AskHead:
+class SaveRequest:
     """Ask the head for something that it answers when it is done."""
 
-    what: Literal["suspend", "checkpoint"]
+    kind: Literal["suspend", "checkpoint"]
     url: str
     incarnation: str
     timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class HoldFinalizer:
+class SetFinalizer:
     """Hold, or let go of, the session's finalizer."""
 
-    held: bool
+    present: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DeleteSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class PostEvent:
     """Post an Event, once for each reason and message in a while."""
 
     reason: Reason
@@ -73,7 +73,9 @@ class Announce:
     is_warning: bool
 
 
-Action = Apply | CreateSecret | WitnessSecret | Delete | AskHead | HoldFinalizer | DeleteSession
+Action = (
+    Apply | CreateSecret | CreateSecretMarker | Delete | SaveRequest | SetFinalizer | DeleteSession
+)
 
 
 class Stage(IntEnum):
@@ -81,7 +83,7 @@ class Stage(IntEnum):
 
     SESSION = 1
     """What the session itself, or an existing pod, is told."""
-    SURROUNDINGS = 2
+    SUPPORT = 2
     """What pods are told and bound by. The finalizer, too, is held before there are pods, which
     alone hold what could be lost; the rest goes with its owner."""
     PODS = 3
@@ -94,11 +96,11 @@ def stage(action: Action) -> Stage:
     match action:
         case Apply(manifest) if manifest["kind"] in {"RayCluster", "Service"}:
             return Stage.PODS
-        case WitnessSecret():
+        case CreateSecretMarker():
             return Stage.PODS
-        case Apply() | CreateSecret() | HoldFinalizer(held=True):
-            return Stage.SURROUNDINGS
-        case AskHead() | Delete() | DeleteSession() | HoldFinalizer():
+        case Apply() | CreateSecret() | SetFinalizer(present=True):
+            return Stage.SUPPORT
+        case SaveRequest() | Delete() | DeleteSession() | SetFinalizer():
             return Stage.SESSION
 
 
@@ -107,10 +109,10 @@ class Plan:
     """What is to be done, then what is to be told, and when to look again."""
 
     actions: tuple[Action, ...] = ()
-    announcement: Announce | None = None
+    event: PostEvent | None = None
     status: TrainingSessionStatus | None = None
     """None leaves the status as it is."""
-    look_again_seconds: float | None = None
+    requeue_after_seconds: float | None = None
     """None: when something happens."""
 
     @property

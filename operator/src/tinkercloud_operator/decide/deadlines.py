@@ -8,11 +8,11 @@ from tinkercloud_crds.conditions import Reason, timestamp
 from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Manifest, Observed, Pod
 
-SILENT = timedelta(minutes=5)
+KUBERAY_TIMEOUT = timedelta(minutes=5)
 """Time within which KubeRay says that it has seen a RayCluster, however busy it is."""
-HELD = timedelta(minutes=5)
+DELETION_TIMEOUT = timedelta(minutes=5)
 """Time within which a RayCluster that is deleted is gone."""
-UNCONFIRMED = timedelta(minutes=1)
+TERMINATION_TIMEOUT = timedelta(minutes=1)
 """Time after its grace period within which a node confirms the end of a pod."""
 _WAITS_FOR_DEPENDENTS = "foregroundDeletion"
 """Finalizer of an object whose dependents go first: those are what is waited for."""
@@ -41,15 +41,17 @@ def next_deadline(observed: Observed) -> datetime | None:
 
 def _deadlines(observed: Observed) -> Iterator[Deadline]:
     cluster = observed.ray_cluster
-    if cluster is not None and not observed.is_held_back and not observed.pods:
-        yield from _silence(cluster)
+    if cluster is not None and not observed.is_suspended_by_kueue and not observed.pods:
+        yield from _kuberay_deadline(cluster)
     children = {**observed.children, **observed.predecessors}
-    yield from _deletions(child for key, child in children.items() if key.kind == "RayCluster")
+    yield from _deletion_deadlines(
+        child for key, child in children.items() if key.kind == "RayCluster"
+    )
     for pod in observed.pods:
-        yield from _end(pod)
+        yield from _pod_deadline(pod)
 
 
-def _silence(cluster: Manifest) -> Iterator[Deadline]:
+def _kuberay_deadline(cluster: Manifest) -> Iterator[Deadline]:
     metadata = cluster["metadata"]
     made = parse_time(metadata.get("creationTimestamp"))
     is_seen = "observedGeneration" in cluster.get("status", {})
@@ -59,10 +61,10 @@ def _silence(cluster: Manifest) -> Iterator[Deadline]:
         f"KubeRay has not reconciled RayCluster {metadata['name']}, created at {timestamp(made)};"
         " check that the KubeRay operator is running and watches this namespace, and read its logs"
     )
-    yield Deadline(made + SILENT, Reason.KUBERAY_SILENT, message)
+    yield Deadline(made + KUBERAY_TIMEOUT, Reason.KUBERAY_SILENT, message)
 
 
-def _deletions(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
+def _deletion_deadlines(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
     for cluster in clusters:
         metadata = cluster["metadata"]
         since = parse_time(metadata.get("deletionTimestamp"))
@@ -73,10 +75,10 @@ def _deletions(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
             f"RayCluster {metadata['name']} has been terminating since {timestamp(since)}, blocked"
             f" by finalizers {', '.join(holding)}; the controllers that set them must remove them"
         )
-        yield Deadline(since + HELD, Reason.DELETION_STUCK, message)
+        yield Deadline(since + DELETION_TIMEOUT, Reason.DELETION_STUCK, message)
 
 
-def _end(pod: Pod) -> Iterator[Deadline]:
+def _pod_deadline(pod: Pod) -> Iterator[Deadline]:
     if pod.due is None:
         return
     if pod.finalizers:
@@ -90,4 +92,4 @@ def _end(pod: Pod) -> Iterator[Deadline]:
             " delete the Node, or the pod with --force"
         )
     message = f"pod {pod.name} should have terminated by {timestamp(pod.due)}, but {why}"
-    yield Deadline(pod.due + UNCONFIRMED, Reason.DELETION_STUCK, message)
+    yield Deadline(pod.due + TERMINATION_TIMEOUT, Reason.DELETION_STUCK, message)

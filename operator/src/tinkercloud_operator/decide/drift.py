@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tinkercloud_operator.spec.snapshot import Manifest
 
 
-def is_as_wanted(wanted: Manifest, live: Manifest | None) -> bool:
+def is_up_to_date(wanted: Manifest, live: Manifest | None) -> bool:
     """Whether a live object holds everything the wanted one says."""
     return live is not None and _holds(wanted, live)
 

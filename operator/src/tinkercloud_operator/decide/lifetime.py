@@ -16,20 +16,20 @@ from tinkercloud_crds.shapes import Idle
 from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Observed
 
-_WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
+_AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
 """What a session waits for before it can be used."""
-_ON_ITS_WAY = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
+_STARTING = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
 """Reasons of a session that nobody can use yet, and that nobody has to help."""
 
-_UNTOLD = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
+_ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
 """For how long a session in use may not be said to be: the API server's replicas let some seconds
 more go by, and a write of theirs may fail."""
-_ABANDONED = timedelta(minutes=10)
+_ABANDONED_AFTER = timedelta(minutes=10)
 """After this long without a request, the client of a session that never ran is taken for gone: one
 that waits asks again every minute. If it returns after all, another session is made for it."""
 
 
-class Wanted(StrEnum):
+class DesiredState(StrEnum):
     """What a session is to be."""
 
     RUNNING = "Running"
@@ -46,7 +46,7 @@ class Wanted(StrEnum):
 class Decision:
     """What is wanted, why, and when that may change by itself."""
 
-    wanted: Wanted
+    desired: DesiredState
     reason: Reason
     message: str
     changes_at: datetime | None = None
@@ -68,19 +68,19 @@ def decide(
     """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
-        return _after_the_end(observed, finished)
+        return _after_finish(observed, finished)
     abandoned_at = _abandoned_at(observed)
     if abandoned_at is not None and observed.now >= abandoned_at:
         message = "its client stopped polling before the session was ready"
-        return Decision(Wanted.DELETED, Reason.IDLE, message)
-    decision = _before_the_end(observed, idle, max_lifetime_seconds, start_deadline_seconds)
+        return Decision(DesiredState.DELETED, Reason.IDLE, message)
+    decision = _before_finish(observed, idle, max_lifetime_seconds, start_deadline_seconds)
     moments = (abandoned_at, decision.changes_at)
     return replace(
         decision, changes_at=min((each for each in moments if each is not None), default=None)
     )
 
 
-def _before_the_end(
+def _before_finish(
     observed: Observed,
     idle: Idle | None,
     max_lifetime_seconds: int | None,
@@ -89,35 +89,35 @@ def _before_the_end(
     expiry = _after(observed.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
         return Decision(
-            Wanted.FINISHED,
+            DesiredState.FINISHED,
             Reason.LIFETIME_EXCEEDED,
             f"reached its maximum lifetime ({max_lifetime_seconds} s)",
         )
     if observed.spec.suspend:
-        return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
     failed_at = _failed_at(observed, start_deadline_seconds)
     if failed_at is not None and observed.now >= failed_at:
         return _start_failed(observed, expiry)
-    running = _while_it_may_run(observed, idle, expiry)
-    if failed_at is None or running.wanted is not Wanted.RUNNING:
+    running = _unless_stopped(observed, idle, expiry)
+    if failed_at is None or running.desired is not DesiredState.RUNNING:
         return running
     return replace(running, changes_at=min(failed_at, running.changes_at or failed_at))
 
 
-def _while_it_may_run(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
+def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
         # Its head no longer serves requests; a resumed session gets a new one.
         message = "stopping; resumes with new pods once the current ones are gone"
-        return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
     node = _cordoned_node(observed)
     if node is not None:
         message = f"node {node} is cordoned; saving state to move to other nodes"
-        return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    if _owner_suspended_it(observed):
-        return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
+    if _was_suspended_by_owner(observed):
+        return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):
-        return _as_it_is(observed, expiry)
-    return _by_use(observed, idle, expiry)
+        return _unchanged(observed, expiry)
+    return _by_activity(observed, idle, expiry)
 
 
 def _failed_at(observed: Observed, start_deadline_seconds: int | None) -> datetime | None:
@@ -133,9 +133,9 @@ def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
     why = failing.message if failing is not None else ""
     if observed.is_declared or observed.status.incarnation is not None:
         message = f"the pods failed to start; suspend and resume the session to retry: {why}"
-        return Decision(Wanted.SUSPENDED, Reason.START_FAILED, message, expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.START_FAILED, message, expiry)
     message = f"the pods failed to start: {why}"
-    return Decision(Wanted.FINISHED, Reason.START_FAILED, message)
+    return Decision(DesiredState.FINISHED, Reason.START_FAILED, message)
 
 
 def stopping_since(observed: Observed) -> datetime | None:
@@ -155,28 +155,28 @@ def _cordoned_node(observed: Observed) -> str | None:
     return min((node for node in observed.cordoned if node in on), default=None)
 
 
-def _as_it_is(observed: Observed, expiry: datetime | None) -> Decision:
+def _unchanged(observed: Observed, expiry: datetime | None) -> Decision:
     condition = find(observed.status.conditions, ConditionType.SUSPENDED)
     if condition is not None and condition.status == "True":
-        return Decision(Wanted.SUSPENDED, Reason.IDLE, condition.message, expiry)
-    return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.IDLE, condition.message, expiry)
+    return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
 
 
-def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
+def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
     unused_since = last_use(observed)
     if observed.last_activity is not None:
-        unused_since = max(unused_since, observed.last_activity + _UNTOLD)
+        unused_since = max(unused_since, observed.last_activity + _ACTIVITY_DELAY)
     idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
         message = f"idle for {idle.timeout_seconds} s"
         if idle.action == "Delete":
-            end = Wanted.FINISHED if observed.is_declared else Wanted.DELETED
+            end = DesiredState.FINISHED if observed.is_declared else DesiredState.DELETED
             return Decision(end, Reason.IDLE, message)
         return Decision(
-            Wanted.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
+            DesiredState.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
         )
     changes_at = min(idle_at, expiry) if expiry is not None else idle_at
-    return Decision(Wanted.RUNNING, Reason.RUNNING, "", changes_at)
+    return Decision(DesiredState.RUNNING, Reason.RUNNING, "", changes_at)
 
 
 def last_use(observed: Observed) -> datetime:
@@ -189,18 +189,18 @@ def last_use(observed: Observed) -> datetime:
     conditions = observed.status.conditions
     suspended = find(conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "True":
-        moments += [_reached(observed, kind) for kind in _WAITS]
+        moments += [_reached_at(observed, kind) for kind in _AVAILABILITY_STEPS]
         accepted = find(conditions, ConditionType.ACCEPTED)
         ready = find(conditions, ConditionType.READY)
-        is_on_its_way = ready is not None and ready.reason in _ON_ITS_WAY
-        if accepted is None or accepted.status == "False" or is_on_its_way:
+        is_starting = ready is not None and ready.reason in _STARTING
+        if accepted is None or accepted.status == "False" or is_starting:
             moments.append(observed.now)
     if suspended is not None:
-        moments.append(_end_of_sleep(observed, suspended))
+        moments.append(_resumed_at(observed, suspended))
     return max(moment for moment in moments if moment is not None)
 
 
-def _end_of_sleep(observed: Observed, suspended: Condition) -> datetime | None:
+def _resumed_at(observed: Observed, suspended: Condition) -> datetime | None:
     """Return when it was resumed, or now if it is to be; None if it sleeps on."""
     since, used = parse_time(suspended.last_transition_time), observed.last_activity
     if suspended.status == "False":
@@ -208,7 +208,7 @@ def _end_of_sleep(observed: Observed, suspended: Condition) -> datetime | None:
     return observed.now if since is not None and used is not None and used > since else None
 
 
-def _reached(observed: Observed, kind: ConditionType) -> datetime | None:
+def _reached_at(observed: Observed, kind: ConditionType) -> datetime | None:
     condition = find(observed.status.conditions, kind)
     if condition is None or condition.status != "True":
         return None
@@ -222,7 +222,7 @@ def _abandoned_at(observed: Observed) -> datetime | None:
         return None
     if head is not None and head.is_started:
         return None
-    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED
+    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED_AFTER
 
 
 def _is_queued(observed: Observed) -> bool:
@@ -231,7 +231,7 @@ def _is_queued(observed: Observed) -> bool:
     return condition is not None and condition.reason == Reason.QUEUED
 
 
-def _owner_suspended_it(observed: Observed) -> bool:
+def _was_suspended_by_owner(observed: Observed) -> bool:
     """Whether it is suspended because `spec.suspend` was true: taking that back resumes it."""
     condition = find(observed.status.conditions, ConditionType.SUSPENDED)
     return (
@@ -241,19 +241,19 @@ def _owner_suspended_it(observed: Observed) -> bool:
     )
 
 
-def _after_the_end(observed: Observed, finished: datetime) -> Decision:
+def _after_finish(observed: Observed, finished: datetime) -> Decision:
     if observed.is_declared:
         return Decision(
-            Wanted.FINISHED,
+            DesiredState.FINISHED,
             Reason.FINISHED,
             "finished; delete and recreate the session to run it again",
         )
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
-        return Decision(Wanted.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
+        return Decision(DesiredState.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
     if observed.status.failing is not None:
         return replace(_start_failed(observed, None), changes_at=gone_at)
-    return Decision(Wanted.FINISHED, Reason.FINISHED, "finished", gone_at)
+    return Decision(DesiredState.FINISHED, Reason.FINISHED, "finished", gone_at)
 
 
 def _after(moment: datetime, seconds: int | None) -> datetime | None:

@@ -10,48 +10,48 @@ from collections.abc import Mapping, Sequence
 from tinkercloud_crds.placement import NodeRequirement, Placement, Toleration
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import PodRequest, Shape
+from tinkercloud_operator.spec.resolved import PodRequest, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Node
 
 _PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Kubernetes' own: a node that is cordoned, starting or lost will hold pods again."""
-_OF_KARPENTER = "karpenter.sh/nodepool"
+_KARPENTER_LABEL = "karpenter.sh/nodepool"
 """Label of nodes that Karpenter makes, of whatever size a pod needs."""
 
 
-def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
+def never_fits(resolved: ResolvedSpec, nodes: Sequence[Node]) -> str | None:
     """Return why a pod of a session could not run on any node even if all were empty; or None.
 
     None also where that can't be told: nodes of a kind that a pod wants are not there, or not
     known, since nodes don't count GPUs that are claimed as devices.
     """
-    if shape.devices is not None or any(_OF_KARPENTER in node.labels for node in nodes):
+    if resolved.devices is not None or any(_KARPENTER_LABEL in node.labels for node in nodes):
         return None
-    kin = [(request, _of_kind(nodes, request)) for request in shape.pods]
-    if not all(found for _, found in kin):
+    matching = [(request, _matching_nodes(nodes, request)) for request in resolved.pods]
+    if not all(found for _, found in matching):
         return None
-    for request, found in kin:
-        if any(_holds(node, request) for node in found):
+    for request, found in matching:
+        if any(_has_capacity(node, request) for node in found):
             continue
         return (
-            f"no node has the capacity for a {_described(request)}: {len(found)} of {len(nodes)}"
-            f" nodes {_wanted_of_nodes(request)}, but none of them is large enough"
+            f"no node has the capacity for a {_description(request)}: {len(found)} of {len(nodes)}"
+            f" nodes {_node_requirements(request)}, but none of them is large enough"
         )
     return None
 
 
-def without_kin(shape: Shape, nodes: Sequence[Node]) -> str | None:
+def no_matching_node(resolved: ResolvedSpec, nodes: Sequence[Node]) -> str | None:
     """Return which pod of a session wants nodes of a kind of which there is none now; or None."""
-    for request in shape.pods:
-        if not _of_kind(nodes, request):
+    for request in resolved.pods:
+        if not _matching_nodes(nodes, request):
             return (
-                f"none of the {len(nodes)} current nodes {_wanted_of_nodes(request)}, as required by"
-                f" a {_described(request)}; waiting for a node"
+                f"none of the {len(nodes)} current nodes {_node_requirements(request)}, as required by"
+                f" a {_description(request)}; waiting for a node"
             )
     return None
 
 
-def _described(request: PodRequest) -> str:
+def _description(request: PodRequest) -> str:
     wanted = request.resources
     gpus = [f"{request.gpus} GPUs"] if request.gpus else []
     others = [f"{resource.name} {resource.amount}" for resource in request.extended]
@@ -59,7 +59,7 @@ def _described(request: PodRequest) -> str:
     return f"{request.component} pod ({', '.join(parts)})"
 
 
-def _wanted_of_nodes(request: PodRequest) -> str:
+def _node_requirements(request: PodRequest) -> str:
     names = ["GPUs" if name == GPU_RESOURCE else name for name in _devices(request)]
     return f"match the BaseModel's placement{' and have ' if names else ''}{' and '.join(names)}"
 
@@ -70,7 +70,7 @@ def _devices(request: PodRequest) -> dict[str, float]:
     return gpus | {each.name: parse_quantity(each.amount) for each in request.extended}
 
 
-def _of_kind(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
+def _matching_nodes(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
     """Return the nodes that take such a pod, and have what it asks for, however much."""
     wanted, placement = _devices(request), request.placement
     # What the admission plugin ExtendedResourceToleration adds to pods that ask for extended
@@ -89,7 +89,7 @@ def _of_kind(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
     ]
 
 
-def _holds(node: Node, request: PodRequest) -> bool:
+def _has_capacity(node: Node, request: PodRequest) -> bool:
     return (
         parse_quantity(request.resources.cpu) <= node.cpu
         and parse_quantity(request.resources.memory) <= node.memory

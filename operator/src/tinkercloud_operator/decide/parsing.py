@@ -13,9 +13,9 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.spec.quantities import parse_quantity, parse_time
-from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, PodProblem
 
-_WAITING: Mapping[str, Reason] = {
+_WAITING_REASONS: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImageNeverPull": Reason.IMAGE_PULL_BACK_OFF,
@@ -95,11 +95,11 @@ def last_activity(manifest: Manifest) -> datetime | None:
     By Kubernetes' clock where the API server has written it: its own may be wrong.
     """
     metadata = manifest["metadata"]
-    told = parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY))
-    if told is None:
+    annotated = parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY))
+    if annotated is None:
         return None
     written = [parse_time(entry.get("time")) for entry in _activity_fields(metadata)]
-    return max((each for each in written if each is not None), default=told)
+    return max((each for each in written if each is not None), default=annotated)
 
 
 def pod(manifest: Manifest) -> Pod:
@@ -118,7 +118,7 @@ def pod(manifest: Manifest) -> Pod:
         is_ready=_is_true(conditions.get("Ready")),
         is_terminating="deletionTimestamp" in metadata,
         restarts=sum(item.get("restartCount", 0) for item in _serving(metadata, containers)),
-        trouble=_trouble(manifest, conditions),
+        problem=_problem(manifest, conditions),
         node=spec.get("nodeName"),
         tolerates_cordon=bool(_slim_pod_spec(spec).get("tolerations")),
         finalizers=tuple(metadata.get("finalizers", [])),
@@ -139,26 +139,28 @@ def _is_true(condition: Mapping[str, Any] | None) -> bool:
     return condition is not None and condition.get("status") == "True"
 
 
-def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
+def _problem(manifest: Manifest, conditions: Mapping[str, Any]) -> PodProblem | None:
     scheduled, status = conditions.get("PodScheduled", {}), manifest.get("status", {})
     if has_failed(manifest):
-        return _end(status)
+        return _failure(status)
     if scheduled.get("reason") == "Unschedulable":
         message = str(scheduled.get("message", ""))
         is_missing = _MISSING_CLAIM.search(message) is not None
         reason = Reason.CONFIGURATION_ERROR if is_missing else Reason.UNSCHEDULABLE
-        return Trouble(reason, message)
+        return PodProblem(reason, message)
     if scheduled.get("reason") == "SchedulingGated":
         gates = [str(gate["name"]) for gate in manifest.get("spec", {}).get("schedulingGates", [])]
         named = f": {', '.join(gates)}" if gates else ""
         message = f"waiting for its scheduling gates to be removed{named}"
-        return Trouble(Reason.SCHEDULING_GATED, message)
+        return PodProblem(Reason.SCHEDULING_GATED, message)
     containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
-    found = (_container_trouble(container) for container in containers)
-    return next((trouble for trouble in found if trouble is not None), _loss(manifest, conditions))
+    found = (_container_problem(container) for container in containers)
+    return next(
+        (problem for problem in found if problem is not None), _node_problem(manifest, conditions)
+    )
 
 
-def _loss(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
+def _node_problem(manifest: Manifest, conditions: Mapping[str, Any]) -> PodProblem | None:
     """Return that the node of a pod is not ready, if it is not.
 
     Then Kubernetes takes the pod's Ready back, and leaves what the kubelet said of its containers.
@@ -168,7 +170,7 @@ def _loss(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
     if ready is None or _is_true(ready) or is_gated or not _is_true(containers):
         return None
     node_name = manifest.get("spec", {}).get("nodeName")
-    return Trouble(Reason.NODE_NOT_READY, f"node {node_name} is not ready")
+    return PodProblem(Reason.NODE_NOT_READY, f"node {node_name} is not ready")
 
 
 def has_failed(manifest: Manifest) -> bool:
@@ -190,29 +192,29 @@ def replaces(manifest: Manifest, failed: Manifest) -> bool:
     )
 
 
-def _end(status: Mapping[str, Any]) -> Trouble:
+def _failure(status: Mapping[str, Any]) -> PodProblem:
     """Return why the kubelet has ended a pod for good, or never took it."""
     why, message = str(status["reason"]), str(status.get("message", "")).strip()
     # It says so of a volume with a limit, and of all that a container, or a pod, has written.
     is_over_limit = why == "Evicted" and "exceed" in message
     reason = Reason.OUT_OF_DISK if is_over_limit else Reason.POD_FAILED
-    return Trouble(reason, f"{why}: {message}" if message else why)
+    return PodProblem(reason, f"{why}: {message}" if message else why)
 
 
-def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
+def _container_problem(container: Mapping[str, Any]) -> PodProblem | None:
     name, state = container.get("name"), container.get("state", {})
     ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
     waiting = state.get("waiting", {})
-    reason = _WAITING.get(waiting.get("reason", ""))
+    reason = _WAITING_REASONS.get(waiting.get("reason", ""))
     is_down = "terminated" in state or reason is Reason.CRASH_LOOP
     if is_down and ended.get("reason") == "OOMKilled":
-        return Trouble(Reason.OUT_OF_MEMORY, f"container {name} exceeded its memory limit")
+        return PodProblem(Reason.OUT_OF_MEMORY, f"container {name} exceeded its memory limit")
     if reason is None:
         return None
     code = f" (exit code {ended['exitCode']})" if "exitCode" in ended else ""
     last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
     why = f": {last_words}" if last_words else ""
-    return Trouble(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
+    return PodProblem(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
 
 
 def node(manifest: Manifest) -> Node:

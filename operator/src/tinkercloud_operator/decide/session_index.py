@@ -13,7 +13,7 @@ Group = tuple[str, str | None]
 
 
 @dataclass(slots=True)
-class Owners:
+class SessionIndex:
     """Sessions by BaseModel and owner. Belongs to one event loop."""
 
     _of_model: dict[str, dict[str, Manifest]] = field(default_factory=dict)

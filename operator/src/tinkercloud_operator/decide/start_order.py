@@ -33,7 +33,7 @@ _PLACED = {
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Devices that one role's pods take of nodes with certain labels."""
+    """Devices that one role's pods admit of nodes with certain labels."""
 
     devices: frozenset[str]
     node_selector: Mapping[str, str]
@@ -62,17 +62,17 @@ def claim(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Claim | None:
         roles.append((sampler, trainer.placement if is_inside else sampler.placement))
     demands = tuple(
         Demand(devices, placement.of_role(role).node_selector)
-        for shape, role in roles
-        if (devices := _devices(shape))
+        for worker, role in roles
+        if (devices := _devices(worker))
     )
     if not demands:
         return None
     return Claim(spec.priority_class_name or placement.priority_class_name, demands)
 
 
-def _devices(shape: TrainerShape | SamplerShape) -> frozenset[str]:
-    gpus = [GPU_RESOURCE] if shape.gpus_per_replica else []
-    return frozenset([*gpus, *(resource.name for resource in shape.extended_resources)])
+def _devices(worker: TrainerShape | SamplerShape) -> frozenset[str]:
+    gpus = [GPU_RESOURCE] if worker.gpus_per_replica else []
+    return frozenset([*gpus, *(resource.name for resource in worker.extended_resources)])
 
 
 def compete(one: Claim, other: Claim) -> bool:
@@ -99,13 +99,13 @@ def waits_for_nodes(session: Manifest) -> bool:
     conditions = {each["type"]: each["status"] for each in status.get("conditions", [])}
     if conditions.get(ConditionType.SUSPENDED) == "Unknown":
         return False
-    is_held_back = conditions.get(ConditionType.QUOTA_RESERVED) == "False"
-    if is_held_back and status.get("rayCluster") is not None:
+    is_suspended_by_kueue = conditions.get(ConditionType.QUOTA_RESERVED) == "False"
+    if is_suspended_by_kueue and status.get("rayCluster") is not None:
         return False
     return all(conditions.get(kind) != placed for kind, placed in _PLACED.items())
 
 
-def turn_message(ahead: list[Manifest]) -> str:
+def waiting_message(ahead: list[Manifest]) -> str:
     """Return why a session waits for these, oldest first."""
     first = ahead[0]
     why = str(first.get("status", {}).get("message", "")).strip()
@@ -142,12 +142,12 @@ def _owns(owner: Manifest, child: Manifest) -> bool:
 
 
 @dataclass(slots=True)
-class Turns:
+class StartOrder:
     """The sessions of a namespace that wait for nodes. Belongs to one event loop."""
 
     _waiting: dict[str, Manifest] = field(default_factory=dict)
     """By name."""
-    _let_in: set[str] = field(default_factory=set)
+    _admitted: set[str] = field(default_factory=set)
     """Those whose turn has come: their RayClusters may be under way."""
     _claims: dict[str, tuple[Manifest, Manifest | None, Claim | None]] = field(default_factory=dict)
     """By session: its spec, its BaseModel, and what it competes for by these."""
@@ -161,12 +161,12 @@ class Turns:
         if session is not None and waits_for_nodes(session) and not has_nodes(session, children):
             self._waiting[name] = session
             if ChildKey("RayCluster", name) in children:
-                self._let_in.add(name)
+                self._admitted.add(name)
             return False
-        self._let_in.discard(name)
+        self._admitted.discard(name)
         return self._waiting.pop(name, None) is not None
 
-    def take(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> str | None:
+    def admit(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> str | None:
         """Return why others have their pods first; None if it is a session's turn, which it takes.
 
         Args:
@@ -175,23 +175,23 @@ class Turns:
         """
         name = session["metadata"]["name"]
         own = self._claim(session, offering)
-        if own is None or name in self._let_in:
+        if own is None or name in self._admitted:
             return None
         # Of two that were made in the same second, the other one may have been seen first.
         ahead = [
             other
             for other_name, other in self._waiting.items()
-            if other_name != name and (age(other) < age(session) or other_name in self._let_in)
+            if other_name != name and (age(other) < age(session) or other_name in self._admitted)
             if (claim := self._claim(other, offering)) is not None and compete(own, claim)
         ]
         if ahead:
-            return turn_message(sorted(ahead, key=age))
-        self._let_in.add(name)
+            return waiting_message(sorted(ahead, key=age))
+        self._admitted.add(name)
         return None
 
     def next(self) -> set[str]:
         """Return, for each BaseModel, the oldest session that waits for its turn."""
-        queued = [item for name, item in self._waiting.items() if name not in self._let_in]
+        queued = [item for name, item in self._waiting.items() if name not in self._admitted]
         queued.sort(key=age, reverse=True)
         oldest = {item["spec"].get("baseModel"): item["metadata"]["name"] for item in queued}
         return set(oldest.values())

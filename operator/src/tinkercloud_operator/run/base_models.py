@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from tinkercloud_operator.decide.base_model_status import offer_status
+from tinkercloud_operator.decide.base_model_status import base_model_status
 from tinkercloud_operator.run.cluster import ClusterError
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.store import Watched
@@ -30,13 +30,13 @@ class BaseModels:
         """Take note of an object that has changed: a BaseModel, or what counts for one."""
         if kind == "BaseModel":
             # Another of its name may count from now on.
-            self.look_at_all()
+            self.enqueue_all()
         elif kind == "TrainingSession":
-            offering = self._watched.offering(manifest["spec"].get("baseModel", ""))
-            if offering is not None:
-                self._queue.add_after(offering["metadata"]["name"], _GATHER_SECONDS)
+            active = self._watched.offering(manifest["spec"].get("baseModel", ""))
+            if active is not None:
+                self._queue.add_after(active["metadata"]["name"], _GATHER_SECONDS)
 
-    def look_at_all(self) -> None:
+    def enqueue_all(self) -> None:
         """Look at every BaseModel."""
         for name in self._watched.base_models:
             self._queue.add(name)
@@ -46,7 +46,7 @@ class BaseModels:
         while True:
             name = await self._queue.take()
             try:
-                await self._look_at(name)
+                await self._update_status(name)
             except ClusterError as error:
                 log.warning(
                     "could not update the status of the BaseModel; retrying",
@@ -63,16 +63,16 @@ class BaseModels:
             else:
                 self._queue.done(name)
 
-    async def _look_at(self, name: str) -> None:
+    async def _update_status(self, name: str) -> None:
         base_model = self._watched.base_models.get(name)
         if base_model is None:
             return
         model_name = base_model["spec"].get("modelName", "")
-        offering = self._watched.offering(model_name)
+        active = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
-        status = offer_status(base_model, offering, sessions, datetime.now(UTC))
+        status = base_model_status(base_model, active, sessions, datetime.now(UTC))
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        content = self._executor.keepable("BaseModel", written)
+        content = self._executor.storable("BaseModel", written)
         if content != base_model.get("status"):
             uid = base_model["metadata"]["uid"]
             await self._executor.write_status("BaseModel", name, uid, content)

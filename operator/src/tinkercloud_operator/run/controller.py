@@ -15,9 +15,9 @@ from tinkercloud_operator.run.base_models import BaseModels
 from tinkercloud_operator.run.cluster import Cluster, ClusterError, Refused
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
-from tinkercloud_operator.run.head_client import Heads
-from tinkercloud_operator.run.save_requests import Questions
-from tinkercloud_operator.run.served_definitions import OWN_KINDS, Served
+from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 from tinkercloud_operator.settings import Settings
@@ -51,22 +51,22 @@ class DefinitionsMissing(ClusterError):
 class Controller:
     """One term of leadership: everything it has seen, and its workers. Belongs to one loop."""
 
-    def __init__(self, cluster: Cluster, heads: Heads, settings: Settings) -> None:
+    def __init__(self, cluster: Cluster, head_client: HeadClient, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
         self.served = frozenset({*OWN_KINDS, *_OPTIONAL_KINDS})
         """Custom and optional kinds that the cluster knows."""
         self.needs_resync = asyncio.Event()
         """Set when something may have gone without a word; whoever lists everything clears it."""
-        self._heard: set[str] = set()
+        self._live_watches: set[str] = set()
         """Kinds whose watches have told more than what was there when they began."""
         self._is_complete = asyncio.Event()
         """Whether everything has been listed once: half of a picture must not be acted on."""
         self._cluster = cluster
-        self._questions = Questions(heads, self.queue.add)
-        self._definitions = Served(cluster)
+        self._head_saver = HeadSaver(head_client, self.queue.add)
+        self._definitions = ServedDefinitions(cluster)
         self._executor = Executor(
-            cluster, self._questions, self.note, self.watched.note, self._definitions.keepable
+            cluster, self._head_saver, self.note, self.watched.note, self._definitions.storable
         )
         self._base_models = BaseModels(self.watched, self._executor)
         self._settings = settings
@@ -83,14 +83,14 @@ class Controller:
         """Whether the cluster knows RayClusters."""
         return "RayCluster" in self.served
 
-    def hear(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
+    def on_event(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
         """Take note of a watch event; it has no type if it is of the list that a watch begins with.
 
         A watch that begins anew tells what is there, but not what has gone meanwhile.
         """
         if event_type is not None:
-            self._heard.add(kind)
-        elif kind in self._heard:
+            self._live_watches.add(kind)
+        elif kind in self._live_watches:
             self.needs_resync.set()
         self.note(kind, manifest, is_gone=event_type == "DELETED")
 
@@ -104,7 +104,7 @@ class Controller:
         self._base_models.note(kind, manifest)
         if kind == "TrainingSession" and is_gone:
             self._executor.forget(manifest["metadata"]["name"])
-            self._questions.forget(manifest["metadata"]["name"])
+            self._head_saver.forget(manifest["metadata"]["name"])
 
     async def resync(self) -> None:
         """List everything, and look at every session.
@@ -125,7 +125,7 @@ class Controller:
             await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)
-        self._base_models.look_at_all()
+        self._base_models.enqueue_all()
         self._is_complete.set()
         self._unready = None
 
@@ -154,7 +154,7 @@ class Controller:
             metrics.QUEUE_DEPTH.set(len(self.queue))
             try:
                 with metrics.RECONCILE_SECONDS.time():
-                    await self._look_at(name)
+                    await self._reconcile(name)
             except ClusterError as error:
                 metrics.RECONCILES.labels("retried").inc()
                 log.warning("reconciliation failed; retrying", session=name, error=str(error))
@@ -167,9 +167,9 @@ class Controller:
                 metrics.RECONCILES.labels("done").inc()
                 self.queue.done(name)
 
-    async def ask_heads(self) -> None:
-        """Have heads save what they hold, without end."""
-        await self._questions.work()
+    async def save_heads(self) -> None:
+        """Have head_client save what they hold, without end."""
+        await self._head_saver.work()
 
     async def watch_definitions(self) -> None:
         """Look, forever, whether other definitions are served, and then at every session."""
@@ -190,7 +190,7 @@ class Controller:
         await self._is_complete.wait()
         while self._settings.leaves_cordoned_nodes:
             try:
-                await self._look_at_cordons()
+                await self._refresh_cordons()
             except Refused as error:
                 log.info(
                     "not permitted to list nodes; cordoned nodes are ignored", error=str(error)
@@ -200,7 +200,7 @@ class Controller:
                 log.info("could not list nodes; retrying", error=str(error))
             await asyncio.sleep(_CORDONS_SECONDS)
 
-    async def _look_at_cordons(self) -> None:
+    async def _refresh_cordons(self) -> None:
         pages = self._cluster.pages("Node", field_selector="spec.unschedulable=true")
         before = self._cordoned
         self._cordoned = frozenset(
@@ -224,17 +224,17 @@ class Controller:
         await self._is_complete.wait()
         await self._base_models.work()
 
-    async def _look_at(self, name: str) -> None:
+    async def _reconcile(self, name: str) -> None:
         for _ in range(_MAX_ROUNDS):
             observed = await self._observe(name)
             if observed is None:
                 return
             plan = reconcile(observed, self._settings)
-            is_news = await self._executor.execute(observed, plan)
+            is_changed = await self._executor.execute(observed, plan)
             # What failed is tried again later and later, not at the time of a plan that did not.
-            if plan.look_again_seconds is not None:
-                self.queue.add_after(name, plan.look_again_seconds)
-            if not is_news:
+            if plan.requeue_after_seconds is not None:
+                self.queue.add_after(name, plan.requeue_after_seconds)
+            if not is_changed:
                 return
 
     async def _observe(self, name: str) -> Observed | None:
@@ -243,9 +243,9 @@ class Controller:
             has_device_claims="ResourceClaimTemplate" in self.served,
             starts_in_order=self._settings.starts_in_order,
             nodes=None,
-            apply_error=self._executor.refusal(name),
-            answers=self._questions.answers(name),
-            asked=self._questions.asked(name),
+            apply_error=self._executor.rejection(name),
+            completed_saves=self._head_saver.completed(name),
+            pending_saves=self._head_saver.pending(name),
             now=datetime.now(UTC),
             kuberay_gap=self._definitions.kuberay_gap,
             own_gap=self._definitions.own_gaps.get("TrainingSession"),
@@ -254,8 +254,8 @@ class Controller:
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:
             return observed
-        troubles = [pod.trouble.reason for pod in observed.pods if pod.trouble is not None]
-        if Reason.UNSCHEDULABLE in troubles:
+        problems = [pod.problem.reason for pod in observed.pods if pod.problem is not None]
+        if Reason.UNSCHEDULABLE in problems:
             return replace(observed, nodes=await self._all_nodes())
         return observed
 

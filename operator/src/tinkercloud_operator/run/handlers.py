@@ -100,7 +100,7 @@ def _register(
 ) -> None:
     @kopf.on.event(*resource, id=f"note-{kind.lower()}", registry=registry)
     async def note(event: kopf.RawEvent, **_: object) -> None:
-        controller.hear(kind, event["type"], event["object"])
+        controller.on_event(kind, event["type"], event["object"])
 
 
 def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:

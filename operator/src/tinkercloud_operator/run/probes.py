@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.settings import Settings
 
-_DEAF_SECONDS = 90.0
+_STALLED_SECONDS = 90.0
 """More than kopf takes to notice that a stream is dead (70 s)."""
 _RENEWED_SECONDS = 10.0
 
@@ -28,21 +28,21 @@ class Probes:
     def __init__(self, leadership: Leadership, settings: Settings) -> None:
         self._leadership = leadership
         self._settings = settings
-        self._heard_at = monotonic()
+        self._last_event_at = monotonic()
         self.unready: Callable[[], str | None] = lambda: None
         """Returns why a leader does not look after sessions; None if it does."""
 
-    def heard(self) -> None:
+    def on_heartbeat(self) -> None:
         """Note that a watch has delivered, or has just been opened."""
-        self._heard_at = monotonic()
+        self._last_event_at = monotonic()
 
     @property
-    def is_deaf(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether watches have stopped delivering."""
         return (
             self._leadership.is_leader
             and self._leadership.seconds_since_renewal < _RENEWED_SECONDS
-            and monotonic() - self._heard_at > _DEAF_SECONDS
+            and monotonic() - self._last_event_at > _STALLED_SECONDS
         )
 
     async def serve(self) -> web.AppRunner:
@@ -57,7 +57,7 @@ class Probes:
         return runner
 
     async def _live(self, _request: web.Request) -> web.Response:
-        if self.is_deaf:
+        if self.is_stalled:
             return web.Response(status=500, text="watches have stopped delivering")
         return web.Response(text="ok")
 

@@ -27,8 +27,8 @@ _KUBERAY = "apis/ray.io/v1"
 _OWN = f"apis/{labels.API_VERSION}"
 
 
-class Served:
-    """Served definitions, compared with what is needed. Belongs to one event loop."""
+class ServedDefinitions:
+    """ServedDefinitions definitions, compared with what is needed. Belongs to one event loop."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.kuberay_gap: str | None = None
@@ -76,6 +76,6 @@ class Served:
             self.own_gaps = {kind: gap for kind, gap in gaps.items() if gap is not None}
         self._known[api] = edition
 
-    def keepable(self, kind: str, status: Manifest) -> Manifest:
+    def storable(self, kind: str, status: Manifest) -> Manifest:
         """Return a status of one of our kinds without what the served definition can't hold."""
         return declared(status, self._schemas.get(kind))

@@ -17,9 +17,9 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
-from tinkercloud_operator.decide.session_index import Owners, age, is_live
+from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.spec.quantities import parse_time
-from tinkercloud_operator.spec.snapshot import ChildKey, Done, Manifest, Node, Observed, Pod
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest, Node, Observed, Pod, SaveKey
 
 Metadata = Mapping[str, Any]
 K = TypeVar("K")
@@ -46,8 +46,8 @@ class Surroundings:
     starts_in_order: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
-    answers: Mapping[Done, str | None]
-    asked: frozenset[Done]
+    completed_saves: Mapping[SaveKey, str | None]
+    pending_saves: frozenset[SaveKey]
     now: datetime
     kuberay_gap: str | None = None
     own_gap: str | None = None
@@ -62,12 +62,12 @@ class Watched:
     """By name."""
     base_models: dict[str, Manifest] = field(default_factory=dict)
     """By name."""
-    _owners: Owners = field(default_factory=Owners)
+    _owners: SessionIndex = field(default_factory=SessionIndex)
     _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
     """By session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last pod that has failed, which may be gone."""
-    _turns: start_order.Turns = field(default_factory=start_order.Turns)
+    _turns: start_order.StartOrder = field(default_factory=start_order.StartOrder)
     _gone: dict[tuple[str, str], int] = field(default_factory=dict)
     """Resource versions of deleted objects, by kind and uid, until the next list."""
 
@@ -148,7 +148,7 @@ class Watched:
             last_activity=parsing.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
-            turn=self._turn(manifest) if surroundings.starts_in_order else None,
+            start_order_message=self._turn(manifest) if surroundings.starts_in_order else None,
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
             failed=_failed(self._failures.get(name), children),
@@ -158,8 +158,8 @@ class Watched:
             has_device_claims=surroundings.has_device_claims,
             nodes=surroundings.nodes,
             apply_error=surroundings.apply_error,
-            answers=surroundings.answers,
-            asked=surroundings.asked,
+            completed_saves=surroundings.completed_saves,
+            pending_saves=surroundings.pending_saves,
             now=surroundings.now,
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
@@ -207,7 +207,7 @@ class Watched:
         name = session["metadata"]["name"]
         if ChildKey("RayCluster", name) in self._children.get(name, {}):
             return None
-        return self._turns.take(session, self.offering)
+        return self._turns.admit(session, self.offering)
 
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
         if kind == "BaseModel":
@@ -320,7 +320,7 @@ def _set(store: dict[K, Manifest], key: K, manifest: Manifest | None) -> None:
 def _session_of(kind: str, metadata: Metadata) -> str:
     """Return the session that an object is, or belongs to.
 
-    Owners count, which are not edited as easily as labels; pods are owned by their RayCluster.
+    SessionIndex count, which are not edited as easily as labels; pods are owned by their RayCluster.
     """
     if kind == "TrainingSession":
         return str(metadata["name"])

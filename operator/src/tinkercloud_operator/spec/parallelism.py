@@ -1,4 +1,4 @@
-"""How a model is split over trainers, where its BaseModel leaves that to the operator: pure."""
+"""How a model is plan_parallelism over trainers, where its BaseModel leaves that to the operator: pure."""
 
 import json
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from tinkercloud_planning.search import Demand, Engine, can_sample
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _PlanningInput:
     """What is known of what is planned for."""
 
     model: Architecture
     gpu: Gpu
 
 
-def split(
+def plan_parallelism(
     trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
 ) -> TrainerPlan:
-    """Return how a model is split.
+    """Return how a model is plan_parallelism.
 
     Args:
         trainer: with `planning`.
@@ -74,7 +74,7 @@ def planning_problem(base_model: BaseModelSpec) -> str | None:
     return None
 
 
-def _read(planning: Planning, sequence_length: int) -> _Known:
+def _read(planning: Planning, sequence_length: int) -> _PlanningInput:
     try:
         config = json.loads(planning.config)
     except RecursionError:
@@ -94,4 +94,4 @@ def _read(planning: Planning, sequence_length: int) -> _Known:
             f" at most {described.max_context_length} tokens (max_position_embeddings); lower"
             " maxContextLength"
         )
-    return _Known(described, kind)
+    return _PlanningInput(described, kind)

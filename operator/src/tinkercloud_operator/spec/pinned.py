@@ -13,28 +13,28 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, SessionPolicy
 from tinkercloud_crds.shapes import TrainerShape
-from tinkercloud_operator.spec.resolved import Refusal, Shape, lacking
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, missing_fields
 from tinkercloud_operator.spec.snapshot import Observed
 
 _NAMED_CHANGES = 8
 """In a message, at most."""
 
 
-def record(shape: Shape) -> str:
-    """Return what is written on a RayCluster that is made with this shape."""
-    return _description(shape).model_dump_json(by_alias=True)
+def to_annotation(resolved: ResolvedSpec) -> str:
+    """Return what is written on a RayCluster that is made with this resolved."""
+    return _as_base_model(resolved).model_dump_json(by_alias=True)
 
 
-def started_with(observed: Observed) -> Shape | None:
+def pinned_spec(observed: Observed) -> ResolvedSpec | None:
     """Return what a session's pods were made with; None if nothing readable says so."""
     text = _annotations(observed).get(labels.STARTED_WITH, "")
     try:
         description = BaseModelSpec.model_validate_json(text)
     except ValidationError:
         return None
-    if lacking(description):
+    if missing_fields(description):
         return None
-    return Shape(
+    return ResolvedSpec(
         base_model=description,
         trainer=description.trainer if observed.spec.role == "Trainer" else None,
         sampler=description.sampler,
@@ -43,23 +43,27 @@ def started_with(observed: Observed) -> Shape | None:
     )
 
 
-def told_head(observed: Observed, shape: Shape) -> str | None:
-    """Return what the head of a session's pods was told; None if they are of another shape.
+def pinned_head_config(observed: Observed, resolved: ResolvedSpec) -> str | None:
+    """Return what the head of a session's pods was told; None if they are of another resolved.
 
     A head that starts over in its pod has the image that it had, which may know less than this
     operator would tell one by now.
     """
-    held = started_with(observed)
-    if held is None or observed.is_held_back or changes(held, shape):
+    pinned = pinned_spec(observed)
+    if pinned is None or observed.is_suspended_by_kueue or pending_changes(pinned, resolved):
         return None
     return _annotations(observed).get(labels.HEAD_CONFIG)
 
 
-def changes(held: Shape | Refusal, offered: Shape | Refusal) -> list[str]:
+def pending_changes(
+    pinned: ResolvedSpec | Rejection, desired: ResolvedSpec | Rejection
+) -> list[str]:
     """Return the fields, of a BaseModel's spec, in which two shapes differ, with their values."""
-    if not isinstance(held, Shape) or not isinstance(offered, Shape):
+    if not isinstance(pinned, ResolvedSpec) or not isinstance(desired, ResolvedSpec):
         return []
-    before, after = (_description(shape).model_dump(by_alias=True) for shape in (held, offered))
+    before, after = (
+        _as_base_model(resolved).model_dump(by_alias=True) for resolved in (pinned, desired)
+    )
     return list(_differences(before, after))[:_NAMED_CHANGES]
 
 
@@ -69,19 +73,19 @@ def _annotations(observed: Observed) -> Mapping[str, str]:
     return found
 
 
-def _description(shape: Shape) -> BaseModelSpec:
-    """Return the BaseModel that offers this shape and nothing else; what makes no pod is left out.
+def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
+    """Return the BaseModel that offers this resolved and nothing else; what makes no pod is left out.
 
     Of the trainers that a sampler does not have, its engines have the dtype.
     """
-    base_model, trainer = shape.base_model, shape.trainer
+    base_model, trainer = resolved.base_model, resolved.trainer
     if trainer is None:
         trainer = TrainerShape(dtype=base_model.trainer.dtype)
     return base_model.model_copy(
         update={
             "trainer": trainer.model_copy(update={"planning": None}),
-            "sampler": shape.sampler,
-            "placement": shape.placement,
+            "sampler": resolved.sampler,
+            "placement": resolved.placement,
             "limits": Limits(max_lora_rank=base_model.limits.max_lora_rank),
             "sessions": SessionPolicy.model_validate({}),
             "tokenizer": None,

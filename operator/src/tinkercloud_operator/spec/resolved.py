@@ -18,18 +18,18 @@ from tinkercloud_crds.shapes import (
     TrainerShape,
 )
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.spec.parallelism import check_engine, split
+from tinkercloud_operator.spec.parallelism import check_engine, plan_parallelism
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_planning.plan import TrainerPlan
 from tinkercloud_planning.refusal import DoesNotFit
 from tinkercloud_planning.search import Engine
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
-"""What Ray's own processes need beside an engine that is none of Ray's."""
+"""What Ray's own processes need colocated an engine that is none of Ray's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """Why a session can't be served as it is written."""
 
     reason: Reason
@@ -60,7 +60,7 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ResolvedSpec:
     """The pods a session gets."""
 
     base_model: BaseModelSpec
@@ -69,7 +69,7 @@ class Shape:
     sampler: SamplerShape
     placement: Placement
     plan: str | None = None
-    """How the model is split and why, if that was chosen here."""
+    """How the model is plan_parallelism and why, if that was chosen here."""
 
     @property
     def trainers(self) -> int:
@@ -138,12 +138,12 @@ class Shape:
             gpus = self.trainer.gpus_per_replica if is_counted else 0
             containers: list[TrainerShape | SamplerShape]
             containers = [self.trainer, *[self.sampler] * self.engines_per_trainer]
-            needed = _together(*[each.resources for each in containers])
+            needed = _sum_resources(*[each.resources for each in containers])
             extended = total(each.extended_resources for each in containers)
             place = self.placement_of("trainer")
             kinds.append(PodRequest("trainer", self.trainers, needed, place, gpus, extended))
         if self.samplers:
-            needed = _together(self.sampler.resources, RAY_NODE)
+            needed = _sum_resources(self.sampler.resources, RAY_NODE)
             gpus = self.sampler.gpus_per_replica if is_counted else 0
             extended = self.sampler.extended_resources
             place = self.placement_of("sampler")
@@ -151,7 +151,7 @@ class Shape:
         return kinds
 
 
-def _together(*containers: Resources) -> Resources:
+def _sum_resources(*containers: Resources) -> Resources:
     """Return what the containers of a pod need; volumes are those of the first."""
     if len(containers) == 1:
         return containers[0]
@@ -164,7 +164,7 @@ def _together(*containers: Resources) -> Resources:
 
 def resolve(
     spec: TrainingSessionSpec, base_model: BaseModelSpec | None, sessions_of_owner: int
-) -> Shape | Refusal:
+) -> ResolvedSpec | Rejection:
     """Return what a session gets.
 
     Args:
@@ -173,25 +173,31 @@ def resolve(
         sessions_of_owner: older live sessions of the same owner and BaseModel.
     """
     if base_model is None:
-        return Refusal(
+        return Rejection(
             Reason.BASE_MODEL_NOT_FOUND,
             f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
         )
-    problems = lacking(base_model) or [
-        *_too_large(spec, base_model),
-        *_unlike_trainers(spec, base_model),
-        *_planned_anew(spec, base_model),
-        *_not_offered(spec, base_model),
+    problems = missing_fields(base_model) or [
+        *_over_limit(spec, base_model),
+        *_engine_count_conflict(spec, base_model),
+        *_replanning_conflict(spec, base_model),
+        *_disallowed_choices(spec, base_model),
     ]
     if problems:
-        return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
-    if (waits := _too_many(spec, base_model, sessions_of_owner)) is not None:
+        return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
+    if (waits := _over_quota(spec, base_model, sessions_of_owner)) is not None:
         return waits
-    shape = _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
-    return (_engine_refusal(shape) or shape) if isinstance(shape, Shape) else shape
+    resolved = _with_parallelism(
+        _apply_choices(spec, base_model), None if spec.lora is None else spec.lora.rank
+    )
+    return (
+        (_engine_rejection(resolved) or resolved)
+        if isinstance(resolved, ResolvedSpec)
+        else resolved
+    )
 
 
-def lacking(base_model: BaseModelSpec) -> list[str]:
+def missing_fields(base_model: BaseModelSpec) -> list[str]:
     """Return what pods of a BaseModel would lack: older definitions let that pass."""
     trainer, sampler = base_model.trainer, base_model.sampler
     found = []
@@ -216,21 +222,21 @@ def lacking(base_model: BaseModelSpec) -> list[str]:
     return found
 
 
-def admitted(shape: Shape, max_groups: int) -> Shape | Refusal:
-    """Return the shape, or a refusal if a queue would not take it.
+def check_pod_groups(resolved: ResolvedSpec, max_groups: int) -> ResolvedSpec | Rejection:
+    """Return the resolved, or a refusal if a queue would not take it.
 
     Args:
-        shape: of a session.
+        resolved: of a session.
         max_groups: groups of pods that Kueue takes in one workload.
     """
-    surplus = shape.groups - max_groups
-    if shape.placement.queue_name is None or surplus <= 0:
-        return shape
-    is_shared = shape.engines_per_trainer > 0
-    kind, pods = ("trainer", shape.trainers) if is_shared else ("sampler", shape.samplers)
-    return Refusal(
+    surplus = resolved.groups - max_groups
+    if resolved.placement.queue_name is None or surplus <= 0:
+        return resolved
+    is_shared = resolved.engines_per_trainer > 0
+    kind, pods = ("trainer", resolved.trainers) if is_shared else ("sampler", resolved.samplers)
+    return Rejection(
         Reason.NOT_ALLOWED,
-        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {shape.groups} groups"
+        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {resolved.groups} groups"
         f" in total, but Kueue accepts at most {max_groups} per workload"
         f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); request at most {pods - surplus}",
     )
@@ -241,14 +247,14 @@ def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> 
     return spec.idle or (base_model.sessions.idle if base_model is not None else None)
 
 
-def longest_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
+def max_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
     """Return for how many seconds a session may exist; None for any number."""
     allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
     lifetimes = (spec.max_lifetime_seconds, allowed)
     return min((life for life in lifetimes if life is not None), default=None)
 
 
-def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+def _over_limit(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     trainer, sampler = base_model.trainer, base_model.sampler
     pairs = [
         ("lora.rank", spec.lora and spec.lora.rank, base_model.limits.max_lora_rank),
@@ -275,17 +281,23 @@ def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
         for field, asked, limit in pairs
         if asked and limit is not None and asked > limit
     ]
-    return found or _undivided(spec, base_model)
+    return found or _indivisible_ranks(spec, base_model)
 
 
-def _undivided(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with a number of trainers whose ranks the model is to be split over."""
+def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return what is wrong with a number of trainers whose ranks the model is to be plan_parallelism over."""
     asked = spec.trainer and spec.trainer.replicas
     if not asked:
         return []
-    split, ranks = base_model.trainer.parallelism, asked * base_model.trainer.ranks_per_replica
-    together = split.tensor * split.pipeline
-    groups = [("model copy", together * split.context), ("set of experts", together * split.expert)]
+    parallelism, ranks = (
+        base_model.trainer.parallelism,
+        asked * base_model.trainer.ranks_per_replica,
+    )
+    together = parallelism.tensor * parallelism.pipeline
+    groups = [
+        ("model copy", together * parallelism.context),
+        ("set of experts", together * parallelism.expert),
+    ]
     return [
         f"spec.trainer.replicas: {asked} pods have {ranks} ranks, which is not a multiple of the"
         f" {size} ranks of a {what}"
@@ -294,32 +306,32 @@ def _undivided(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
     ]
 
 
-def _unlike_trainers(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     """Return what is wrong with a number of engines that run in the trainer pods."""
-    shape, asked = _shape(spec, base_model), spec.sampler and spec.sampler.replicas
-    if not shape.engines_per_trainer or asked in {None, shape.sampler.replicas}:
+    resolved, asked = _apply_choices(spec, base_model), spec.sampler and spec.sampler.replicas
+    if not resolved.engines_per_trainer or asked in {None, resolved.sampler.replicas}:
         return []
     return [
         f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
-        f" and {shape.trainers} trainer pods hold {shape.sampler.replicas} engines; omit it, and set"
+        f" and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines; omit it, and set"
         " spec.trainer.replicas instead"
     ]
 
 
-def _planned_anew(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with fewer trainers, if each may then hold more beside its engines."""
-    shape, offered = _shape(spec, base_model), base_model.trainer.replicas
-    is_open = shape.trainer is not None and shape.trainer.planning is not None
-    if not is_open or not shape.engines_per_trainer or shape.trainers >= offered:
+def _replanning_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return what is wrong with fewer trainers, if each may then hold more colocated its engines."""
+    resolved, offered = _apply_choices(spec, base_model), base_model.trainer.replicas
+    is_open = resolved.trainer is not None and resolved.trainer.planning is not None
+    if not is_open or not resolved.engines_per_trainer or resolved.trainers >= offered:
         return []
     return [
-        f"spec.trainer.replicas: got {shape.trainers}, but the BaseModel plans its parallelism"
+        f"spec.trainer.replicas: got {resolved.trainers}, but the BaseModel plans its parallelism"
         f" (trainer.planning) for {offered} pods; fewer pods could need more memory per GPU than"
         " sampler.engines leaves free; omit it"
     ]
 
 
-def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+def _disallowed_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     placement, policy = base_model.placement, base_model.sessions
     choices = [
         ("queueName", spec.queue_name, placement.queue_name, policy.queue_names),
@@ -338,14 +350,14 @@ def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[s
     ]
 
 
-def _too_many(
+def _over_quota(
     spec: TrainingSessionSpec, base_model: BaseModelSpec, sessions_of_owner: int
-) -> Refusal | None:
+) -> Rejection | None:
     """Return that a session waits for others of its owner to end, and its place in their queue."""
     limit = base_model.limits.max_sessions_per_owner
     if limit is None or sessions_of_owner < limit:
         return None
-    return Refusal(
+    return Rejection(
         Reason.QUOTA_EXCEEDED,
         f"spec.owner: {spec.owner!r} has {sessions_of_owner} older live sessions of this BaseModel,"
         f" and the limit is {limit}; this session is number {sessions_of_owner - limit + 1} in the"
@@ -353,11 +365,11 @@ def _too_many(
     )
 
 
-def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
+def _apply_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> ResolvedSpec:
     chosen = (spec.trainer.model_dump(exclude_none=True) if spec.trainer else {}) or {}
     trainer = base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None
     places = {"queue_name": spec.queue_name, "priority_class_name": spec.priority_class_name}
-    return Shape(
+    return ResolvedSpec(
         base_model=base_model,
         trainer=trainer,
         sampler=_sampler(spec, base_model.sampler, trainer),
@@ -381,65 +393,67 @@ def _sampler(
     return sampler.model_copy(update={"replicas": held})
 
 
-def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
-    """Choose how the model is split, if the BaseModel leaves that open."""
-    trainer = shape.trainer
+def _with_parallelism(resolved: ResolvedSpec, lora_rank: int | None) -> ResolvedSpec | Rejection:
+    """Choose how the model is plan_parallelism, if the BaseModel leaves that open."""
+    trainer = resolved.trainer
     if trainer is None or trainer.planning is None:
-        return shape
-    base_model, sampler = shape.base_model, shape.sampler
+        return resolved
+    base_model, sampler = resolved.base_model, resolved.sampler
     engine = Engine(max(1, sampler.gpus_per_replica), base_model.limits.max_lora_rank)
     plan = _plan(
         trainer,
         base_model.max_context_length,
         lora_rank,
-        engine if shape.engines_per_trainer else None,
+        engine if resolved.engines_per_trainer else None,
     )
-    if isinstance(plan, Refusal):
+    if isinstance(plan, Rejection):
         return plan
     chosen = {
         "parallelism": plan.parallelism,
         "max_batch_tokens": min(trainer.max_batch_tokens, plan.max_batch_tokens),
     }
     return replace(
-        shape,
+        resolved,
         trainer=trainer.model_copy(update=chosen),
         plan=str(plan)[:MAX_MESSAGE_LENGTH],
     )
 
 
-def _engine_refusal(shape: Shape) -> Refusal | None:
+def _engine_rejection(resolved: ResolvedSpec) -> Rejection | None:
     """Return why engines with GPUs of their own can't hold the model, where that is known."""
-    planning, engines = shape.base_model.trainer.planning, shape.sampler.engines
-    if planning is None or engines is None or shape.engines_per_trainer:
+    planning, engines = resolved.base_model.trainer.planning, resolved.sampler.engines
+    if planning is None or engines is None or resolved.engines_per_trainer:
         return None
     # Slots are smaller for some modules than for all; of those that are named it is not known how
     # much.
-    rank = 1 if engines.lora_target_modules else shape.base_model.limits.max_lora_rank
-    gpus = shape.sampler.gpus_per_replica
-    return _engine(planning, shape.base_model.max_context_length, rank, gpus)
+    rank = 1 if engines.lora_target_modules else resolved.base_model.limits.max_lora_rank
+    gpus = resolved.sampler.gpus_per_replica
+    return _engine(planning, resolved.base_model.max_context_length, rank, gpus)
 
 
 # Sessions are looked at often, and those of a BaseModel mostly ask for the same. What does not fit
 # takes the longest to find out.
 @functools.lru_cache(maxsize=256)
 def _plan(
-    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
-) -> TrainerPlan | Refusal:
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, colocated: Engine | None
+) -> TrainerPlan | Rejection:
     try:
-        return split(trainer, sequence_length, lora_rank, beside)
+        return plan_parallelism(trainer, sequence_length, lora_rank, colocated)
     except DoesNotFit as error:
-        return Refusal(Reason.NEVER_FITS, str(error))
+        return Rejection(Reason.NEVER_FITS, str(error))
     except ValueError as error:
-        return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+        return Rejection(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
 
 
 @functools.lru_cache(maxsize=256)
-def _engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> Refusal | None:
+def _engine(
+    planning: Planning, sequence_length: int, lora_rank: int, gpus: int
+) -> Rejection | None:
     try:
         check_engine(planning, sequence_length, lora_rank, gpus)
     except DoesNotFit as error:
         message = f"the BaseModel's sampler.gpusPerReplica: {error}"
-        return Refusal(Reason.NEVER_FITS, message)
+        return Rejection(Reason.NEVER_FITS, message)
     except ValueError:
         # A session that trains was refused for it; others need no plan.
         return None

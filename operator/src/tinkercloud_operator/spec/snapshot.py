@@ -15,7 +15,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessi
 Manifest = Mapping[str, Any]
 """A Kubernetes object as JSON."""
 
-Done = tuple[str, str]
+SaveKey = tuple[str, str]
 """What a head was asked to do, and its incarnation."""
 
 
@@ -28,7 +28,7 @@ class ChildKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class PodProblem:
     """Why a pod does not run."""
 
     reason: Reason
@@ -49,7 +49,7 @@ class Pod:
     is_ready: bool
     is_terminating: bool
     restarts: int
-    trouble: Trouble | None
+    problem: PodProblem | None
     node: str | None = None
     """Where it runs."""
     tolerates_cordon: bool = False
@@ -100,7 +100,7 @@ class Observed:
     """The BaseModel of its `spec.baseModel`, if there is one."""
     sessions_of_owner: int
     """Live sessions of its owner and BaseModel that are older than this one."""
-    turn: str | None
+    start_order_message: str | None
     """Why older sessions that compete for the same nodes come first, if any do."""
     children: Mapping[ChildKey, Manifest]
     """Live children but the Secret, which can only be read by name."""
@@ -120,10 +120,10 @@ class Observed:
     """Whether the cluster knows ResourceClaimTemplates (resource.k8s.io/v1)."""
     apply_error: str | None
     """Why the API server refused a child the last time, if it did."""
-    answers: Mapping[Done, str | None]
+    completed_saves: Mapping[SaveKey, str | None]
     """What heads have done since this process started, each with the last checkpoint that was made
     for it."""
-    asked: frozenset[Done]
+    pending_saves: frozenset[SaveKey]
     """What heads are being asked to do now."""
     now: datetime
     kuberay_gap: str | None = None
@@ -152,7 +152,7 @@ class Observed:
         )
 
     @property
-    def is_held_back(self) -> bool:
+    def is_suspended_by_kueue(self) -> bool:
         """Whether its RayCluster may have no pods: Kueue has not admitted it, or evicted it."""
         cluster = self.ray_cluster
         return cluster is not None and bool(cluster.get("spec", {}).get("suspend"))

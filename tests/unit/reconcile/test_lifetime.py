@@ -7,7 +7,7 @@ import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, timestamp
 from tinkercloud_crds.shapes import Idle
-from tinkercloud_operator.decide.lifetime import Decision, Wanted, decide, last_use
+from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, last_use
 from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.sessions import NOON, a_pod, a_session, a_status, observed
@@ -42,21 +42,21 @@ def after(seconds: float) -> Any:
 @pytest.mark.parametrize(
     ("seconds", "idle", "wanted"),
     [
-        (3599.999, HOUR, Wanted.RUNNING),
-        (3600, HOUR, Wanted.SUSPENDED),
-        (3599.999, DELETED_AFTER_AN_HOUR, Wanted.RUNNING),
-        (3600, DELETED_AFTER_AN_HOUR, Wanted.DELETED),
+        (3599.999, HOUR, DesiredState.RUNNING),
+        (3600, HOUR, DesiredState.SUSPENDED),
+        (3599.999, DELETED_AFTER_AN_HOUR, DesiredState.RUNNING),
+        (3600, DELETED_AFTER_AN_HOUR, DesiredState.DELETED),
     ],
 )
 def test_a_session_is_idle_once_its_timeout_is_over_and_not_before(
-    seconds: float, idle: Idle, wanted: Wanted
+    seconds: float, idle: Idle, wanted: DesiredState
 ) -> None:
     accepted = since(ConditionType.ACCEPTED, "True", 0)
     status = a_status([accepted], incarnation="uid-0")
 
     decision = decide(at(seconds, status=status, is_declared=False), idle, None)
 
-    assert decision.wanted is wanted
+    assert decision.desired is wanted
 
 
 @pytest.mark.parametrize("seconds", [3600, 10**8])
@@ -65,7 +65,7 @@ def test_a_declared_session_that_is_to_be_deleted_when_idle_is_finished_instead(
 ) -> None:
     decision = decide(at(seconds), DELETED_AFTER_AN_HOUR, None)
 
-    assert (decision.wanted, decision.reason) == (Wanted.FINISHED, Reason.IDLE)
+    assert (decision.desired, decision.reason) == (DesiredState.FINISHED, Reason.IDLE)
 
 
 @pytest.mark.parametrize("ttl", [0, 900])
@@ -74,21 +74,21 @@ def test_a_declared_session_that_has_ended_is_kept_without_end(ttl: int) -> None
 
     decision = decide(at(10**8, spec=kept, status=ended(1000)), HOUR, 600)
 
-    assert decision.wanted is Wanted.FINISHED
+    assert decision.desired is DesiredState.FINISHED
     assert decision.changes_at is None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "wanted"), [(1099.999, Wanted.RUNNING), (1100, Wanted.DELETED)]
+    ("seconds", "wanted"), [(1099.999, DesiredState.RUNNING), (1100, DesiredState.DELETED)]
 )
 @pytest.mark.parametrize("status", ["False", "Unknown", "True"])
 def test_a_session_whose_client_stopped_asking_before_it_ran_is_deleted(
-    seconds: float, wanted: Wanted, status: str
+    seconds: float, wanted: DesiredState, status: str
 ) -> None:
     waits = a_status([since(ConditionType.ACCEPTED, status, 0, Reason.QUOTA_EXCEEDED)])
     session = at(seconds, **MADE_FOR_A_CLIENT, status=waits, last_activity=after(500))
 
-    assert decide(session, HOUR, None).wanted is wanted
+    assert decide(session, HOUR, None).desired is wanted
 
 
 def test_the_moment_at_which_a_client_counts_as_gone_is_looked_forward_to() -> None:
@@ -109,28 +109,30 @@ def test_the_moment_at_which_a_client_counts_as_gone_is_looked_forward_to() -> N
     ids=["declared", "it ran", "it runs", "suspended by its owner"],
 )
 def test_no_other_session_is_taken_for_abandoned(fields: dict[str, Any]) -> None:
-    assert decide(at(10**5, **fields), None, None).wanted is not Wanted.DELETED
+    assert decide(at(10**5, **fields), None, None).desired is not DesiredState.DELETED
 
 
 def test_a_running_session_names_the_moment_it_will_be_idle() -> None:
     assert decide(at(10), HOUR, None) == Decision(
-        Wanted.RUNNING, Reason.RUNNING, "", changes_at=after(3600)
+        DesiredState.RUNNING, Reason.RUNNING, "", changes_at=after(3600)
     )
 
 
-@pytest.mark.parametrize(("seconds", "wanted"), [(599.999, Wanted.RUNNING), (600, Wanted.FINISHED)])
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(599.999, DesiredState.RUNNING), (600, DesiredState.FINISHED)]
+)
 def test_a_session_ends_once_it_existed_for_its_lifetime_and_not_before(
-    seconds: float, wanted: Wanted
+    seconds: float, wanted: DesiredState
 ) -> None:
-    assert decide(at(seconds), HOUR, 600).wanted is wanted
+    assert decide(at(seconds), HOUR, 600).desired is wanted
 
 
 @pytest.mark.parametrize("idle", [HOUR, DELETED_AFTER_AN_HOUR])
 def test_a_session_in_use_is_not_idle_while_the_next_word_of_it_is_not_due(idle: Idle) -> None:
     used = {"last_activity": after(1000)}
 
-    assert decide(at(1000 + 3600 + 75, **used), idle, None).wanted is Wanted.RUNNING
-    assert decide(at(1000 + 3600 + 90, **used), idle, None).wanted is not Wanted.RUNNING
+    assert decide(at(1000 + 3600 + 75, **used), idle, None).desired is DesiredState.RUNNING
+    assert decide(at(1000 + 3600 + 90, **used), idle, None).desired is not DesiredState.RUNNING
 
 
 def test_the_earlier_of_idleness_and_the_end_is_looked_forward_to() -> None:
@@ -139,14 +141,16 @@ def test_the_earlier_of_idleness_and_the_end_is_looked_forward_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "wanted"), [(1899.999, Wanted.FINISHED), (1900, Wanted.DELETED)]
+    ("seconds", "wanted"), [(1899.999, DesiredState.FINISHED), (1900, DesiredState.DELETED)]
 )
-def test_an_ended_session_is_kept_for_its_ttl_and_no_longer(seconds: float, wanted: Wanted) -> None:
+def test_an_ended_session_is_kept_for_its_ttl_and_no_longer(
+    seconds: float, wanted: DesiredState
+) -> None:
     kept = a_session(ttlSecondsAfterFinished=900)
 
     session = at(seconds, spec=kept, status=ended(1000), is_declared=False)
 
-    assert decide(session, HOUR, None).wanted is wanted
+    assert decide(session, HOUR, None).desired is wanted
 
 
 def test_an_ended_session_with_a_ttl_of_zero_goes_at_once() -> None:
@@ -154,20 +158,20 @@ def test_an_ended_session_with_a_ttl_of_zero_goes_at_once() -> None:
 
     session = at(1000, spec=kept, status=ended(1000), is_declared=False)
 
-    assert decide(session, HOUR, None).wanted is Wanted.DELETED
+    assert decide(session, HOUR, None).desired is DesiredState.DELETED
 
 
 def test_what_has_ended_does_not_begin_again_when_it_is_used() -> None:
     session = at(2000, status=ended(1000), last_activity=after(1999))
 
-    assert decide(session, HOUR, None).wanted is Wanted.FINISHED
+    assert decide(session, HOUR, None).desired is DesiredState.FINISHED
 
 
 def test_a_suspended_session_ends_too() -> None:
     suspended = a_session(suspend=True)
 
     assert decide(at(599, spec=suspended), HOUR, 600).changes_at == after(600)
-    assert decide(at(600, spec=suspended), HOUR, 600).wanted is Wanted.FINISHED
+    assert decide(at(600, spec=suspended), HOUR, 600).desired is DesiredState.FINISHED
 
 
 def test_an_owners_word_suspends_what_is_in_use() -> None:
@@ -175,7 +179,7 @@ def test_an_owners_word_suspends_what_is_in_use() -> None:
 
     decision = decide(session, HOUR, None)
 
-    assert (decision.wanted, decision.reason) == (Wanted.SUSPENDED, Reason.SUSPENDED)
+    assert (decision.desired, decision.reason) == (DesiredState.SUSPENDED, Reason.SUSPENDED)
 
 
 def test_taking_the_word_back_resumes_what_nobody_used_meanwhile() -> None:
@@ -183,7 +187,7 @@ def test_taking_the_word_back_resumes_what_nobody_used_meanwhile() -> None:
 
     decision = decide(at(86400, status=a_status([suspended])), HOUR, None)
 
-    assert decision.wanted is Wanted.RUNNING
+    assert decision.desired is DesiredState.RUNNING
 
 
 def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
@@ -192,15 +196,15 @@ def test_what_is_suspended_for_idleness_stays_so_until_it_is_used() -> None:
     untouched = decide(at(86400, status=idle), HOUR, None)
     used = decide(at(86400, status=idle, last_activity=after(86399)), HOUR, None)
 
-    assert (untouched.wanted, untouched.reason) == (Wanted.SUSPENDED, Reason.IDLE)
-    assert used.wanted is Wanted.RUNNING
+    assert (untouched.desired, untouched.reason) == (DesiredState.SUSPENDED, Reason.IDLE)
+    assert used.desired is DesiredState.RUNNING
 
 
 def test_what_is_wanted_while_it_sleeps_wakes_whatever_the_clocks_say() -> None:
     idle = a_status([since(ConditionType.SUSPENDED, "True", 3600, Reason.IDLE)])
     by_a_slow_clock = at(86400, status=idle, last_activity=after(86400 - 7200))
 
-    assert decide(by_a_slow_clock, HOUR, None).wanted is Wanted.RUNNING
+    assert decide(by_a_slow_clock, HOUR, None).desired is DesiredState.RUNNING
 
 
 QUEUED = a_status([since(ConditionType.QUOTA_RESERVED, "False", 0, Reason.QUEUED)])
@@ -255,23 +259,23 @@ def test_the_last_use_is_the_latest_of(
 def test_a_session_that_waits_in_a_queue_is_not_idle_however_long() -> None:
     decision = decide(at(10**6, status=QUEUED), HOUR, None)
 
-    assert decision == Decision(Wanted.RUNNING, Reason.RUNNING, "", changes_at=None)
+    assert decision == Decision(DesiredState.RUNNING, Reason.RUNNING, "", changes_at=None)
 
 
 def test_a_session_that_waits_in_a_queue_ends_in_time() -> None:
     assert decide(at(599, status=QUEUED), HOUR, 600).changes_at == after(600)
-    assert decide(at(600, status=QUEUED), HOUR, 600).wanted is Wanted.FINISHED
+    assert decide(at(600, status=QUEUED), HOUR, 600).desired is DesiredState.FINISHED
 
 
 @pytest.mark.parametrize(
-    ("suspended", "wanted"), [("False", Wanted.RUNNING), ("True", Wanted.SUSPENDED)]
+    ("suspended", "wanted"), [("False", DesiredState.RUNNING), ("True", DesiredState.SUSPENDED)]
 )
 def test_without_a_word_on_idleness_a_session_stays_as_it_is(
-    suspended: str, wanted: Wanted
+    suspended: str, wanted: DesiredState
 ) -> None:
     status = a_status([since(ConditionType.SUSPENDED, suspended, 0, Reason.IDLE)])
 
-    assert decide(at(10**9, status=status), None, None).wanted is wanted
+    assert decide(at(10**9, status=status), None, None).desired is wanted
 
 
 @pytest.mark.parametrize("text", [None, "", "soon", "2026-01-01", "2026-01-01T12:00:00"])

@@ -13,11 +13,11 @@ from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import (
-    Refusal,
-    Shape,
-    admitted,
+    Rejection,
+    ResolvedSpec,
+    check_pod_groups,
     idle_policy,
-    longest_lifetime,
+    max_lifetime,
     resolve,
 )
 from tinkercloud_testing.resource_rules.base_models import BASE_MODEL_RULES
@@ -62,15 +62,15 @@ def counts(trainers: int | None, engines: int | None) -> Json:
 
 def refusal(
     spec: TrainingSessionSpec, base_model: BaseModelSpec | None = OFFERED, sessions: int = 0
-) -> Refusal:
+) -> Rejection:
     found = resolve(spec, base_model, sessions)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Rejection)
     return found
 
 
-def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Shape:
+def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> ResolvedSpec:
     found = resolve(spec, base_model, 0)
-    assert isinstance(found, Shape)
+    assert isinstance(found, ResolvedSpec)
     return found
 
 
@@ -110,7 +110,7 @@ def test_fewer_trainers_than_a_mixture_s_experts_are_shared_out_over_are_refused
         "spec.trainer.replicas: 1 pods have 4 ranks, which is not a multiple of the 8 ranks of a"
         " set of experts"
     )
-    assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), Shape)
+    assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), ResolvedSpec)
 
 
 REFUSED = [
@@ -165,7 +165,7 @@ def test_one_session_too_many_of_an_owner_waits_and_knows_its_place(older: int, 
     assert refused.reason is Reason.QUOTA_EXCEEDED
     assert "the limit is 3" in refused.message
     assert f"this session is number {place} in the" in refused.message
-    assert isinstance(resolve(a_session(), OFFERED, 2), Shape)
+    assert isinstance(resolve(a_session(), OFFERED, 2), ResolvedSpec)
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -178,7 +178,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_where_nothing_is_offered_nothing_may_be_chosen() -> None:
     refused = refusal(a_session(queueName="mine"), a_base_model())
 
-    assert refused.message.endswith("allows: none")
+    assert refused.message.endswith("allowed values: none")
 
 
 def test_a_refusal_of_any_length_fits_the_status() -> None:
@@ -204,7 +204,7 @@ def test_a_refusal_of_any_length_fits_the_status() -> None:
     ids=str,
 )
 def test_what_is_at_its_limit_is_granted(spec: Json) -> None:
-    assert isinstance(resolve(a_session(**spec), OFFERED, 0), Shape)
+    assert isinstance(resolve(a_session(**spec), OFFERED, 0), ResolvedSpec)
 
 
 def test_a_session_that_chooses_nothing_gets_what_is_offered() -> None:
@@ -301,11 +301,11 @@ def test_a_session_that_only_samples_may_have_fewer_engines_than_trainers_would_
 def test_a_queue_takes_as_many_trainer_pods_with_engines_as_kueue_has_room_for_groups() -> None:
     base_model = COLOCATING.model_copy(update={"placement": QUEUED})
 
-    assert isinstance(admitted(shape(a_session(), base_model), 5), Shape)
-    refused = admitted(shape(a_session(), base_model), 4)
+    assert isinstance(check_pod_groups(shape(a_session(), base_model), 5), ResolvedSpec)
+    refused = check_pod_groups(shape(a_session(), base_model), 4)
 
-    assert isinstance(refused, Refusal)
-    assert refused.message.startswith("spec.trainer.replicas: 4 pods with engines")
+    assert isinstance(refused, Rejection)
+    assert refused.message.startswith("spec.trainer.replicas: each of 4 pods with engines")
     assert refused.message.endswith("request at most 3")
 
 
@@ -318,7 +318,7 @@ def test_the_shorter_lifetime_counts(
 ) -> None:
     base_model = a_base_model(sessions={"maxLifetimeSeconds": allowed})
 
-    assert longest_lifetime(a_session(maxLifetimeSeconds=asked), base_model) == granted
+    assert max_lifetime(a_session(maxLifetimeSeconds=asked), base_model) == granted
 
 
 @pytest.mark.parametrize(
@@ -353,20 +353,20 @@ def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
     )
     asked, granted = a_session(**session), a_session(**session, sampler={"replicas": most})
 
-    refused = admitted(shape(asked, offered), max_groups=8)
-    allowed = admitted(shape(granted, offered), max_groups=8)
+    refused = check_pod_groups(shape(asked, offered), max_groups=8)
+    allowed = check_pod_groups(shape(granted, offered), max_groups=8)
 
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, Rejection)
     assert refused.reason is Reason.NOT_ALLOWED
-    assert f"spec.sampler.replicas: {engines} pods with engines" in refused.message
+    assert f"spec.sampler.replicas: each of {engines} pods with engines" in refused.message
     assert refused.message.endswith(f"request at most {most}")
-    assert isinstance(allowed, Shape)
+    assert isinstance(allowed, ResolvedSpec)
 
 
 def test_without_a_queue_engines_are_not_counted() -> None:
     no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 30})
 
-    assert isinstance(admitted(shape(a_session(), no_queue), max_groups=8), Shape)
+    assert isinstance(check_pod_groups(shape(a_session(), no_queue), max_groups=8), ResolvedSpec)
 
 
 def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:

@@ -46,8 +46,8 @@ async def renew(leadership: Leadership) -> bool:
     """Take or renew the Lease, as an election does."""
     await leadership._lock.get(NAME, NAMESPACE)
     now = "2026-01-01 12:00:00.0"
-    record = LeaderElectionRecord("me", "15", now, now)
-    return await leadership._lock.update(NAME, NAMESPACE, record)
+    to_annotation = LeaderElectionRecord("me", "15", now, now)
+    return await leadership._lock.update(NAME, NAMESPACE, to_annotation)
 
 
 def test_a_replica_that_never_held_the_lease_may_not_act(leadership: Leadership) -> None:

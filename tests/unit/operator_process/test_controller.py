@@ -10,7 +10,7 @@ from tinkercloud_crds import labels
 from tinkercloud_operator import __main__ as process
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.handlers import WatchingFailed
-from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
@@ -31,17 +31,17 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def heads(connection: Connection) -> AsyncIterator[Heads]:
+async def heads(connection: Connection) -> AsyncIterator[HeadClient]:
     async with aiohttp.ClientSession() as http:
-        yield Heads(connection.cluster, http)
+        yield HeadClient(connection.cluster, http)
 
 
 @pytest.fixture
-def controller(connection: Connection, heads: Heads) -> Controller:
+def controller(connection: Connection, heads: HeadClient) -> Controller:
     """One that has seen a session with a Service."""
     made = Controller(connection.cluster, heads, SETTINGS)
-    made.hear("TrainingSession", None, a_session(connection))
-    made.hear("Service", None, a_service(connection))
+    made.on_event("TrainingSession", None, a_session(connection))
+    made.on_event("Service", None, a_service(connection))
     return made
 
 
@@ -60,10 +60,10 @@ def test_what_a_watch_begins_with_is_no_reason_to_list_everything(controller: Co
 def test_a_watch_that_begins_anew_may_have_missed_what_went(
     controller: Controller, connection: Connection
 ) -> None:
-    controller.hear("Service", "MODIFIED", a_service(connection))
+    controller.on_event("Service", "MODIFIED", a_service(connection))
     assert not controller.needs_resync.is_set()
 
-    controller.hear("Service", None, a_service(connection))
+    controller.on_event("Service", None, a_service(connection))
 
     assert controller.needs_resync.is_set()
 
@@ -71,9 +71,9 @@ def test_a_watch_that_begins_anew_may_have_missed_what_went(
 def test_what_one_kind_tells_says_nothing_of_the_watches_of_others(
     controller: Controller, connection: Connection
 ) -> None:
-    controller.hear("Service", "MODIFIED", a_service(connection))
+    controller.on_event("Service", "MODIFIED", a_service(connection))
 
-    controller.hear("TrainingSession", None, a_session(connection))
+    controller.on_event("TrainingSession", None, a_session(connection))
 
     assert not controller.needs_resync.is_set()
 
@@ -130,12 +130,12 @@ async def test_a_base_model_takes_over_at_once_when_the_older_of_its_name_goes(
     older = connection.api.put(f"{BASE_MODELS}/a", a_base_model_manifest("a"))
     younger = connection.api.put(f"{BASE_MODELS}/b", a_base_model_manifest("b"))
     for offered in (older, younger):
-        controller.hear("BaseModel", "ADDED", offered)
+        controller.on_event("BaseModel", "ADDED", offered)
     controller._is_complete.set()
     working = asyncio.create_task(controller.work_on_base_models())
     assert await reached(lambda: reason_of(connection, "b") == "Duplicate")
 
-    controller.hear("BaseModel", "DELETED", older)
+    controller.on_event("BaseModel", "DELETED", older)
 
     assert await reached(lambda: reason_of(connection, "b") == "Accepted")
     working.cancel()
@@ -148,13 +148,13 @@ def reason_of(connection: Connection, base_model: str) -> str | None:
     return next(iter(reasons), None)
 
 
-async def lead(connection: Connection, heads: Heads) -> None:
+async def lead(connection: Connection, heads: HeadClient) -> None:
     probes = Probes(Leadership(connection.client, SETTINGS), SETTINGS)
     await process._lead(connection.cluster, heads, probes, SETTINGS, process.StopSignal())
 
 
 async def test_watching_that_failed_begins_anew_with_nothing_of_before(
-    connection: Connection, heads: Heads, monkeypatch: pytest.MonkeyPatch
+    connection: Connection, heads: HeadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching: list[Controller] = []
 
@@ -175,7 +175,7 @@ async def test_watching_that_failed_begins_anew_with_nothing_of_before(
 
 
 async def test_a_term_ends_when_it_is_told_to_even_if_its_watching_fails_at_that_moment(
-    connection: Connection, heads: Heads, monkeypatch: pytest.MonkeyPatch
+    connection: Connection, heads: HeadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching: list[Controller] = []
 
@@ -218,7 +218,7 @@ async def test_a_burst_of_changes_of_pods_is_looked_at_once(
     for number in range(3):
         path = f"/api/v1/namespaces/default/pods/one-{number}"
         pod = connection.api.put(path, {}, labels={labels.SESSION_LABEL: "one"})
-        controller.hear("Pod", "ADDED", pod)
+        controller.on_event("Pod", "ADDED", pod)
     assert len(controller.queue) == 0
 
     assert await controller.queue.take() == "one"
@@ -231,12 +231,12 @@ async def test_the_change_by_which_all_pods_are_ready_is_looked_at_at_once(
     controller.queue.done(await controller.queue.take())
     first, last = (f"/api/v1/namespaces/default/pods/one-{number}" for number in range(2))
 
-    controller.hear("Pod", "ADDED", a_pod(connection, first, ready="True"))
+    controller.on_event("Pod", "ADDED", a_pod(connection, first, ready="True"))
     controller.queue.done(await controller.queue.take())
-    controller.hear("Pod", "ADDED", a_pod(connection, last, ready="False"))
+    controller.on_event("Pod", "ADDED", a_pod(connection, last, ready="False"))
     assert len(controller.queue) == 0
 
-    controller.hear("Pod", "MODIFIED", a_pod(connection, last, ready="True"))
+    controller.on_event("Pod", "MODIFIED", a_pod(connection, last, ready="True"))
     assert len(controller.queue) == 1
 
 

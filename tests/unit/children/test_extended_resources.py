@@ -127,7 +127,7 @@ def test_what_the_operator_tells_a_container_is_still_there() -> None:
 
 
 def test_a_pod_asks_for_what_all_of_its_containers_ask_for() -> None:
-    [_, trainers] = a_build_with(COLOCATED).shape.pods
+    [_, trainers] = a_build_with(COLOCATED).resolved.pods
 
     assert trainers.extended == (
         ExtendedResource(name="rdma/hca", count=2 + 2 * 1),

@@ -1,4 +1,4 @@
-"""Served definitions, compared with what the operator writes."""
+"""ServedDefinitions definitions, compared with what the operator writes."""
 
 import copy
 from typing import Any
@@ -118,9 +118,9 @@ def test_nothing_is_made_for_a_kuberay_that_is_too_old_and_clients_are_refused()
     assert not any(isinstance(action, Apply) for action in plan.actions)
     assert plan.status is not None
     assert plan.status.message == GAP
-    assert plan.announcement is not None
-    assert plan.announcement.reason is Reason.KUBERAY_TOO_OLD
-    assert plan.announcement.is_warning
+    assert plan.event is not None
+    assert plan.event.reason is Reason.KUBERAY_TOO_OLD
+    assert plan.event.is_warning
 
 
 def test_what_runs_continues_when_kuberay_becomes_too_old() -> None:
@@ -155,10 +155,10 @@ def test_a_refusal_of_an_undeclared_field_is_a_kuberay_that_is_too_old() -> None
 
     plan = reconcile(observed(apply_error=answer), SETTINGS)
 
-    assert plan.announcement is not None
-    assert plan.announcement.reason is Reason.KUBERAY_TOO_OLD
-    assert "KubeRay 1.6" in plan.announcement.message
-    assert ".spec.x" in plan.announcement.message
+    assert plan.event is not None
+    assert plan.event.reason is Reason.KUBERAY_TOO_OLD
+    assert "KubeRay 1.6" in plan.event.message
+    assert ".spec.x" in plan.event.message
 
 
 def test_outdated_definitions_of_ours_are_said_by_a_session_that_runs() -> None:

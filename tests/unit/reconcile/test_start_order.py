@@ -77,13 +77,13 @@ class Queue:
             starts_in_order=in_order,
             nodes=None,
             apply_error=None,
-            answers={},
-            asked=frozenset(),
+            completed_saves={},
+            pending_saves=frozenset(),
             now=NOON,
         )
         found = self.watched.observed(name, surroundings)
         assert found is not None
-        return found.turn
+        return found.start_order_message
 
 
 def test_the_second_of_two_that_want_the_same_gpus_waits_and_is_told_for_whom_and_why() -> None:
@@ -265,7 +265,7 @@ def test_a_session_whose_turn_has_not_come_has_no_pods_is_queued_and_looks_again
     world.happen("the operator looks", "KubeRay works")
 
     assert plan.actions == ()
-    assert plan.look_again_seconds == 60
+    assert plan.requeue_after_seconds == 60
     assert world.children == {}
     assert world.status.phase == "Queued"
     quota = {each.type: each for each in world.status.conditions}[ConditionType.QUOTA_RESERVED]

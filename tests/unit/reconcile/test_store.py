@@ -49,8 +49,8 @@ def look(watched: Watched, name: str = "one") -> Observed | None:
         starts_in_order=True,
         nodes=None,
         apply_error=None,
-        answers={},
-        asked=frozenset(),
+        completed_saves={},
+        pending_saves=frozenset(),
         now=NOON,
     )
     return watched.observed(name, surroundings)

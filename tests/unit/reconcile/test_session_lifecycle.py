@@ -10,14 +10,14 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.decide.actions import (
     Apply,
-    AskHead,
     CreateSecret,
     Delete,
-    HoldFinalizer,
     Plan,
+    SaveRequest,
+    SetFinalizer,
 )
 from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.spec.snapshot import ChildKey, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, PodProblem
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world
 from tinkercloud_testing.sessions import a_session, a_status, observed
@@ -31,8 +31,8 @@ def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: li
     asked = 0
     while not (world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]):
         plan = world.operate()
-        asked += any(isinstance(action, AskHead) for action in plan.actions)
-        world.pass_time(plan.look_again_seconds or 0)
+        asked += any(isinstance(action, SaveRequest) for action in plan.actions)
+        world.pass_time(plan.requeue_after_seconds or 0)
 
     patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds)
     assert asked > 2
@@ -129,7 +129,7 @@ def test_a_session_stops_though_the_served_definitions_are_the_first(
 
     pauses: list[float | None] = []
     while world.status.phase != phase and len(pauses) < ENOUGH_ROUNDS:
-        pause = world.operate().look_again_seconds
+        pause = world.operate().requeue_after_seconds
         pauses.append(pause)
         world.pass_time(min(pause or 0, 5))
         world.happen("KubeRay works", "a pod gets on")
@@ -257,7 +257,7 @@ def test_what_keeps_pods_from_being_made_is_told_before_the_queue(
 
 def test_a_message_of_any_length_fits_the_status() -> None:
     world = a_world("workers", "it settles")
-    world.trouble_pods(Trouble(Reason.CRASH_LOOP, "x" * 5000))
+    world.break_pods(PodProblem(Reason.CRASH_LOOP, "x" * 5000))
 
     world.operate()
 
@@ -273,7 +273,7 @@ def test_a_head_that_ended_unasked_is_counted_once() -> None:
 def test_the_finalizer_is_held_before_there_is_anything_to_save() -> None:
     surroundings, pods = reconcile(observed(), SETTINGS).stages
 
-    assert HoldFinalizer(held=True) in surroundings
+    assert SetFinalizer(present=True) in surroundings
     assert any(isinstance(action, CreateSecret) for action in surroundings)
     assert any(isinstance(a, Apply) and a.manifest["kind"] == "RayCluster" for a in pods)
 
@@ -281,15 +281,15 @@ def test_the_finalizer_is_held_before_there_is_anything_to_save() -> None:
 def test_a_sampler_holds_no_finalizer_because_it_has_nothing_to_save() -> None:
     plan = reconcile(observed(spec=a_session(role="Sampler", lora=None)), SETTINGS)
 
-    assert not any(isinstance(action, HoldFinalizer) for action in plan.actions)
+    assert not any(isinstance(action, SetFinalizer) for action in plan.actions)
     assert any(isinstance(action, Apply) for action in plan.actions)
 
 
 def test_the_same_news_is_announced_once() -> None:
     refused = observed(base_model=None)
     told = reconcile(refused, SETTINGS)
-    assert told.announcement is not None
-    assert told.announcement.is_warning
+    assert told.event is not None
+    assert told.event.is_warning
 
     again = reconcile(replace(refused, status=told.status or a_status()), SETTINGS)
 
@@ -299,6 +299,6 @@ def test_the_same_news_is_announced_once() -> None:
 def test_nothing_is_made_beside_what_an_earlier_session_of_the_name_had() -> None:
     plan = reconcile(observed(predecessors={RAY_CLUSTER: {"metadata": {}}}), SETTINGS)
 
-    assert plan.actions == (HoldFinalizer(held=True),)
+    assert plan.actions == (SetFinalizer(present=True),)
     assert plan.status is not None
     assert "deleted session with the same name" in (plan.status.message or "")

@@ -13,9 +13,9 @@ from tinkercloud_operator.decide.actions import Delete, DeleteSession, Plan
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.run.cluster import Conflict, Refused, Unreachable
 from tinkercloud_operator.run.executor import Executor
-from tinkercloud_operator.run.head_client import Heads
-from tinkercloud_operator.run.save_requests import Questions
-from tinkercloud_operator.run.served_definitions import Served
+from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
@@ -25,20 +25,20 @@ SESSION = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions/on
 RAY_CLUSTER = "/apis/ray.io/v1/namespaces/default/rayclusters/one"
 SERVICE = "/api/v1/namespaces/default/services/one-head"
 SECRET = "/api/v1/namespaces/default/secrets/one-token"
-WITNESS = "/api/v1/namespaces/default/configmaps/one-token"
+MARKER = "/api/v1/namespaces/default/configmaps/one-token"
 OF_ANOTHER = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-an-earlier-one"}]
 
 
 class Operator:
     """Looks at one session, and does what is to be done about it."""
 
-    def __init__(self, api: MemoryApi, heads: Heads, connection: Connection) -> None:
+    def __init__(self, api: MemoryApi, heads: HeadClient, connection: Connection) -> None:
         self.api = api
         self.children: dict[ChildKey, Manifest] = {}
-        questions = Questions(heads, lambda _: None)
-        served = Served(connection.cluster)
+        saver = HeadSaver(heads, lambda _: None)
+        served = ServedDefinitions(connection.cluster)
         self.executor = Executor(
-            connection.cluster, questions, self.note, lambda *_: None, served.keepable
+            connection.cluster, saver, self.note, lambda *_: None, served.storable
         )
 
     def note(self, kind: str, manifest: Manifest) -> None:
@@ -49,7 +49,7 @@ class Operator:
         seen = observed(
             children=self.children,
             has_secret=has_secret("one", self.children),
-            apply_error=self.executor.refusal("one"),
+            apply_error=self.executor.rejection("one"),
         )
         return await self.executor.execute(seen, reconcile(seen, Settings()))
 
@@ -63,7 +63,7 @@ class Operator:
 @pytest.fixture
 async def operator(connection: Connection) -> AsyncIterator[Operator]:
     async with aiohttp.ClientSession() as http:
-        yield Operator(connection.api, Heads(connection.cluster, http), connection)
+        yield Operator(connection.api, HeadClient(connection.cluster, http), connection)
 
 
 def token(api: MemoryApi) -> Any:
@@ -144,7 +144,7 @@ async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator, status
     with pytest.raises(Unreachable):
         await operator.look()
 
-    assert operator.executor.refusal("one") is None
+    assert operator.executor.rejection("one") is None
 
 
 async def test_an_event_that_is_refused_holds_nothing_up(operator: Operator) -> None:
@@ -164,7 +164,7 @@ async def test_a_secret_of_an_earlier_session_is_neither_used_nor_taken(operator
         await operator.look()
 
     assert token(operator.api) == "old"
-    assert {WITNESS, RAY_CLUSTER}.isdisjoint(operator.api.objects)
+    assert {MARKER, RAY_CLUSTER}.isdisjoint(operator.api.objects)
 
 
 async def test_a_secret_that_went_is_made_again(operator: Operator) -> None:
@@ -173,9 +173,9 @@ async def test_a_secret_that_went_is_made_again(operator: Operator) -> None:
 
     del operator.api.objects[SECRET]
     # What the garbage collector leaves of its witness.
-    owners = operator.api.objects[WITNESS]["metadata"]["ownerReferences"]
+    owners = operator.api.objects[MARKER]["metadata"]["ownerReferences"]
     left = [owner for owner in owners if owner["kind"] != "Secret"]
-    operator.note("ConfigMap", operator.api.put(WITNESS, {}, ownerReferences=left))
+    operator.note("ConfigMap", operator.api.put(MARKER, {}, ownerReferences=left))
     await operator.look()
 
     assert token(operator.api) != before
@@ -186,7 +186,7 @@ async def test_a_witness_that_went_is_made_again_of_the_same_secret(operator: Op
     await operator.look()
     before = token(operator.api)
 
-    del operator.api.objects[WITNESS]
+    del operator.api.objects[MARKER]
     del operator.children[ChildKey("ConfigMap", "one-token")]
     await operator.look()
 

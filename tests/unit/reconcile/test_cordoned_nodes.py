@@ -70,8 +70,8 @@ def test_pods_that_would_be_placed_there_again_stay_where_they_are(toleration: J
     kept = decide(observed(pods=(stays,), cordoned=cordoned), None, None)
     moved = decide(observed(pods=(moves,), cordoned=cordoned), None, None)
 
-    assert kept.wanted == "Running"
-    assert moved.wanted == "Suspended"
+    assert kept.desired == "Running"
+    assert moved.desired == "Suspended"
 
 
 def test_a_session_whose_owner_suspends_it_says_that_and_stays_suspended() -> None:
@@ -87,12 +87,12 @@ def test_a_pod_that_does_not_end_on_a_dead_node_keeps_its_session_from_nothing()
 
     decision = decide(observed(pods=(stuck,), cordoned=frozenset({"node-0"})), None, None)
 
-    assert decision.wanted == "Running"
+    assert decision.desired == "Running"
 
 
 def test_a_pod_that_has_no_node_yet_is_on_none() -> None:
     waits = a_pod(is_scheduled=False, is_started=False, is_ready=False)
 
-    assert decide(observed(pods=(waits,), cordoned=frozenset({"x"})), None, None).wanted == (
+    assert decide(observed(pods=(waits,), cordoned=frozenset({"x"})), None, None).desired == (
         "Running"
     )

@@ -7,7 +7,11 @@ import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find, timestamp
 from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.deadlines import HELD, SILENT, UNCONFIRMED
+from tinkercloud_operator.decide.deadlines import (
+    DELETION_TIMEOUT,
+    KUBERAY_TIMEOUT,
+    TERMINATION_TIMEOUT,
+)
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
@@ -37,10 +41,12 @@ def ready(session: Observed) -> Condition:
 
 
 def test_kuberay_that_does_not_react_to_a_ray_cluster_is_said_after_minutes() -> None:
-    before, after = (at(NOON + SILENT - by, a_cluster(**MADE)) for by in (SECOND, 0 * SECOND))
+    before, after = (
+        at(NOON + KUBERAY_TIMEOUT - by, a_cluster(**MADE)) for by in (SECOND, 0 * SECOND)
+    )
 
     assert ready(before).reason == Reason.PROVISIONING
-    assert reconcile(before, SETTINGS).look_again_seconds == 1
+    assert reconcile(before, SETTINGS).requeue_after_seconds == 1
     assert ready(after).reason == Reason.KUBERAY_SILENT
     assert "RayCluster one" in ready(after).message
 
@@ -55,7 +61,7 @@ def test_kuberay_that_does_not_react_to_a_ray_cluster_is_said_after_minutes() ->
     ids=["it has seen it", "there are pods", "Kueue holds it back"],
 )
 def test_kuberay_that_has_reacted_or_need_not_is_not_called_silent(fields: Json) -> None:
-    assert ready(at(NOON + 2 * SILENT, **fields)).reason != Reason.KUBERAY_SILENT
+    assert ready(at(NOON + 2 * KUBERAY_TIMEOUT, **fields)).reason != Reason.KUBERAY_SILENT
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
@@ -64,8 +70,8 @@ def test_a_ray_cluster_that_is_held_in_deletion_is_named_with_its_finalizers(
 ) -> None:
     cluster, spec = a_cluster(**DELETED, finalizers=FINALIZERS), a_session(suspend=is_suspended)
 
-    before = ready(at(NOON + HELD - SECOND, cluster, spec=spec))
-    after = ready(at(NOON + HELD, cluster, spec=spec))
+    before = ready(at(NOON + DELETION_TIMEOUT - SECOND, cluster, spec=spec))
+    after = ready(at(NOON + DELETION_TIMEOUT, cluster, spec=spec))
 
     assert before.reason != Reason.DELETION_STUCK
     assert after.reason == Reason.DELETION_STUCK
@@ -75,7 +81,7 @@ def test_a_ray_cluster_that_is_held_in_deletion_is_named_with_its_finalizers(
 def test_what_an_earlier_session_of_the_name_left_is_named_too() -> None:
     left = {RAY_CLUSTER: a_cluster(**DELETED, finalizers=FINALIZERS)}
 
-    condition = ready(at(NOON + HELD, predecessors=left))
+    condition = ready(at(NOON + DELETION_TIMEOUT, predecessors=left))
 
     assert condition.reason == Reason.DELETION_STUCK
     assert "example.org/audit" in condition.message
@@ -84,7 +90,7 @@ def test_what_an_earlier_session_of_the_name_left_is_named_too() -> None:
 def test_a_ray_cluster_that_waits_for_its_pods_is_held_by_nobody() -> None:
     cluster = a_cluster(**DELETED, finalizers=["foregroundDeletion"])
 
-    assert ready(at(NOON + 2 * HELD, cluster)).reason != Reason.DELETION_STUCK
+    assert ready(at(NOON + 2 * DELETION_TIMEOUT, cluster)).reason != Reason.DELETION_STUCK
 
 
 @pytest.mark.parametrize(
@@ -94,7 +100,7 @@ def test_a_pod_that_does_not_end_is_named_with_what_holds_it(
     finalizers: tuple[str, ...], named: str
 ) -> None:
     pod = a_pod(is_terminating=True, due=NOON, node="gpu-3", finalizers=finalizers)
-    session = at(NOON + UNCONFIRMED, pods=(pod,), spec=a_session(suspend=True))
+    session = at(NOON + TERMINATION_TIMEOUT, pods=(pod,), spec=a_session(suspend=True))
 
     assert ready(session).reason == Reason.DELETION_STUCK
     assert "pod one-head" in ready(session).message
@@ -105,7 +111,7 @@ def test_a_pod_that_does_not_end_is_named_with_what_holds_it(
 def test_a_session_that_is_stuck_needs_help() -> None:
     cluster = a_cluster(**DELETED, finalizers=FINALIZERS)
 
-    status = reconcile(at(NOON + HELD, cluster), SETTINGS).status
+    status = reconcile(at(NOON + DELETION_TIMEOUT, cluster), SETTINGS).status
 
     assert status is not None
     stalled = find(status.conditions, ConditionType.STALLED)
@@ -159,4 +165,4 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it() -> None:
 def test_a_pod_that_is_not_ready_for_another_reason_says_nothing_of_its_node(
     manifest: Json,
 ) -> None:
-    assert parsing.pod(manifest).trouble is None
+    assert parsing.pod(manifest).problem is None

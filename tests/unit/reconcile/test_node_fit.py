@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_operator.decide.node_fit import never_fits, without_kin
+from tinkercloud_operator.decide.node_fit import never_fits, no_matching_node
 from tinkercloud_operator.spec.snapshot import Node
 from tinkercloud_testing.sessions import GPU_TAINT, TRAINERS, Json, a_base_model, a_build, a_node
 
@@ -17,13 +17,13 @@ STARTING = {
 
 
 def why_never(node: Node, **placement: Any) -> str | None:
-    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).shape
+    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).resolved
     return never_fits(shape, [node])
 
 
 def what_is_missing(node: Node, **placement: Any) -> str | None:
-    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).shape
-    return without_kin(shape, [node])
+    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).resolved
+    return no_matching_node(shape, [node])
 
 
 REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
@@ -99,10 +99,10 @@ BESIDE_GPUS = a_node(gpus=0)
 
 
 def test_kubernetes_lets_pods_that_ask_for_gpus_on_nodes_that_keep_others_off() -> None:
-    shape = a_build(a_base_model(trainer=TRAINERS)).shape
+    shape = a_build(a_base_model(trainer=TRAINERS)).resolved
     too_small, large_enough = (a_node(gpus=gpus, taints=(GPU_TAINT,)) for gpus in (3, 4))
 
-    assert without_kin(shape, [BESIDE_GPUS, large_enough]) is None
+    assert no_matching_node(shape, [BESIDE_GPUS, large_enough]) is None
     assert never_fits(shape, [BESIDE_GPUS, large_enough]) is None
     assert "no node has the capacity for a trainer pod" in str(
         never_fits(shape, [BESIDE_GPUS, too_small])
@@ -111,11 +111,11 @@ def test_kubernetes_lets_pods_that_ask_for_gpus_on_nodes_that_keep_others_off() 
 
 @pytest.mark.parametrize("taint", [{"key": "team"}, {"effect": "NoExecute"}])
 def test_kubernetes_adds_no_other_toleration(taint: Json) -> None:
-    shape = a_build(a_base_model(trainer=TRAINERS)).shape
+    shape = a_build(a_base_model(trainer=TRAINERS)).resolved
     node = a_node(taints=({**GPU_TAINT, **taint},))
 
     assert "as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs)" in str(
-        without_kin(shape, [BESIDE_GPUS, node])
+        no_matching_node(shape, [BESIDE_GPUS, node])
     )
 
 
@@ -126,7 +126,7 @@ def test_each_role_is_looked_for_among_the_nodes_that_it_may_run_on() -> None:
 
     def why(head: Json) -> str | None:
         model = a_base_model(trainer=TRAINERS, placement=pool, head={"image": "w", **head})
-        return without_kin(a_build(model).shape, [cpus, a_node(taints=(GPU_TAINT,))])
+        return no_matching_node(a_build(model).resolved, [cpus, a_node(taints=(GPU_TAINT,))])
 
     assert "head pod" in str(why({}))
     assert why(elsewhere) is None
@@ -141,9 +141,9 @@ OF_RDMA = {RDMA: 2, PAGES: 2.0**30}
 def with_extended(node: Node) -> tuple[str | None, str | None]:
     """Return why trainers with extended resources never fit a cluster, and what is missing."""
     trainer = {**TRAINERS, "extendedResources": EXTENDED}
-    shape = a_build(a_base_model(trainer=trainer)).shape
+    shape = a_build(a_base_model(trainer=trainer)).resolved
     nodes = [BESIDE_GPUS, node]
-    return never_fits(shape, nodes), without_kin(shape, nodes)
+    return never_fits(shape, nodes), no_matching_node(shape, nodes)
 
 
 @pytest.mark.parametrize(

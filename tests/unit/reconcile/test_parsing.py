@@ -9,7 +9,7 @@ from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, PodProblem
 from tinkercloud_testing.sessions import (
     GPU_TAINT,
     TRAINERS,
@@ -119,7 +119,7 @@ OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 def test_trouble_of_a_container_is_told_by_its_cause(
     container: Json, reason: str, message: str
 ) -> None:
-    trouble = parsing.pod(a_pod_manifest(container)).trouble
+    trouble = parsing.pod(a_pod_manifest(container)).problem
 
     assert trouble is not None
     assert trouble.reason == reason
@@ -136,13 +136,13 @@ def test_trouble_of_a_container_is_told_by_its_cause(
     ],
 )
 def test_what_gets_on_is_in_no_trouble(container: Json) -> None:
-    assert parsing.pod(a_pod_manifest(container)).trouble is None
+    assert parsing.pod(a_pod_manifest(container)).problem is None
 
 
 def test_a_download_that_fails_is_trouble_of_its_pod() -> None:
     fetching = waiting("CrashLoopBackOff", "fetch-model ended") | {"name": "fetch-model"}
 
-    trouble = parsing.pod(a_pod_manifest(initContainerStatuses=[fetching])).trouble
+    trouble = parsing.pod(a_pod_manifest(initContainerStatuses=[fetching])).problem
 
     assert trouble is not None
     assert trouble.reason is Reason.CRASH_LOOP
@@ -154,7 +154,7 @@ def test_a_pod_without_room_is_unschedulable() -> None:
 
     pod = parsing.pod(a_pod_manifest(conditions=[why]))
 
-    assert pod.trouble == Trouble(Reason.UNSCHEDULABLE, "0/3 nodes")
+    assert pod.problem == PodProblem(Reason.UNSCHEDULABLE, "0/3 nodes")
     assert not pod.is_scheduled
 
 
@@ -175,7 +175,7 @@ def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say
 ) -> None:
     ended = {"phase": "Failed", "reason": why, "message": message}
 
-    trouble = parsing.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).trouble
+    trouble = parsing.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).problem
 
     assert trouble is not None
     assert trouble.reason is reason
@@ -183,7 +183,7 @@ def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say
 
 
 def test_a_pod_that_was_deleted_is_in_no_trouble_however_its_containers_ended() -> None:
-    assert parsing.pod(a_pod_manifest(phase="Failed")).trouble is None
+    assert parsing.pod(a_pod_manifest(phase="Failed")).problem is None
 
 
 def test_a_claim_that_does_not_exist_is_no_matter_of_room() -> None:
@@ -192,7 +192,7 @@ def test_a_claim_that_does_not_exist_is_no_matter_of_room() -> None:
 
     pod = parsing.pod(a_pod_manifest(conditions=[why]))
 
-    assert pod.trouble == Trouble(Reason.CONFIGURATION_ERROR, message)
+    assert pod.problem == PodProblem(Reason.CONFIGURATION_ERROR, message)
 
 
 def test_a_base_model_of_another_version_is_none() -> None:
@@ -253,7 +253,7 @@ def ready_condition(**fields: Any) -> Condition:
 
 
 WITHOUT_ROOM = a_pod(
-    "trainer", is_scheduled=False, trouble=Trouble(Reason.UNSCHEDULABLE, "0/1 nodes")
+    "trainer", is_scheduled=False, problem=PodProblem(Reason.UNSCHEDULABLE, "0/1 nodes")
 )
 
 
@@ -290,7 +290,7 @@ def test_a_session_says_that_no_node_of_a_kind_it_wants_is_there() -> None:
 def test_why_a_pod_was_ended_is_told_while_another_is_made_in_its_place(
     trouble: Reason, phase: str
 ) -> None:
-    failed = a_pod("trainer", name="lost", trouble=Trouble(trouble, "Evicted: too much"))
+    failed = a_pod("trainer", name="lost", problem=PodProblem(trouble, "Evicted: too much"))
     cluster: Json = {"metadata": {"name": "one"}, "spec": {}}
     session = observed(
         base_model=a_base_model(trainer=TRAINERS),
