@@ -1,7 +1,7 @@
-"""What the pods of a session have in common: containers, volumes, security, placement.
+"""The common parts of a session's pods: containers, volumes, security, placement.
 
-Restricted Pod Security throughout: no root, no privileges, a read-only root file system, no
-service account token.
+All pods meet the Restricted Pod Security Standard: non-root, no privileges, a read-only root file
+system. They mount no service account token.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ FETCHED_MODEL_FOLDER = f"{SCRATCH_FOLDER}/model"
 
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_CLAIM = "gpus"
-"""What a pod calls its claim of devices."""
+"""Name of a pod's claim of devices."""
 
 RAY_HEAD_VARIABLE = "FQ_RAY_IP"
-"""Names a worker's head, to Ray's container alone: KubeRay sets it there."""
+"""Variable with the address of the Ray head, which KubeRay only sets in Ray's own container."""
 OUTLIVE_HEAD: Json = {
     "preStop": {
         "exec": {
@@ -41,19 +41,19 @@ OUTLIVE_HEAD: Json = {
         }
     }
 }
-"""The lifecycle of what a head still needs while it finishes what runs and saves what it knows:
-when a node is drained, all are told to stop at once."""
+"""Lifecycle of containers that the head needs while it finishes its work and saves its state: when
+a node is drained, all pods are asked to stop at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of a session's children. Each ends in a word of its own, so none can collide."""
+    """Names of a session's children. Each has a different suffix, so no two collide."""
 
     session: str
 
     @property
     def ray_cluster(self) -> str:
-        """RayCluster; KubeRay derives its own children's names from it."""
+        """RayCluster; KubeRay derives the names of its own children from it."""
         return self.session
 
     @property
@@ -63,12 +63,12 @@ class Names:
 
     @property
     def ray_head_service(self) -> str:
-        """KubeRay's own Service of the head, whose name resolves until the head's pod is gone."""
+        """KubeRay's own Service of the head, which resolves until the head's pod is gone."""
         return f"{self.ray_cluster}-head-svc"
 
     @property
     def engines(self) -> str:
-        """Service of the sampler pods' engines."""
+        """Headless Service of the pods with engines."""
         return f"{self.session}-samplers"
 
     @property
@@ -84,7 +84,7 @@ class Names:
     def claim_template(self, devices: Devices) -> str:
         """Return the name of the ResourceClaimTemplate.
 
-        What one says can't be changed, so one that says something else has another name.
+        The spec of one is immutable, so the name depends on its content.
         """
         content = f"{devices.count} of {devices.class_name}"
         return f"{self.session}-{hashlib.sha256(content.encode()).hexdigest()[:8]}-gpus"
@@ -101,24 +101,24 @@ class Names:
 
 
 def model_path(base_model: BaseModelSpec) -> str:
-    """Return the folder, inside a pod, where the base model lies."""
+    """Return the folder of the base model inside a pod."""
     volume = base_model.source.volume
     return f"{MODEL_FOLDER}/{volume.path}" if volume is not None else FETCHED_MODEL_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What children are built from."""
+    """The input from which children are built."""
 
     names: Names
     resolved: ResolvedSpec
     settings: Settings
     head_config: str | None = None
-    """What the head of pods that are there was told; None: what follows from the rest."""
+    """Configuration that the running head received; None derives it from the spec."""
 
 
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:
-    """Return the template of one group's pods."""
+    """Return the pod template of one group."""
     settings, source = build.settings, build.resolved.base_model.source
     placement = build.resolved.placement_of(component)
     spec: Json = {
@@ -161,7 +161,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
 
 
 def container(build: Build, name: str, image: str, resources: Resources, gpus: int) -> Json:
-    """Return a container that runs as `pod_template` wants it, without credentials of stores."""
+    """Return a container that meets the security standard, without credentials of stores."""
     policy = build.settings.image_pull_policy
     return {
         "name": name,
@@ -179,28 +179,28 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-            # On busy cores a rank's process may take longer to come up than Ray would wait, which
-            # then waits for it in vain; what keeps Ray's state may be late too.
+            # On busy cores a rank's process, or the GCS, may take longer to start than Ray's
+            # default timeouts.
             {"name": "RAY_worker_register_timeout_seconds", "value": "600"},
             {"name": "RAY_gcs_server_port_wait_time_s", "value": "120"},
         ],
-        # The last lines of its log say in the pod's status why it ended.
+        # The pod's status then shows the last lines of the log of a failed container.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
 
 def with_extras(container: Json, worker: TrainerShape | SamplerShape) -> Json:
-    """Return a worker's container with the resources and variables that its resolved names."""
+    """Return a worker's container with its extra resources and environment variables."""
     needs = container["resources"]
     amounts = {resource.name: resource.amount for resource in worker.extended_resources}
-    # Kubernetes wants them alike: nobody can have more than was set aside.
+    # Kubernetes requires equal requests and limits for extended resources.
     alike = {kind: needs[kind] | amounts for kind in ("requests", "limits")}
     variables = [variable.model_dump() for variable in worker.environment]
     return container | {"resources": needs | alike, "env": [*container["env"], *variables]}
 
 
 def _needs(build: Build, resources: Resources, gpus: int) -> Json:
-    """Return what a container asks for: the pod's claim, in which all GPUs are, or GPUs alone."""
+    """Return a container's resources: GPUs directly, or the pod's claim that holds its GPUs."""
     requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
     limits = _limits(build.settings, requests)
     if gpus and build.resolved.devices is not None:
@@ -211,12 +211,12 @@ def _needs(build: Build, resources: Resources, gpus: int) -> Json:
 
 
 def _limits(settings: Settings, requests: Json) -> Json:
-    """Return the limits of a container; without one, it uses idle cores."""
+    """Return the limits of a container; without a CPU limit it can use idle cores."""
     return dict(requests) if settings.limit_cores else {"memory": requests["memory"]}
 
 
 def _ca_variables(settings: Settings) -> list[Json]:
-    """Return the variables by which OpenSSL, rustls and requests find the authorities to trust."""
+    """Return the variables that point OpenSSL, rustls and requests to the trusted CAs."""
     if settings.ca_config_map is None:
         return []
     path = f"{CA_FOLDER}/{settings.ca_key}"
@@ -224,7 +224,7 @@ def _ca_variables(settings: Settings) -> list[Json]:
 
 
 def _with_scratch(container: Json, resources: Resources, settings: Settings) -> Json:
-    """Return a pod's first container, which asks for what the pod may write to scratch space."""
+    """Return a pod's first container, with a request for the pod's scratch space."""
     if not settings.reserve_scratch:
         return container
     needs = container["resources"]
@@ -232,9 +232,9 @@ def _with_scratch(container: Json, resources: Resources, settings: Settings) -> 
     return {**container, "resources": {**needs, "requests": requests}}
 
 
-def probe(question: Json, *, period: int, failures: int) -> Json:
-    """Return a probe that asks every `period` seconds and believes `failures` in a row."""
-    return question | {
+def probe(handler: Json, *, period: int, failures: int) -> Json:
+    """Return a probe that runs every `period` seconds and fails after `failures` in a row."""
+    return handler | {
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
@@ -242,7 +242,7 @@ def probe(question: Json, *, period: int, failures: int) -> Json:
 
 
 def environment_of(*secrets: str | None) -> list[Json]:
-    """Return where a container's environment comes from; of equal entries the last counts."""
+    """Return the `envFrom` entries of Secrets; for duplicate keys the last one wins."""
     return [{"secretRef": {"name": name}} for name in secrets if name is not None]
 
 
@@ -250,7 +250,7 @@ def _pod_security(settings: Settings) -> Json:
     user, group = settings.run_as_user, settings.fs_group
     ids: Json = {} if user is None else {"runAsUser": user, "runAsGroup": user}
     if group is not None:
-        # A volume of many files would otherwise be gone through whenever it is mounted.
+        # Otherwise the ownership of every file is checked whenever a volume is mounted.
         ids |= {"fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
 
@@ -293,10 +293,10 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
 
 
 def _model_fetcher(build: Build, container: Json, part: list[str]) -> Json:
-    """Return the container that downloads the model, or a part, before the pod's others start.
+    """Return the init container that downloads the model, or a part of it.
 
-    It has the checkpoint store's credentials, since models may lie there too, and over these those
-    of the model's own source, which no other container has.
+    It has the credentials of the checkpoint store, since models may be stored there too, and those
+    of the model's own source, which take precedence and which no other container has.
     """
     source = build.resolved.base_model.source
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
@@ -354,7 +354,7 @@ def _affinity(build: Build, component: str, placement: Placement) -> Json:
 
 
 def _near(topology: TopologyAffinity, pods: dict[str, str]) -> Json:
-    """Return the affinity to pods with these labels; the first of them may run anywhere."""
+    """Return an affinity to pods with these labels; the first such pod can run anywhere."""
     term = {"labelSelector": {"matchLabels": pods}, "topologyKey": topology.key}
     if topology.enforcement == "Required":
         return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}

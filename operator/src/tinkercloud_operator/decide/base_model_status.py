@@ -1,4 +1,4 @@
-"""The status of a BaseModel: whether it counts, and what its sessions use. Pure."""
+"""The status of a BaseModel: whether it is active, and what its sessions use. Pure."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,10 +18,10 @@ def base_model_status(
     """Return the status of a BaseModel.
 
     Args:
-        base_model: whose status it is.
-        active: the BaseModel that counts for this model name.
+        base_model: the BaseModel.
+        active: the active BaseModel of this model name.
         sessions: all sessions of this model name.
-        now: for conditions that change.
+        now: transition time of conditions that change.
     """
     previous = BaseModelStatus.model_validate(base_model.get("status", {}))
     generation = base_model["metadata"].get("generation", 0)
@@ -32,7 +32,7 @@ def base_model_status(
         ConditionType.RECONCILING: "False",
         ConditionType.STALLED: "False" if is_ready else "True",
     }
-    # They are those of the one that counts.
+    # Sessions belong to the active BaseModel.
     its_own = sessions if reason is not Reason.DUPLICATE else []
     statuses = [session.get("status", {}) for session in its_own]
     return BaseModelStatus(

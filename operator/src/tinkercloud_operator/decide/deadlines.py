@@ -1,4 +1,4 @@
-"""What has waited too long for somebody else: KubeRay, a finalizer's owner, a node. Pure."""
+"""Deadlines for other controllers: KubeRay, owners of finalizers, nodes. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Manifest, Observed, Pod
 
 KUBERAY_TIMEOUT = timedelta(minutes=5)
-"""Time within which KubeRay says that it has seen a RayCluster, however busy it is."""
+"""Time within which even a busy KubeRay reports that it has observed a RayCluster."""
 DELETION_TIMEOUT = timedelta(minutes=5)
-"""Time within which a RayCluster that is deleted is gone."""
+"""Time within which a deleted RayCluster disappears."""
 TERMINATION_TIMEOUT = timedelta(minutes=1)
-"""Time after its grace period within which a node confirms the end of a pod."""
+"""Time after the grace period within which a node confirms the end of a pod."""
 _WAITS_FOR_DEPENDENTS = "foregroundDeletion"
-"""Finalizer of an object whose dependents go first: those are what is waited for."""
+"""Finalizer of foreground deletion: the dependents, not a controller, are what blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Something that should have happened by now, or should happen by then."""
+    """Something that another controller should do by a certain time."""
 
     moment: datetime
     reason: Reason
@@ -28,13 +28,13 @@ class Deadline:
 
 
 def overdue(observed: Observed) -> Deadline | None:
-    """Return what should have happened by now, if anything has not."""
+    """Return the earliest missed deadline, if there is one."""
     late = [each for each in _deadlines(observed) if each.moment <= observed.now]
     return min(late, key=lambda each: each.moment, default=None)
 
 
 def next_deadline(observed: Observed) -> datetime | None:
-    """Return when something will be overdue, unless it happens before."""
+    """Return when the next deadline would be missed."""
     moments = (each.moment for each in _deadlines(observed) if each.moment > observed.now)
     return min(moments, default=None)
 

@@ -17,34 +17,35 @@ from tinkercloud_operator.spec.quantities import parse_time
 from tinkercloud_operator.spec.snapshot import Observed
 
 _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
-"""What a session waits for before it can be used."""
+"""Conditions that must be True before a session can be used."""
 _STARTING = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
-"""Reasons of a session that nobody can use yet, and that nobody has to help."""
+"""Reasons of sessions that are starting normally but cannot be used yet."""
 
 _ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
-"""For how long a session in use may not be said to be: the API server's replicas let some seconds
-more go by, and a write of theirs may fail."""
+"""Upper bound on the delay between a request and its record on the session: the API server writes
+the annotation at intervals, and one of its writes may fail."""
 _ABANDONED_AFTER = timedelta(minutes=10)
-"""After this long without a request, the client of a session that never ran is taken for gone: one
-that waits asks again every minute. If it returns after all, another session is made for it."""
+"""Time without a request after which the client of a session that never ran is considered gone. A
+waiting client polls every minute; if it does return, the API server creates another session for
+it."""
 
 
 class DesiredState(StrEnum):
-    """What a session is to be."""
+    """The state that a session should be in."""
 
     RUNNING = "Running"
     """With pods."""
     SUSPENDED = "Suspended"
-    """State saved, no pods."""
+    """State saved, without pods."""
     FINISHED = "Finished"
-    """Last checkpoint made, no pods, kept to look at."""
+    """Last checkpoint saved, without pods; the object is kept for inspection."""
     DELETED = "Deleted"
-    """Gone, after a last checkpoint."""
+    """Deleted, after a last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is wanted, why, and when that may change by itself."""
+    """A desired state, the reason for it, and when it may change by itself."""
 
     desired: DesiredState
     reason: Reason
@@ -58,13 +59,13 @@ def decide(
     max_lifetime_seconds: int | None,
     start_deadline_seconds: int | None = None,
 ) -> Decision:
-    """Return what a session is to be now.
+    """Return the desired state of a session.
 
     Args:
-        observed: what was seen.
-        idle: what happens when nobody uses it; None if that can't be told: it stays as it is.
-        max_lifetime_seconds: how long it may exist; None for any time.
-        start_deadline_seconds: how long its pods may fail; None for any time.
+        observed: the observed session.
+        idle: the idle policy; None if it is unknown, which keeps the session in its current state.
+        max_lifetime_seconds: maximum age of the session; None for no limit.
+        start_deadline_seconds: how long its pods may fail to start; None for no limit.
     """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
@@ -121,14 +122,14 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
 
 
 def _failed_at(observed: Observed, start_deadline_seconds: int | None) -> datetime | None:
-    """Return when a session whose pods can't run is to fail; None if they can, or at no time."""
+    """Return when failing pods reach the start deadline; None if they never do."""
     failing = observed.status.failing
     since = parse_time(failing.since) if failing is not None else None
     return _after(since, start_deadline_seconds) if since is not None else None
 
 
 def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
-    """Return what becomes of a session whose pods can't run: one that can be resumed is kept."""
+    """Return the decision for a session whose pods cannot start; a resumable one is kept."""
     failing = observed.status.failing
     why = failing.message if failing is not None else ""
     if observed.is_declared or observed.status.incarnation is not None:
@@ -139,7 +140,7 @@ def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
 
 
 def stopping_since(observed: Observed) -> datetime | None:
-    """Return since when its pods are to go, by the last status; None if they are not to."""
+    """Return when the session started to stop, by its last status; None if it did not."""
     suspended = find(observed.status.conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "Unknown":
         return None
@@ -147,9 +148,10 @@ def stopping_since(observed: Observed) -> datetime | None:
 
 
 def _cordoned_node(observed: Observed) -> str | None:
-    """Return a cordoned node that it has to leave, if any.
+    """Return a cordoned node that the session must leave, if there is one.
 
-    Its disruption budget keeps every pod where it is, so whoever drains a node waits for this.
+    The session's disruption budget protects all of its pods, so draining the node blocks until the
+    operator has moved the session.
     """
     on = {pod.node for pod in observed.pods if not (pod.is_terminating or pod.tolerates_cordon)}
     return min((node for node in observed.cordoned if node in on), default=None)
@@ -180,10 +182,11 @@ def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Dec
 
 
 def last_use(observed: Observed) -> datetime:
-    """Return when a session was last used, or could not be: the end of a wait counts as use.
+    """Return when a session was last used.
 
-    It waits until it is accepted, admitted and ready, and, once suspended, to be resumed: whoever
-    wants it then wants it now, whatever his clock said.
+    Time during which it could not be used counts as use: until it is accepted, admitted and ready,
+    and while it is being resumed. A client that requests a suspended session needs it now,
+    regardless of the client's clock.
     """
     moments = [observed.created, observed.last_activity]
     conditions = observed.status.conditions
@@ -201,7 +204,7 @@ def last_use(observed: Observed) -> datetime:
 
 
 def _resumed_at(observed: Observed, suspended: Condition) -> datetime | None:
-    """Return when it was resumed, or now if it is to be; None if it sleeps on."""
+    """Return when it was resumed; now if a resume is pending; None if it stays suspended."""
     since, used = parse_time(suspended.last_transition_time), observed.last_activity
     if suspended.status == "False":
         return since
@@ -216,7 +219,7 @@ def _reached_at(observed: Observed, kind: ConditionType) -> datetime | None:
 
 
 def _abandoned_at(observed: Observed) -> datetime | None:
-    """Return when the client of a session that never ran is taken for gone, if it has one."""
+    """Return when the client of a session that never ran counts as gone, if it has one."""
     head, has_run = observed.head, observed.status.incarnation is not None
     if observed.is_declared or observed.spec.suspend or has_run:
         return None
@@ -226,13 +229,13 @@ def _abandoned_at(observed: Observed) -> datetime | None:
 
 
 def _is_queued(observed: Observed) -> bool:
-    """Whether, by the last status, Kueue has not let it in: it holds nothing and can't be used."""
+    """Return whether Kueue has not admitted the session, according to the last status."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
     return condition is not None and condition.reason == Reason.QUEUED
 
 
 def _was_suspended_by_owner(observed: Observed) -> bool:
-    """Whether it is suspended because `spec.suspend` was true: taking that back resumes it."""
+    """Return whether `spec.suspend` caused the suspension; clearing the field resumes it."""
     condition = find(observed.status.conditions, ConditionType.SUSPENDED)
     return (
         condition is not None

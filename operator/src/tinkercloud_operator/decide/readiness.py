@@ -1,7 +1,7 @@
-"""What holds a session up on its way to Ready: pure.
+"""The steps of a session on its way to Ready, and what blocks each of them: pure.
 
-The steps are findings in order; one that is not reached carries the reason of the one that holds
-it up, so that the conditions which are True are always the first ones.
+The steps are ordered. A step that is not reached carries the reason of the first one that blocks,
+so the conditions that are True always come first.
 """
 
 import re
@@ -23,10 +23,10 @@ from tinkercloud_operator.spec.snapshot import Manifest, Observed
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """What is true of one step."""
+    """The status of one step."""
 
     is_reached: bool | None
-    """None while it is neither so nor otherwise."""
+    """None while it is undecided (condition status Unknown)."""
     reason: Reason
     message: str = ""
 
@@ -37,13 +37,13 @@ def readiness(
     effective: ResolvedSpec | Rejection,
     decision: Decision | None,
 ) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
-    """Return the step about Ready, and those about the steps to it.
+    """Return the status of Ready and of the steps that lead to it.
 
     Args:
-        observed: what was seen.
-        desired: what the session would be started with now, or why with nothing.
-        effective: what its children follow from, or why there are none.
-        decision: what it is to be; None if it is being deleted.
+        observed: the observed session.
+        desired: what the session would start with now, or why it may not start.
+        effective: the spec that its children follow, or why there are none.
+        decision: the desired state; None if the session is being deleted.
     """
     blocker: StepStatus | None = None
     steps = {}
@@ -58,7 +58,7 @@ def readiness(
 def _later_steps(
     observed: Observed, effective: ResolvedSpec | Rejection, decision: Decision | None
 ) -> Iterable[StepStatus]:
-    """Yield what there is to say of each step but the first."""
+    """Yield the status of each step after the first one."""
     if observed.deleted is not None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
         return
@@ -114,7 +114,7 @@ def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatu
     if cluster is None:
         queue = effective.placement.queue_name if isinstance(effective, ResolvedSpec) else None
     else:
-        # Kueue goes by what is there, and may have chosen a queue where none is named.
+        # Kueue reads the label of the live object, and may have set a default queue.
         queue = cluster["metadata"].get("labels", {}).get(labels.QUEUE_LABEL)
     if observed.is_suspended_by_kueue:
         before = "evicted by Kueue; " if observed.pods else ""
@@ -159,7 +159,7 @@ def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
 
 
 def _blocker(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:
-    """Return why children can't be made at all, if they can't."""
+    """Return what prevents the operator from creating the children, if anything does."""
     if not observed.has_kuberay:
         message = "the RayCluster API (ray.io/v1) is not installed; install KubeRay"
         return StepStatus(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
@@ -172,8 +172,9 @@ def _blocker(observed: Observed, effective: ResolvedSpec | Rejection) -> StepSta
         and not observed.has_device_claims
     ):
         message = (
-            "the ResourceClaimTemplate API (resource.k8s.io/v1) is not available, but the BaseModel's"
-            " sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34 or newer"
+            "the ResourceClaimTemplate API (resource.k8s.io/v1) is not available, but the"
+            " BaseModel's sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34 or"
+            " newer"
         )
         return StepStatus(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
     if observed.apply_error is not None:
@@ -206,7 +207,7 @@ def _pod_trouble(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
 def _unschedulable(
     observed: Observed, effective: ResolvedSpec | Rejection, pod: str, scheduler_message: str
 ) -> StepStatus:
-    """Return what it means that the scheduler has no node for a pod."""
+    """Return the status for a pod that the scheduler finds no node for."""
     missing = None
     if isinstance(effective, ResolvedSpec) and observed.nodes is not None:
         never = never_fits(effective, observed.nodes)
@@ -234,7 +235,7 @@ def _pods_rejected(cluster: Manifest | None) -> StepStatus | None:
 
 
 def _rejected(message: str) -> StepStatus:
-    """Return what it means that something was refused: a ResourceQuota may have room for it yet."""
+    """Return the status for a rejected request; a ResourceQuota may have room for it later."""
     reason = Reason.APPLY_FAILED
     if is_undeclared(message) and "Kind=RayCluster" in message:
         reason = Reason.KUBERAY_TOO_OLD
@@ -245,7 +246,7 @@ def _rejected(message: str) -> StepStatus:
 
 
 def _never_within(message: str) -> bool:
-    """Whether a quota's message says that even an empty quota would be too small."""
+    """Return whether the message of a quota shows that even an unused quota would be too small."""
     match = _QUOTA.search(message)
     if match is None:
         return False
@@ -260,7 +261,7 @@ def _never_within(message: str) -> bool:
 
 
 def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool:
-    """Whether all pods are there, and well."""
+    """Return whether all pods exist and are healthy."""
     live = [pod for pod in observed.pods if not pod.is_terminating]
     is_well = all(pod.is_ready and pod.problem is None for pod in live)
     return 0 < len(live) == _wanted_pods(observed, effective) and is_well

@@ -1,8 +1,8 @@
-"""`reconcile(observed, settings) -> Plan`: what is to be key about one TrainingSession. Pure.
+"""`reconcile(observed, settings) -> Plan`: the actions that one TrainingSession needs. Pure.
 
-All paths lead here: an event about the session or a child, the clock, a restart, the resync. The
-plan follows from what is new_status alone, never from what changed, so that any step may be repeated,
-or interrupted at any point and taken up by another process.
+Every trigger leads here: an event about the session or a child, a timer, a restart, the resync. The
+plan depends only on the observed state, never on what changed, so any step can be repeated, or be
+interrupted and continued by another process.
 """
 
 from collections.abc import Iterable
@@ -46,13 +46,13 @@ from tinkercloud_operator.spec.resolved import (
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 
 _RETRY_SECONDS = 5.0
-"""Between two tries to request a head for something."""
+"""Interval between two save requests to a head that has not completed one."""
 _QUEUE_SECONDS = 60.0
-"""Between two looks at how many sessions are ahead of one that waits for its turn."""
+"""Interval at which the message of a queued session is refreshed."""
 
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
-    """Return what is to be key about a session now."""
+    """Return the plan for a session."""
     if observed.deleted is not None:
         return _finalize(observed, settings)
     desired = _desired_spec(observed, settings)
@@ -63,12 +63,12 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     recheck_seconds = _seconds_until(observed, min(moments, default=None))
     match decision.desired:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
-            # A cluster made before this is written would be taken for the one that stops.
+            # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
             return _plan(observed, [], new_status, 0.0)
         case DesiredState.RUNNING if (
             observed.start_order_message is not None and observed.ray_cluster is None
         ):
-            # It is looked at as soon as its turn comes; this keeps its message true.
+            # The session is enqueued when it may start; this only refreshes its message.
             return _plan(
                 observed, [], new_status, min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
             )
@@ -88,7 +88,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
 
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
-    """Return what a session would be started with now."""
+    """Return what the session would start with now, or why it may not start."""
     effective = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
     if isinstance(effective, ResolvedSpec):
         effective = check_pod_groups(effective, settings.kueue_groups)
@@ -102,10 +102,10 @@ def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Reje
 def _effective_spec(
     observed: Observed, desired: ResolvedSpec | Rejection, settings: Settings
 ) -> ResolvedSpec | Rejection:
-    """Return what a session's children follow from: what its pods were started with, if it has any.
+    """Return the spec that the session's children follow: the pinned one if its pods have one.
 
-    One that Kueue holds back has none, and where no head has run yet nothing is lost: it is
-    described anew, unless that is refused.
+    While Kueue holds the RayCluster back there are no pods, and before a head has run there is
+    nothing to lose: in both cases the desired spec applies at once, unless it is rejected.
     """
     pinned = pinned_spec(observed)
     if pinned is None or isinstance(_check_head_config(observed, pinned, settings), Rejection):
@@ -119,7 +119,7 @@ def _effective_spec(
 
 
 def _has_started(observed: Observed) -> bool:
-    """Whether a head has run in the pods there are."""
+    """Return whether a head has run in the current pods."""
     head, before = observed.head, observed.status
     is_started = head is not None and head.is_started
     return is_started or before.incarnation not in {None, before.saved_incarnation}
@@ -128,10 +128,10 @@ def _has_started(observed: Observed) -> bool:
 def _check_head_config(
     observed: Observed, effective: ResolvedSpec, settings: Settings
 ) -> ResolvedSpec | Rejection:
-    """Return the effective, or a refusal if no head would start with it.
+    """Return the spec, or a rejection if a head would refuse the resulting configuration.
 
-    The head's own configuration is the judge: it knows rules that the definitions can't have, and
-    those that a BaseModel is older than.
+    The configuration model of the head validates rules that the CRDs cannot express, or that are
+    newer than the BaseModel.
     """
     try:
         support_objects.head_config(Build(Names(observed.name), effective, settings))
@@ -143,9 +143,9 @@ def _check_head_config(
 
 
 def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
-    """Return what a session is to be. One that is refused is suspended and ends as others do."""
+    """Return the desired state; a rejected session with pods follows the idle policy too."""
     spec, base_model = observed.spec, observed.base_model
-    # Without pods, a refused session waits to be allowed: that is not idleness.
+    # Without pods, a rejected session waits to be accepted, which does not count as idle time.
     is_judged = isinstance(desired, ResolvedSpec) or observed.has_pods
     idle = idle_policy(spec, base_model) if is_judged else None
     deadline = base_model.sessions.start_deadline_seconds if base_model is not None else None
@@ -155,7 +155,7 @@ def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision
 def _actions_to_run(
     observed: Observed, effective: ResolvedSpec | Rejection, settings: Settings
 ) -> Iterable[Action]:
-    """Yield what makes a session run: its finalizer first, its pods last."""
+    """Yield the actions that make a session run: the finalizer first, the pods last."""
     if not isinstance(effective, ResolvedSpec):
         return
     build = Build(
@@ -179,7 +179,7 @@ def _actions_to_run(
 
 
 def children(build: Build) -> list[Json]:
-    """Return the children of a running session, without their owner, in the order they are made."""
+    """Return the children of a running session, without owner references, in creation order."""
     policies = [support_objects.network_policy(build)] if build.settings.network_policies else []
     has_engines = build.resolved.sampler.backend == "sglang"
     services = [engines.engines_service(build)] if has_engines else []
@@ -228,14 +228,15 @@ def _stop(
     new_status: TrainingSessionStatus,
     recheck_seconds: float | None,
 ) -> Plan:
-    """Let the head save what there is, then let the pods go; never wait for it without end."""
+    """Request a save from the head, wait for it for a limited time, then delete the RayCluster."""
     if observed.ray_cluster is None:
         return _plan(observed, _delete_support_objects(observed), new_status, recheck_seconds)
     began = stopping_since(observed)
     left = _seconds_left(observed, began or observed.now, settings.stop_seconds)
     request = _save_request(observed, kind, left)
     if request is not None and began is None:
-        # A head that was asked serves nobody any more: whoever takes over must know that it was.
+        # After a save request the head serves nothing else, so record the stop first: another
+        # operator process that takes over must know of it.
         return _plan(observed, [], new_status, 0.0)
     if request is not None:
         return _plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
@@ -247,9 +248,10 @@ def _stop(
 
 
 def _delete_support_objects(observed: Observed) -> Iterable[Action]:
-    """Yield what deletes the children that a session without pods has no use for.
+    """Yield deletions of the children that a session without pods does not need.
 
-    Its Secret stays, with its witness: whoever knows the head's token may use it after a resume.
+    The Secret and its marker stay, so that clients with the head's token keep access after a
+    resume.
     """
     if observed.pods:
         return
@@ -260,7 +262,10 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
 
 
 def _finalize(observed: Observed, settings: Settings) -> Plan:
-    """Ask the head of a deleted session for a last checkpoint; then, or after a while, let go."""
+    """Request a last checkpoint for a deleted session, then remove the finalizer.
+
+    The finalizer is also removed once `last_checkpoint_seconds` have passed.
+    """
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
     desired = _desired_spec(observed, settings)
@@ -275,12 +280,12 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
 
 
 def _seconds_left(observed: Observed, began: datetime, patience_seconds: float) -> float:
-    """Return for how many seconds a head is still waited for."""
+    """Return the seconds until the timeout of a save."""
     return (began + timedelta(seconds=patience_seconds) - observed.now).total_seconds()
 
 
 def _is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> bool:
-    """Whether the status says what the head has saved: once it is gone, nobody can request it."""
+    """Return whether the stored status records the save, which is lost with the head."""
     written = observed.status
     return (written.saved_incarnation, written.latest_checkpoint) == (
         new_status.saved_incarnation,
@@ -291,12 +296,12 @@ def _is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> 
 def _save_request(
     observed: Observed, kind: Literal["suspend", "checkpoint"], left: float
 ) -> SaveRequest | None:
-    """Return what the head is still to be asked; None if it has key it, or can't any more."""
+    """Return the save request that the head still needs, if it can still serve one."""
     head = observed.head
     if head is None or left <= 0:
         return None
     key = (kind, head.incarnation)
-    # One that saves what it holds, to end, is not ready for anything else.
+    # A head that is saving in order to stop is not Ready.
     if key in observed.completed_saves or not (head.is_ready or key in observed.pending_saves):
         return None
     return SaveRequest(kind, endpoint(observed), head.incarnation, left)
@@ -321,7 +326,7 @@ def _plan(
 
 
 def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
-    """Return the Event that a new reason is worth."""
+    """Return the Event for a changed reason of the Ready condition, if it changed."""
     before = find(observed.status.conditions, ConditionType.READY)
     ready = find(new_status.conditions, ConditionType.READY)
     stalled = find(new_status.conditions, ConditionType.STALLED)

@@ -1,4 +1,4 @@
-"""From what was observed to the status: conditions, phase, counts. Pure."""
+"""Computes the status of a session: conditions, phase, counts. Pure."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ _FAILED_PODS = frozenset(
         Reason.OUT_OF_DISK,
     }
 )
-"""Reasons of pods that keep their nodes and don't run."""
+"""Reasons of pods that occupy a node but do not run."""
 _NEEDS_HELP = (
     NEVER_FITS
     | _FAILED_PODS
@@ -44,7 +44,7 @@ _NEEDS_HELP = (
 _EXPECTED_STOPS = frozenset(
     {Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED}
 )
-"""Reasons of sessions that are without pods as they should be."""
+"""Reasons of sessions that are without pods on purpose."""
 
 
 def status(
@@ -56,10 +56,10 @@ def status(
     """Return the status of a session.
 
     Args:
-        observed: what was seen.
-        desired: what the session would be started with now, or why with nothing.
-        effective: what its children follow from, or why there are none.
-        decision: what it is to be; None if it is being deleted.
+        observed: the observed session.
+        desired: what the session would start with now, or why it may not start.
+        effective: the spec that its children follow, or why there are none.
+        decision: the desired state; None if the session is being deleted.
     """
     ready, steps = readiness(observed, desired, effective, decision)
     head = observed.head
@@ -86,7 +86,7 @@ def status(
 
 
 def endpoint(observed: Observed) -> str:
-    """Return the URL of a session's head inside the cluster."""
+    """Return the cluster-internal URL of a session's head."""
     service = Names(observed.name).head_service
     return f"http://{service}.{observed.namespace}.svc:{labels.HEAD_PORT}"
 
@@ -128,7 +128,7 @@ def _conditions(
 
 
 def truth(step: StepStatus) -> ConditionStatus:
-    """Return the status of a condition."""
+    """Return the condition status of a step."""
     if step.is_reached is None:
         return "Unknown"
     return "True" if step.is_reached else "False"
@@ -191,7 +191,7 @@ def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers
     trainers = effective.trainers or int(trains)
     samplers = effective.sampler.replicas if effective.sampler.backend == "sglang" else 1
     trainers_ready = ready("trainer", effective.trainers) if trains else 0
-    # A pod is ready when all of its containers are, engines among them.
+    # A pod is ready when all of its containers are, including engines.
     colocated_ready = trainers_ready * effective.engines_per_trainer
     samplers_ready = (
         colocated_ready if effective.engines_per_trainer else ready("sampler", effective.samplers)
@@ -207,14 +207,14 @@ def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers
 
 
 def _has_restarted(observed: Observed, incarnation: str | None) -> bool:
-    """Whether a head process that served has ended without having been asked to."""
+    """Return whether a head that served requests ended unexpectedly (1 or 0 in the sum)."""
     before = observed.status.incarnation
     expected = {None, incarnation, observed.status.saved_incarnation}
     return incarnation is not None and before not in expected
 
 
 def _saved_incarnation(observed: Observed) -> str | None:
-    """Return the last incarnation that saved its state before its pods went."""
+    """Return the last incarnation that saved its state before its pods were deleted."""
     incarnation = observed.status.incarnation
     if incarnation is not None and ("suspend", incarnation) in observed.completed_saves:
         return incarnation
@@ -227,7 +227,7 @@ def _latest_checkpoint(observed: Observed) -> str | None:
 
 
 def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -> Failing | None:
-    """Return why its pods can't run. A container that crashes seems well between two crashes."""
+    """Return why the pods cannot run; a crashing container looks healthy between two crashes."""
     before = observed.status.failing
     if decision is None or decision.reason is Reason.START_FAILED:
         return before

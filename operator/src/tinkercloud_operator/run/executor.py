@@ -158,8 +158,8 @@ class Executor:
         owners = secret["metadata"].get("ownerReferences", [])
         if all(owner["uid"] != observed.uid for owner in owners):
             raise Refused(
-                f"Secret {name} does not belong to this session, but to a deleted session with the same"
-                " name or to another owner; retrying"
+                f"Secret {name} does not belong to this session, but to a deleted session with the"
+                " same name or to another owner; retrying"
             )
         return secret
 

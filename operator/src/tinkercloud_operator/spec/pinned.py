@@ -1,9 +1,9 @@
-"""What a session was started with, which it keeps for as long as its pods run: pure.
+"""The spec that a session keeps for as long as its pods run: pure.
 
-A head counts its ranks and its engines when it starts, and what comes up in the place of a lost pod
-must be like the others. So a RayCluster says, in an annotation, what it was made with: all children
-follow from that until it is gone, or until Kueue holds it back. What the BaseModel or the session
-say meanwhile waits for that.
+A head counts its ranks and engines at startup, and a replacement for a lost pod must be equal to
+the others. The RayCluster therefore pins, in an annotation, the spec that it was created with. All
+children follow the pinned spec until the RayCluster is deleted or Kueue holds it back. Later
+changes to the BaseModel or the session wait until then.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,16 +17,16 @@ from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, missing_
 from tinkercloud_operator.spec.snapshot import Observed
 
 _NAMED_CHANGES = 8
-"""In a message, at most."""
+"""Maximum number of changes named in a message."""
 
 
 def to_annotation(resolved: ResolvedSpec) -> str:
-    """Return what is written on a RayCluster that is made with this resolved."""
+    """Return the annotation that pins a spec on a new RayCluster."""
     return _as_base_model(resolved).model_dump_json(by_alias=True)
 
 
 def pinned_spec(observed: Observed) -> ResolvedSpec | None:
-    """Return what a session's pods were made with; None if nothing readable says so."""
+    """Return the spec that a session's pods were created with; None if none is readable."""
     text = _annotations(observed).get(labels.STARTED_WITH, "")
     try:
         description = BaseModelSpec.model_validate_json(text)
@@ -44,10 +44,10 @@ def pinned_spec(observed: Observed) -> ResolvedSpec | None:
 
 
 def pinned_head_config(observed: Observed, resolved: ResolvedSpec) -> str | None:
-    """Return what the head of a session's pods was told; None if they are of another resolved.
+    """Return the configuration that the current head received; None if the spec has changed.
 
-    A head that starts over in its pod has the image that it had, which may know less than this
-    operator would tell one by now.
+    A head that restarts in its pod keeps its image, which may be older than this operator and not
+    understand a newer configuration.
     """
     pinned = pinned_spec(observed)
     if pinned is None or observed.is_suspended_by_kueue or pending_changes(pinned, resolved):
@@ -58,7 +58,7 @@ def pinned_head_config(observed: Observed, resolved: ResolvedSpec) -> str | None
 def pending_changes(
     pinned: ResolvedSpec | Rejection, desired: ResolvedSpec | Rejection
 ) -> list[str]:
-    """Return the fields, of a BaseModel's spec, in which two shapes differ, with their values."""
+    """Return the BaseModel fields in which two specs differ, with both values."""
     if not isinstance(pinned, ResolvedSpec) or not isinstance(desired, ResolvedSpec):
         return []
     before, after = (
@@ -74,9 +74,9 @@ def _annotations(observed: Observed) -> Mapping[str, str]:
 
 
 def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
-    """Return the BaseModel that offers this resolved and nothing else; what makes no pod is left out.
+    """Return a BaseModel that offers exactly this spec, without fields that do not affect pods.
 
-    Of the trainers that a sampler does not have, its engines have the dtype.
+    Without trainers, the trainer's dtype is kept, since it is the dtype of the engines.
     """
     base_model, trainer = resolved.base_model, resolved.trainer
     if trainer is None:

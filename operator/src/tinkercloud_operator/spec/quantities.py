@@ -1,4 +1,4 @@
-"""Quantities and times as Kubernetes writes them."""
+"""Parsers for quantities and times in Kubernetes' formats."""
 
 import re
 from datetime import datetime
@@ -27,7 +27,7 @@ _QUANTITY = re.compile(rf"({_NUMBER})({'|'.join(_FACTORS)})?")
 
 
 def parse_quantity(text: str | int | float) -> float:
-    """Return a quantity's value: cores, bytes, or a count.
+    """Return the value of a quantity: cores, bytes, or a count.
 
     Raises:
         ValueError: it is not a quantity.
@@ -40,7 +40,7 @@ def parse_quantity(text: str | int | float) -> float:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Return a moment that Kubernetes wrote; None for none, or for what is no time."""
+    """Parse an RFC 3339 timestamp; return None for None and for text that is not one."""
     if text is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""What a session gets: its BaseModel's shapes with the session's own choices, or a refusal.
+"""Resolves what a session gets: its BaseModel with the session's overrides, or a rejection.
 
-A session may shrink what its BaseModel offers and choose among what it allows; nothing else.
+A session may reduce what its BaseModel offers and choose among the values that it allows.
 """
 
 import functools
@@ -25,12 +25,12 @@ from tinkercloud_planning.refusal import DoesNotFit
 from tinkercloud_planning.search import Engine
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
-"""What Ray's own processes need colocated an engine that is none of Ray's."""
+"""Resources of Ray's own processes in a pod whose engine runs outside Ray."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a session can't be served as it is written."""
+    """Why a session cannot be served with its current spec."""
 
     reason: Reason
     message: str
@@ -38,66 +38,66 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """What the pods of one kind ask of their nodes."""
+    """The resources and the placement of the pods of one component."""
 
     component: str
     count: int
     resources: Resources
     placement: Placement
     gpus: int
-    """Of each pod, that its node counts itself; devices that are claimed are not among them."""
+    """GPUs of each pod that its node counts; devices claimed through DRA are not included."""
     extended: tuple[ExtendedResource, ...] = ()
-    """What else of each pod its node counts."""
+    """Other extended resources of each pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """GPUs that a pod claims as devices, so that its containers share them."""
+    """GPUs that a pod claims through DRA, so that its containers share them."""
 
     class_name: str
-    """Of a DeviceClass."""
+    """Name of the DeviceClass."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSpec:
-    """The pods a session gets."""
+    """The pods that a session gets."""
 
     base_model: BaseModelSpec
     trainer: TrainerShape | None
-    """None for a sampler."""
+    """None for a session that only samples."""
     sampler: SamplerShape
     placement: Placement
     plan: str | None = None
-    """How the model is plan_parallelism and why, if that was chosen here."""
+    """The planned parallelism and its explanation, if the operator chose it."""
 
     @property
     def trainers(self) -> int:
-        """Trainer pods."""
+        """Number of trainer pods."""
         return self.trainer.replicas if self.trainer is not None else 0
 
     @property
     def head_computes(self) -> bool:
-        """Whether the head itself trains or samples, and so holds the base model."""
+        """Whether the head itself trains or samples, and so loads the base model."""
         trains = self.trainer is not None and self.trainer.replicas == 0
         return trains or self.sampler.backend == "torch"
 
     @property
     def engines_per_trainer(self) -> int:
-        """Engines in each trainer pod; none if engines have pods of their own, or if none run."""
+        """Engines in each trainer pod; 0 if engines have their own pods, or if there are none."""
         if self.trainer is None or self.sampler.backend != "sglang" or not self.sampler.colocated:
             return 0
         return self.trainer.gpus_per_replica // self.sampler.gpus_per_replica
 
     @property
     def samplers(self) -> int:
-        """Sampler pods, each with an engine."""
+        """Number of sampler pods, each with one engine."""
         is_alone = self.sampler.backend == "sglang" and not self.engines_per_trainer
         return self.sampler.replicas if is_alone else 0
 
     @property
     def devices(self) -> Devices | None:
-        """What each pod that has GPUs claims; None if pods have GPUs in the common way."""
+        """The devices that each pod with GPUs claims; None if GPUs are extended resources."""
         engines = self.sampler.engines
         if engines is None or engines.device_class_name is None:
             return None
@@ -112,12 +112,13 @@ class ResolvedSpec:
 
     @property
     def groups(self) -> int:
-        """Groups of equal pods; one with engines is one of its own, for the sake of its name."""
+        """Number of worker groups plus the head. A pod with engines is a group of its own, since
+        pods of one group cannot have stable host names."""
         trainers = self.trainers if self.engines_per_trainer else min(1, self.trainers)
         return 1 + trainers + self.samplers
 
     def role_placement(self, component: str) -> RolePlacement | None:
-        """Return what the pods of a component (`head`, `trainer`, `sampler`) have of their own."""
+        """Return the component's own placement (`head`, `trainer` or `sampler`)."""
         if component == "head":
             return self.base_model.head.placement
         if component == "sampler":
@@ -125,12 +126,12 @@ class ResolvedSpec:
         return self.trainer.placement if self.trainer is not None else None
 
     def placement_of(self, component: str) -> Placement:
-        """Return the placement of the pods of a component (`head`, `trainer`, `sampler`)."""
+        """Return the effective placement of a component (`head`, `trainer`, `sampler`)."""
         return self.placement.of_role(self.role_placement(component))
 
     @property
     def pods(self) -> list[PodRequest]:
-        """One entry for each kind of pod."""
+        """One entry for each component."""
         head = self.base_model.head
         kinds = [PodRequest("head", 1, head.resources, self.placement_of("head"), 0)]
         is_counted = self.devices is None
@@ -152,7 +153,7 @@ class ResolvedSpec:
 
 
 def _sum_resources(*containers: Resources) -> Resources:
-    """Return what the containers of a pod need; volumes are those of the first."""
+    """Return the total resources of a pod's containers; volumes are those of the first one."""
     if len(containers) == 1:
         return containers[0]
     cores = sum(parse_quantity(each.cpu) for each in containers)
@@ -168,9 +169,9 @@ def resolve(
     """Return what a session gets.
 
     Args:
-        spec: what it asks for.
-        base_model: what is offered; None if there is no BaseModel of that name.
-        sessions_of_owner: older live sessions of the same owner and BaseModel.
+        spec: the spec of the session.
+        base_model: the active BaseModel; None if there is none of that name.
+        sessions_of_owner: older live sessions with the same owner and BaseModel.
     """
     if base_model is None:
         return Rejection(
@@ -198,13 +199,13 @@ def resolve(
 
 
 def missing_fields(base_model: BaseModelSpec) -> list[str]:
-    """Return what pods of a BaseModel would lack: older definitions let that pass."""
+    """Return required fields that a BaseModel lacks: older CRDs did not enforce them."""
     trainer, sampler = base_model.trainer, base_model.sampler
     found = []
     if trainer.replicas and not trainer.ranks_per_replica:
         found.append(
-            f"the BaseModel's trainer.replicas: got {trainer.replicas}, but neither gpusPerReplica nor"
-            " cpuRanksPerReplica is set; set one of them"
+            f"the BaseModel's trainer.replicas: got {trainer.replicas}, but neither gpusPerReplica"
+            " nor cpuRanksPerReplica is set; set one of them"
         )
     if sampler.engines is None:
         return found
@@ -223,11 +224,11 @@ def missing_fields(base_model: BaseModelSpec) -> list[str]:
 
 
 def check_pod_groups(resolved: ResolvedSpec, max_groups: int) -> ResolvedSpec | Rejection:
-    """Return the resolved, or a refusal if a queue would not take it.
+    """Return the spec, or a rejection if it has more pod groups than Kueue accepts.
 
     Args:
-        resolved: of a session.
-        max_groups: groups of pods that Kueue takes in one workload.
+        resolved: the resolved spec of a session.
+        max_groups: pod groups that Kueue accepts in one workload.
     """
     surplus = resolved.groups - max_groups
     if resolved.placement.queue_name is None or surplus <= 0:
@@ -236,19 +237,19 @@ def check_pod_groups(resolved: ResolvedSpec, max_groups: int) -> ResolvedSpec | 
     kind, pods = ("trainer", resolved.trainers) if is_shared else ("sampler", resolved.samplers)
     return Rejection(
         Reason.NOT_ALLOWED,
-        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {resolved.groups} groups"
-        f" in total, but Kueue accepts at most {max_groups} per workload"
+        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {resolved.groups}"
+        f" groups in total, but Kueue accepts at most {max_groups} per workload"
         f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); request at most {pods - surplus}",
     )
 
 
 def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> Idle | None:
-    """Return what happens to a session nobody uses; None if only a missing BaseModel could say."""
+    """Return the idle policy; None if it would come from a BaseModel that does not exist."""
     return spec.idle or (base_model.sessions.idle if base_model is not None else None)
 
 
 def max_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
-    """Return for how many seconds a session may exist; None for any number."""
+    """Return the maximum lifetime in seconds; None for no limit."""
     allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
     lifetimes = (spec.max_lifetime_seconds, allowed)
     return min((life for life in lifetimes if life is not None), default=None)
@@ -285,14 +286,12 @@ def _over_limit(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[st
 
 
 def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with a number of trainers whose ranks the model is to be plan_parallelism over."""
+    """Return problems with a number of trainers that the parallelism does not divide."""
     asked = spec.trainer and spec.trainer.replicas
     if not asked:
         return []
-    parallelism, ranks = (
-        base_model.trainer.parallelism,
-        asked * base_model.trainer.ranks_per_replica,
-    )
+    parallelism = base_model.trainer.parallelism
+    ranks = asked * base_model.trainer.ranks_per_replica
     together = parallelism.tensor * parallelism.pipeline
     groups = [
         ("model copy", together * parallelism.context),
@@ -307,19 +306,19 @@ def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> 
 
 
 def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with a number of engines that run in the trainer pods."""
+    """Return problems with an explicit number of engines that run in the trainer pods."""
     resolved, asked = _apply_choices(spec, base_model), spec.sampler and spec.sampler.replicas
     if not resolved.engines_per_trainer or asked in {None, resolved.sampler.replicas}:
         return []
     return [
         f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
-        f" and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines; omit it, and set"
-        " spec.trainer.replicas instead"
+        f" and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines; omit it,"
+        " and set spec.trainer.replicas instead"
     ]
 
 
 def _replanning_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with fewer trainers, if each may then hold more colocated its engines."""
+    """Return problems with fewer trainers, whose new plan may need more GPU memory."""
     resolved, offered = _apply_choices(spec, base_model), base_model.trainer.replicas
     is_open = resolved.trainer is not None and resolved.trainer.planning is not None
     if not is_open or not resolved.engines_per_trainer or resolved.trainers >= offered:
@@ -353,7 +352,7 @@ def _disallowed_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) ->
 def _over_quota(
     spec: TrainingSessionSpec, base_model: BaseModelSpec, sessions_of_owner: int
 ) -> Rejection | None:
-    """Return that a session waits for others of its owner to end, and its place in their queue."""
+    """Return a rejection with the queue position if the owner is at its session limit."""
     limit = base_model.limits.max_sessions_per_owner
     if limit is None or sessions_of_owner < limit:
         return None
@@ -382,7 +381,7 @@ def _apply_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Reso
 def _sampler(
     spec: TrainingSessionSpec, offered: SamplerShape, trainer: TrainerShape | None
 ) -> SamplerShape:
-    """Return what samples. Engines go with trainer pods, and are on their own without any."""
+    """Return the sampler; colocated engines become standalone in a session without trainers."""
     chosen = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
     sampler = offered.model_copy(update=chosen)
     if sampler.backend != "sglang" or not sampler.colocated:
@@ -394,7 +393,7 @@ def _sampler(
 
 
 def _with_parallelism(resolved: ResolvedSpec, lora_rank: int | None) -> ResolvedSpec | Rejection:
-    """Choose how the model is plan_parallelism, if the BaseModel leaves that open."""
+    """Choose the parallelism, if the BaseModel leaves it open."""
     trainer = resolved.trainer
     if trainer is None or trainer.planning is None:
         return resolved
@@ -420,19 +419,18 @@ def _with_parallelism(resolved: ResolvedSpec, lora_rank: int | None) -> Resolved
 
 
 def _engine_rejection(resolved: ResolvedSpec) -> Rejection | None:
-    """Return why engines with GPUs of their own can't hold the model, where that is known."""
+    """Return why engines with their own GPUs cannot hold the model, if that is known."""
     planning, engines = resolved.base_model.trainer.planning, resolved.sampler.engines
     if planning is None or engines is None or resolved.engines_per_trainer:
         return None
-    # Slots are smaller for some modules than for all; of those that are named it is not known how
-    # much.
+    # Adapter slots are smaller if only some modules are named; by how much is not known here.
     rank = 1 if engines.lora_target_modules else resolved.base_model.limits.max_lora_rank
     gpus = resolved.sampler.gpus_per_replica
     return _engine(planning, resolved.base_model.max_context_length, rank, gpus)
 
 
-# Sessions are looked at often, and those of a BaseModel mostly ask for the same. What does not fit
-# takes the longest to find out.
+# Sessions are reconciled often, and those of a BaseModel mostly have the same spec. Planning takes
+# longest when nothing fits.
 @functools.lru_cache(maxsize=256)
 def _plan(
     trainer: TrainerShape, sequence_length: int, lora_rank: int | None, colocated: Engine | None
@@ -455,6 +453,6 @@ def _engine(
         message = f"the BaseModel's sampler.gpusPerReplica: {error}"
         return Rejection(Reason.NEVER_FITS, message)
     except ValueError:
-        # A session that trains was refused for it; others need no plan.
+        # A session that trains was already rejected for this; others need no plan.
         return None
     return None
