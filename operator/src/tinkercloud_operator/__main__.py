@@ -1,4 +1,4 @@
-"""`python -m tinkercloud_operator`: settings, leadership, and what a leader does."""
+"""`python -m tinkercloud_operator`: settings, leader election, and the work of a leader."""
 
 import asyncio
 import logging
@@ -26,13 +26,13 @@ log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
 _GATHER_SECONDS = 2.0
-"""Watches often begin anew together: for how long others are waited for before all is listed."""
+"""Pause before a resync: watches often restart together, and one list serves them all."""
 
 
 async def run(settings: Settings) -> None:
-    """Operate until a stop signal."""
+    """Run the operator until a stop signal."""
     configuration = await _credentials()
-    # Any number of heads may be asked at the same time.
+    # Any number of save requests may be in flight at the same time.
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         client.ApiClient(configuration) as api,
@@ -62,8 +62,8 @@ async def run(settings: Settings) -> None:
 
 
 async def _credentials() -> client.Configuration:
-    """Return the pod's service account; outside a cluster, what KUBECONFIG names."""
-    # Else a netrc file and the environment are read for every request.
+    """Return the credentials of the service account or, outside a cluster, of KUBECONFIG."""
+    # Otherwise every request reads a netrc file and the proxy variables of the environment.
     configuration = client.Configuration(client_session_kwargs={"trust_env": False})
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class StopSignal(asyncio.Event):
     """Set by SIGTERM and SIGINT."""
 
     def listen(self) -> None:
-        """Take the signals, from whoever else took them."""
+        """Install signal handlers, replacing existing ones."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.set)
@@ -91,7 +91,7 @@ async def _lead(
     settings: Settings,
     stop_signal: StopSignal,
 ) -> None:
-    """Lead for as long as nobody cancels it; watch again when a kind comes or goes."""
+    """Lead until cancelled; restart the watches when an API is added or removed."""
     while True:
         controller = Controller(cluster, head_client, settings)
         probes.unready = controller.unready
@@ -100,7 +100,7 @@ async def _lead(
             await _watch_and_work(controller, probes, settings, stop_signal)
         except* WatchingFailed as errors:
             log.warning("the watches failed; restarting them", error=str(errors))
-        # A task group that failed keeps to itself that it was cancelled as well.
+        # A task group that failed does not propagate that it was also cancelled.
         this = asyncio.current_task()
         if this is not None and this.cancelling():
             raise asyncio.CancelledError
@@ -110,10 +110,10 @@ async def _lead(
 async def _watch_and_work(
     controller: Controller, probes: Probes, settings: Settings, stop_signal: StopSignal
 ) -> None:
-    """Watch and work until a kind comes or goes.
+    """Watch and reconcile until an API is added or removed.
 
     Raises:
-        ExceptionGroup: of WatchingFailed, or of what no worker survives.
+        ExceptionGroup: WatchingFailed, or an error that ends a worker.
     """
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -124,7 +124,7 @@ async def _watch_and_work(
         workers.append(tasks.create_task(controller.watch_definitions()))
         workers.append(tasks.create_task(controller.watch_cordons()))
         workers.append(tasks.create_task(controller.count()))
-        # kopf takes the stop signals when it starts; they are to end more than the watching.
+        # kopf installs its own signal handlers when it starts, which would only end the watches.
         await watch(
             controller,
             settings,
@@ -138,7 +138,7 @@ async def _watch_and_work(
 
 
 async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
-    """List everything now and then; the first list says which kinds there are to watch."""
+    """List all objects periodically; the first list determines which kinds to watch."""
     served: frozenset[str] | None = None
     reported: str | None = None
     while True:
@@ -154,7 +154,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
             await asyncio.sleep(_RETRY_SECONDS)
             continue
         reported = None
-        # Kinds that were not there when the watching began are not watched.
+        # The current watches do not cover kinds that were added since they started.
         if served not in {None, controller.served}:
             stop.set()
             return
@@ -166,7 +166,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
 
 
 def main() -> None:
-    """Run the operator that the environment describes; one that it does not describe is reported."""
+    """Run the operator with the environment's settings; exit with a message if invalid."""
     try:
         settings = load_settings()
     except ValidationError as error:

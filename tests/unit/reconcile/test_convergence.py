@@ -22,7 +22,12 @@ from tinkercloud_testing.session_world import (
 
 GROWTH = ("the operator looks", "KubeRay works", "a pod gets on", "Kueue admits")
 CHANGES = ("its owner wants one trainer", "its owner wants all trainers", "the BaseModel shrinks")
-HEADS = ("the head goes deaf", "the head hears again", "a pod gets on", "containers restart")
+HEADS = (
+    "the head stops responding",
+    "the head responds again",
+    "a pod gets on",
+    "containers restart",
+)
 
 offers = st.sampled_from(sorted(OFFERS))
 histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=25)
@@ -125,7 +130,7 @@ def test_conditions_only_rise_while_nothing_fails(offer: str, history: Sequence[
 def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
     offer: str, history: Sequence[str], head: Sequence[str]
 ) -> None:
-    world = a_world(offer, "it settles", *history, "the head goes deaf", "it is deleted")
+    world = a_world(offer, "it settles", *history, "the head stops responding", "it is deleted")
 
     events = iter(head)
     patience = SETTINGS.last_checkpoint_seconds + 6

@@ -25,7 +25,7 @@ from tinkercloud_testing.sessions import a_session, a_status, observed
 
 @pytest.mark.parametrize("history", [["it is deleted"], ["its owner suspends it"]], ids=str)
 def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: list[str]) -> None:
-    world = a_world("workers", "it settles", "the head goes deaf", *history)
+    world = a_world("workers", "it settles", "the head stops responding", *history)
     began = world.session.now
 
     asked = 0
@@ -50,14 +50,14 @@ def test_a_session_that_is_wanted_again_while_it_stops_gets_another_head(looks: 
 
 def test_a_head_is_waited_for_as_long_as_it_takes_to_stop_however_long_it_was_not_ready() -> None:
     world = a_world("workers", "it settles", "the trainers are lost", "the operator looks")
-    world.happen("half an hour passes", "the head goes deaf", "its owner suspends it")
+    world.happen("half an hour passes", "the head stops responding", "its owner suspends it")
 
     world.happen(
         "the operator looks", "the operator looks", "a minute passes", "the operator looks"
     )
 
     assert "deletionTimestamp" not in world.children[RAY_CLUSTER]["metadata"]
-    world.happen("the head hears again", "it settles")
+    world.happen("the head responds again", "it settles")
     assert world.status.phase == "Suspended"
     assert world.status.saved_incarnation == world.status.incarnation
 
@@ -118,7 +118,7 @@ FIRST_FIELDS = {
         ("a day passes", "Finished"),
     ],
 )
-@pytest.mark.parametrize("head", ["the head hears again", "the head goes deaf"])
+@pytest.mark.parametrize("head", ["the head responds again", "the head stops responding"])
 def test_a_session_stops_though_the_served_definitions_are_the_first(
     event: str, phase: str, head: str
 ) -> None:

@@ -38,10 +38,10 @@ KEY_FOLDER = "/etc/tinkercloud-servers"
 ENGINE_PORT = 30000
 """SGLang's default; further engines of a pod use the following ports."""
 
-# For models with latent attention SGLang selects fa3 on GPUs before Hopper, which do not support it,
-# and for DeepSeek-V3 on Blackwell it selects non-deterministic kernels; it exits in both cases. Only
-# the pod has the model's configuration: the first option is its folder. For repeated options, the
-# last one wins.
+# For models with latent attention SGLang selects fa3 on GPUs before Hopper, which do not support
+# it, and for DeepSeek-V3 on Blackwell it selects non-deterministic kernels; it exits in both cases.
+# Only the pod has the model's configuration: the first option is its folder. For repeated options,
+# the last one wins.
 _START = (
     f"key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) || exit 1;"
     ' if grep -qsE \'"kv_lora_rank": *[1-9]\' "$2/config.json";'

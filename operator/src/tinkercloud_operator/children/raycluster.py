@@ -1,8 +1,14 @@
 """The RayCluster: a head, and groups of trainers and samplers.
 
-The head container runs Tinkercloud's head alongside `ray start`: KubeRay passes the generated command in a variable if it is configured not to run it itself. Without workers there is only the head.
-Ray's logical CPUs represent ranks: a trainer pod has one per rank that it holds, other pods have none, so Ray places ranks only in trainer pods.
-Kueue owns `spec.suspend` if a queue is set, so the operator never sets it: a session is suspended by deleting its RayCluster.
+The head container runs Tinkercloud's head alongside `ray start`: KubeRay passes the generated
+command in a variable if it is configured not to run it itself. Without workers there is only the
+head.
+
+Ray's logical CPUs represent ranks: a trainer pod has one per rank that it holds, other pods have
+none, so Ray places ranks only in trainer pods.
+
+Kueue owns `spec.suspend` if a queue is set, so the operator never sets it: a session is suspended
+by deleting its RayCluster.
 """
 
 from tinkercloud_crds import labels
@@ -41,8 +47,8 @@ _PORTS = (
 )
 """Ports of the head's container; all but the first are Ray's."""
 _RAY_PARAMS = {
-    # Ray's startup timeout of a node is 30 seconds. With fixed ports it does not wait for its agents,
-    # which take longer than that on busy cores.
+    # Ray's startup timeout of a node is 30 seconds. With fixed ports it does not wait for its
+    # agents, which take longer than that on busy cores.
     "dashboard-agent-grpc-port": "52366",
     "runtime-env-agent-port": "52367",
 }
@@ -234,8 +240,8 @@ def _group(
     build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int, ranks: int
 ) -> Json:
     image = worker.image or build.resolved.base_model.head.image
-    # KubeRay sets the container's command. Its default probes query Ray's dashboard agent, which only
-    # works if Ray's dashboard is installed; these check the raylet instead.
+    # KubeRay sets the container's command. Its default probes query Ray's dashboard agent, which
+    # only works if Ray's dashboard is installed; these check the raylet instead.
     alive = probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)
     body = container(build, "worker", image, worker.resources, gpus) | {
         "readinessProbe": alive,

@@ -1,9 +1,53 @@
-"""Whether a session is to have pods now, and when that can change: pure.
+"""The lifetime of a session: whether it should have pods, and when that can change. Pure.
 
-A session that nobody uses is suspended or deleted (`spec.idle`), one that is too old ends
-(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. A declared session is
-never deleted, since whoever declares it would make it again: it is finished, and kept. All of it
-follows from timestamps in the object, so a restarted operator decides the same.
+An unused session is suspended or deleted (`spec.idle`), one that is too old ends
+(`spec.maxLifetimeSeconds`), and a finished one is deleted after a while. A declared session is
+never deleted, since GitOps tools would recreate it: it is finished and kept. Everything derives
+from timestamps in the object, so a restarted operator reaches the same decisions.
+
+The states, with the status of the condition Suspended:
+
+| State       | Suspended | RayCluster | What holds                                               |
+|-------------|-----------|------------|----------------------------------------------------------|
+| Running     | False     | exists     | The operator creates and repairs all children.           |
+| Stopping    | Unknown   | exists     | The head is asked to save its state.                     |
+| Saved       | Unknown   | exists     | The status records what the head has saved.              |
+| Terminating | Unknown   | deleted    | The pods are terminating.                                |
+| Suspended   | True      | none       | Only the Secret and its marker remain.                   |
+| Finished    | False     | none       | As Suspended, but the session never runs again.          |
+| Deleting    | any       | any        | The head saves a last checkpoint; the finalizer is held. |
+| Deleted     | -         | none       | The TrainingSession does not exist.                      |
+
+The transitions; `decide` detects the events that concern use and age, `reconcile` the others:
+
+| State       | Event                                                        | Next state  |
+|-------------|--------------------------------------------------------------|-------------|
+| Running     | `spec.suspend` is set                                        | Stopping    |
+| Running     | `spec.suspend` is set before there are pods                  | Suspended   |
+| Running     | it is idle, with idle action Suspend                         | Stopping    |
+| Running     | it is idle, with idle action Delete, and is declared         | Stopping    |
+| Running     | it is idle, with idle action Delete, and belongs to a client | Deleting    |
+| Running     | one of its nodes is cordoned                                 | Stopping    |
+| Running     | its pods, including the head, fail until the start deadline  | Terminating |
+| Running     | its maximum lifetime ends                                    | Stopping    |
+| Running     | it is deleted                                                | Deleting    |
+| Stopping    | the head completes the save                                  | Saved       |
+| Stopping    | the head does not complete the save in time                  | Terminating |
+| Stopping    | the head is lost                                             | Terminating |
+| Stopping    | a client sends a request                                     | Stopping    |
+| Saved       | the operator deletes the RayCluster                          | Terminating |
+| Terminating | the last pod ends                                            | Suspended   |
+| Terminating | the last pod ends, after its maximum lifetime                | Finished    |
+| Terminating | a client sends a request, and the RayCluster is gone         | Running     |
+| Suspended   | a client sends a request to an idle session                  | Running     |
+| Suspended   | `spec.suspend` is cleared                                    | Running     |
+| Suspended   | its maximum lifetime ends                                    | Finished    |
+| Suspended   | it is deleted                                                | Deleted     |
+| Finished    | its TTL passes, and it belongs to a client                   | Deleted     |
+| Deleting    | the head completes the checkpoint                            | Deleted     |
+| Deleting    | the head does not complete the checkpoint in time            | Deleted     |
+
+docs/understand/suspend-and-resume.md has the same tables, and a test walks through every row.
 """
 
 from dataclasses import dataclass, replace

@@ -173,8 +173,8 @@ def _blocker(observed: Observed, effective: ResolvedSpec | Rejection) -> StepSta
     ):
         message = (
             "the ResourceClaimTemplate API (resource.k8s.io/v1) is not available, but the"
-            " BaseModel's sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34 or"
-            " newer"
+            " BaseModel's sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34"
+            " or newer"
         )
         return StepStatus(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
     if observed.apply_error is not None:

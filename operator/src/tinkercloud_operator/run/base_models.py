@@ -1,4 +1,4 @@
-"""Keeps the status of BaseModels: what each offers, and who uses it."""
+"""Maintains the status of BaseModels: whether each is active, and what its sessions use."""
 
 from datetime import UTC, datetime
 
@@ -14,11 +14,11 @@ from tinkercloud_operator.spec.snapshot import Manifest
 log = structlog.get_logger(__name__)
 
 _GATHER_SECONDS = 2.0
-"""For how long changes of sessions are gathered before their BaseModel's status is written."""
+"""Time during which changes of sessions are collected before a status is written."""
 
 
 class BaseModels:
-    """The BaseModels of one term of leadership. Belongs to one event loop."""
+    """The BaseModels during one term of leadership. Belongs to one event loop."""
 
     def __init__(self, watched: Watched, executor: Executor) -> None:
         self._watched = watched
@@ -27,9 +27,9 @@ class BaseModels:
         """BaseModels whose status may have changed."""
 
     def note(self, kind: str, manifest: Manifest) -> None:
-        """Take note of an object that has changed: a BaseModel, or what counts for one."""
+        """Record a changed object: a BaseModel, or a session of one."""
         if kind == "BaseModel":
-            # Another of its name may count from now on.
+            # Another BaseModel with the same modelName may become the active one.
             self.enqueue_all()
         elif kind == "TrainingSession":
             active = self._watched.offering(manifest["spec"].get("baseModel", ""))
@@ -37,12 +37,12 @@ class BaseModels:
                 self._queue.add_after(active["metadata"]["name"], _GATHER_SECONDS)
 
     def enqueue_all(self) -> None:
-        """Look at every BaseModel."""
+        """Enqueue every BaseModel."""
         for name in self._watched.base_models:
             self._queue.add(name)
 
     async def work(self) -> None:
-        """Write statuses as they change, without end."""
+        """Write changed statuses, forever."""
         while True:
             name = await self._queue.take()
             try:

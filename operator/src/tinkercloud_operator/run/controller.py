@@ -1,4 +1,4 @@
-"""Looks at sessions: observes, asks `reconcile` what to do, has it done."""
+"""Reconciles sessions: observes them, calls `reconcile`, and executes the plan."""
 
 import asyncio
 from dataclasses import replace
@@ -27,41 +27,41 @@ log = structlog.get_logger(__name__)
 
 _MANY_CHANGES = frozenset({"Pod", "RayCluster"})
 _GATHER_SECONDS = 1.0
-"""For how long changes of pods, which come in bursts, are gathered before their session is looked
-at: each look may write a status. The last of a burst, by which all pods are Ready, is not held
-back."""
+"""Time during which changes of pods, which come in bursts, are collected before their session is
+reconciled: each reconciliation may write a status. The last change of a burst, which makes all
+pods Ready, is not delayed."""
 _NODES_SECONDS = 60.0
-"""How long a list of nodes is good."""
+"""How long a list of nodes is cached."""
 _DEFINITIONS_SECONDS = 30.0
-"""Pause between two looks at the definitions that are served."""
+"""Interval between two checks of the served CRDs."""
 _CORDONS_SECONDS = 15.0
-"""Pause between two looks at which nodes take no more pods."""
+"""Interval between two lists of the cordoned nodes."""
 _COUNT_SECONDS = 15.0
-"""Pause between two counts of all sessions."""
+"""Interval between two updates of the session metrics."""
 _OPTIONAL_KINDS = ("RayCluster", "ResourceClaimTemplate")
-"""Kinds that a cluster may come to know, or forget."""
+"""Kinds whose API may be added or removed while the operator runs."""
 _MAX_ROUNDS = 4
-"""Times a session is looked at in a row when what is refused changes what there is to say."""
+"""Maximum number of immediate reconciliations when a rejection changes the status."""
 
 
 class DefinitionsMissing(ClusterError):
-    """The definitions of our own resources are not installed."""
+    """The CRDs of our own resources are not installed."""
 
 
 class Controller:
-    """One term of leadership: everything it has seen, and its workers. Belongs to one loop."""
+    """The caches and workers of one term of leadership. Belongs to one event loop."""
 
     def __init__(self, cluster: Cluster, head_client: HeadClient, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
         self.served = frozenset({*OWN_KINDS, *_OPTIONAL_KINDS})
-        """Custom and optional kinds that the cluster knows."""
+        """Custom and optional kinds that the cluster serves."""
         self.needs_resync = asyncio.Event()
-        """Set when something may have gone without a word; whoever lists everything clears it."""
+        """Set when a deletion may have been missed; a resync clears it."""
         self._live_watches: set[str] = set()
-        """Kinds whose watches have told more than what was there when they began."""
+        """Kinds whose watches have delivered events after their initial list."""
         self._is_complete = asyncio.Event()
-        """Whether everything has been listed once: half of a picture must not be acted on."""
+        """Set after the first complete list; the operator must not act on partial data."""
         self._cluster = cluster
         self._head_saver = HeadSaver(head_client, self.queue.add)
         self._definitions = ServedDefinitions(cluster)
@@ -75,18 +75,19 @@ class Controller:
         self._unready: str | None = "the initial list is not complete"
 
     def unready(self) -> str | None:
-        """Return why sessions are not looked after; None if they are."""
+        """Return why sessions are not being reconciled; None if they are."""
         return self._unready
 
     @property
     def has_kuberay(self) -> bool:
-        """Whether the cluster knows RayClusters."""
+        """Whether the cluster serves the RayCluster API."""
         return "RayCluster" in self.served
 
     def on_event(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
-        """Take note of a watch event; it has no type if it is of the list that a watch begins with.
+        """Record a watch event; events of a watch's initial list have no type.
 
-        A watch that begins anew tells what is there, but not what has gone meanwhile.
+        The initial list of a restarted watch shows existing objects, but not deletions in the
+        meantime.
         """
         if event_type is not None:
             self._live_watches.add(kind)
@@ -95,7 +96,7 @@ class Controller:
         self.note(kind, manifest, is_gone=event_type == "DELETED")
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
-        """Take note of how an object is, or was when it went."""
+        """Record the current, or for a deletion the last, state of an object."""
         for session in self.watched.note(kind, manifest, is_gone=is_gone):
             if kind in _MANY_CHANGES and not self.watched.has_only_ready_pods(session):
                 self.queue.add_after(session, _GATHER_SECONDS)
@@ -107,11 +108,11 @@ class Controller:
             self._head_saver.forget(manifest["metadata"]["name"])
 
     async def resync(self) -> None:
-        """List everything, and look at every session.
+        """List all objects and enqueue every session.
 
         Raises:
-            DefinitionsMissing: the definitions of our own resources are not installed.
-            ClusterError: something could not be listed; what was, counts.
+            DefinitionsMissing: the CRDs of our own resources are not installed.
+            ClusterError: a kind could not be listed; the kinds listed before are updated.
         """
         kinds = (*OWN_KINDS, *_OPTIONAL_KINDS)
         self.served = frozenset([kind for kind in kinds if await self._cluster.serves(kind)])
@@ -147,7 +148,7 @@ class Controller:
         self.watched.replace(kind, kept, version)
 
     async def work(self) -> None:
-        """Look at sessions as they come, without end; several of these run at once."""
+        """Reconcile sessions from the queue, forever; several workers run concurrently."""
         await self._is_complete.wait()
         while True:
             name = await self.queue.take()
@@ -168,11 +169,11 @@ class Controller:
                 self.queue.done(name)
 
     async def save_heads(self) -> None:
-        """Have head_client save what they hold, without end."""
+        """Send save requests to heads, forever."""
         await self._head_saver.work()
 
     async def watch_definitions(self) -> None:
-        """Look, forever, whether other definitions are served, and then at every session."""
+        """Check the served CRDs periodically, and resync if they have changed."""
         await self._is_complete.wait()
         while True:
             await asyncio.sleep(_DEFINITIONS_SECONDS)
@@ -183,9 +184,9 @@ class Controller:
                 log.info("could not read the served CRDs; retrying", error=str(error))
 
     async def watch_cordons(self) -> None:
-        """Look, forever, which nodes take no more pods, and at the sessions that have some there.
+        """Check for cordoned nodes periodically, and enqueue sessions with pods on them.
 
-        It ends where the operator may not list nodes.
+        Returns if the operator may not list nodes.
         """
         await self._is_complete.wait()
         while self._settings.leaves_cordoned_nodes:
@@ -210,7 +211,7 @@ class Controller:
             self.queue.add(name)
 
     async def count(self) -> None:
-        """Count the sessions, forever; another leader's counts are not ours to export."""
+        """Update the session metrics periodically; reset them at the end of the term."""
         await self._is_complete.wait()
         try:
             while True:
@@ -220,7 +221,7 @@ class Controller:
             count_sessions((), datetime.now(UTC))
 
     async def work_on_base_models(self) -> None:
-        """Keep the status of BaseModels, without end."""
+        """Maintain the status of BaseModels, forever."""
         await self._is_complete.wait()
         await self._base_models.work()
 
@@ -231,7 +232,7 @@ class Controller:
                 return
             plan = reconcile(observed, self._settings)
             is_changed = await self._executor.execute(observed, plan)
-            # What failed is tried again later and later, not at the time of a plan that did not.
+            # A failed reconciliation does not get here: the queue retries it with backoff.
             if plan.requeue_after_seconds is not None:
                 self.queue.add_after(name, plan.requeue_after_seconds)
             if not is_changed:

@@ -1,4 +1,4 @@
-"""Carries plans out: writes to the API server and head_saver to heads, each of them repeatable."""
+"""Executes plans: writes to the API server and save requests to heads, all of them repeatable."""
 
 import asyncio
 import base64
@@ -36,15 +36,16 @@ log = structlog.get_logger(__name__)
 
 
 class Executor:
-    """Does what plans say. Belongs to one event loop.
+    """Executes plans. Belongs to one event loop.
 
     Args:
-        cluster: where.
-        head_saver: by which heads are asked to save what they hold.
-        note_child: told, with its kind, how a child is after a write.
-        note_own: told, with its kind, how an object of ours is after a write about itself: what is
-            new in it needs no further look.
-        storable: returns a status of a kind of ours without what the served definition can't hold.
+        cluster: the Kubernetes API.
+        head_saver: receives save requests.
+        note_child: called with the kind and the new state of a child after a write.
+        note_own: called with the kind and the new state of one of our own objects after a write;
+            unlike a watch event, it does not need another reconciliation.
+        storable: returns a status of one of our kinds without fields that the served CRD cannot
+            store.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class Executor:
         self._rejections: dict[str, str] = {}
 
     def rejection(self, session: str) -> str | None:
-        """Return why something of a session was refused the last time, if it was."""
+        """Return why the last write for a session was rejected, if it was."""
         return self._rejections.get(session)
 
     def forget(self, session: str) -> None:
-        """Forget a session that is gone."""
+        """Forget a deleted session."""
         self._rejections.pop(session, None)
 
     async def execute(self, observed: Observed, plan: Plan) -> bool:
-        """Carry a plan out; return whether the session is to be looked at again at once.
+        """Execute a plan; return whether to reconcile the session again at once.
 
         Raises:
-            ClusterError: something could not be done. If it was refused, the status says so.
+            ClusterError: an action failed. If it was rejected, the status says so.
         """
         rejection = None
         for actions in plan.stages:
@@ -92,7 +93,7 @@ class Executor:
         return False
 
     async def _report(self, observed: Observed, plan: Plan) -> None:
-        """Post the Event and write the status, neither after the other."""
+        """Post the Event and write the status, concurrently."""
         writes: list[Awaitable[None]] = []
         if plan.event is not None:
             writes.append(self._post_event(observed, plan.event))
@@ -103,9 +104,9 @@ class Executor:
                 raise result
 
     def _remember(self, session: str, rejection: Refused | None) -> bool:
-        """Take note of what was refused, or that nothing was; return whether that is news.
+        """Record the rejection, if any; return whether a rejection appeared or disappeared.
 
-        Other words are none: some who refuse never use the same twice.
+        A different message is not a change: some admission plugins never repeat a message.
         """
         before = self._rejections.pop(session, None)
         if rejection is not None:
@@ -150,7 +151,7 @@ class Executor:
         """Return the session's Secret.
 
         Raises:
-            Refused: it is not this session's.
+            Refused: it belongs to another owner.
             ClusterError: it could not be read.
         """
         name = Names(observed.name).token_secret
@@ -164,7 +165,7 @@ class Executor:
         return secret
 
     async def _add_finalizer(self, observed: Observed) -> None:
-        # With the uid, applying can't make a session anew that is gone by now.
+        # With the uid, the apply cannot recreate a session that was deleted in the meantime.
         own = {"name": observed.name, "uid": observed.uid, "finalizers": [labels.FINALIZER]}
         applied = await self._cluster.apply(
             {"apiVersion": labels.API_VERSION, "kind": "TrainingSession", "metadata": own}
@@ -172,10 +173,10 @@ class Executor:
         self._note_own("TrainingSession", applied)
 
     async def _remove_finalizer(self, observed: Observed) -> None:
-        """Take the finalizer out of a session.
+        """Remove the finalizer from a session.
 
-        Not by applying, which leaves what somebody else has set as well: a session that comes from
-        a backup, or from a file that was read from a cluster, has its finalizer from there.
+        Not with server-side apply, which keeps a finalizer that another field manager has set as
+        well, as in a session restored from a backup or from an exported file.
         """
         ref = ObjectRef("TrainingSession", observed.name)
         try:
@@ -186,7 +187,7 @@ class Executor:
                 patched = await self._cluster.merge(ref, {"metadata": now})
                 self._note_own("TrainingSession", patched)
         except NotThere:
-            # The answer to letting go may be older than what was seen of the session's deletion.
+            # The session was deleted after it was observed.
             log.debug("the session is already gone", session=observed.name)
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
@@ -198,7 +199,7 @@ class Executor:
             metrics.READY_SECONDS.observe(age)
 
     async def write_status(self, kind: str, name: str, uid: str, content: Manifest) -> None:
-        """Write the status of a session or a BaseModel, unless it is gone.
+        """Write the status of a session or a BaseModel, unless it was deleted.
 
         Raises:
             ClusterError: it could not be written.
@@ -215,7 +216,7 @@ class Executor:
             log.debug("the object was deleted before its status was written", kind=kind, name=name)
 
     async def _post_event(self, observed: Observed, action: PostEvent) -> None:
-        """Post an Event; one with the same content, as long as it is kept, is the same Event."""
+        """Post an Event; its name derives from its content, which drops duplicates."""
         content = f"{observed.uid}/{action.reason}/{action.message}"
         name = f"{observed.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         try:
@@ -229,7 +230,7 @@ class Executor:
 
 
 def _first_rejection(results: Sequence[BaseException | None]) -> Refused | None:
-    """Return what was refused, if anything; raise what failed for another reason."""
+    """Return the first rejection, if there is one; raise errors of any other kind."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:
         if not isinstance(error, Refused):

@@ -1,4 +1,4 @@
-"""Asks session heads to save what they hold."""
+"""HTTP client that asks session heads to save their state."""
 
 import base64
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What a head has done."""
+    """The result of a completed save."""
 
     latest_checkpoint: str | None
 
 
 class HeadClient:
-    """Talks to session heads with their own tokens. Belongs to one event loop."""
+    """Sends save requests to heads, authenticated with their tokens. Belongs to one event loop."""
 
     def __init__(self, cluster: Cluster, client: aiohttp.ClientSession) -> None:
         self._cluster = cluster
         self._client = client
 
     async def save(self, session: str, request: SaveRequest) -> SaveResult | None:
-        """Ask a head to save what it holds; return None if it has not done so."""
+        """Ask a head to save its state; return None if the save failed."""
         path = {"suspend": routes.HEAD_SUSPEND, "checkpoint": routes.HEAD_CHECKPOINT}[request.kind]
         try:
             token = await self._token(session)

@@ -1,7 +1,7 @@
-"""HeadSaver to session client that are under way.
+"""Save requests to session heads, sent in the background.
 
-A head that saves a large model takes minutes, and many may do so at once. Nobody waits for them:
-sessions are looked at meanwhile, and the one whose head has on_saved is looked at then.
+Saving a large model takes minutes, and many heads may save at the same time. Workers do not wait
+for them: they reconcile other sessions, and a completed save enqueues its session.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ log = structlog.get_logger(__name__)
 
 
 class HeadSaver:
-    """What client are being pending, and what they have key. Belongs to one event loop.
+    """Tracks pending and completed saves. Belongs to one event loop.
 
     Args:
-        client: who is pending.
-        on_saved: told the session whose head has key what it was pending to.
+        client: sends the requests.
+        on_saved: called with the name of a session whose head has completed a save.
     """
 
     def __init__(self, client: HeadClient, on_saved: Callable[[str], object]) -> None:
@@ -34,27 +34,27 @@ class HeadSaver:
         self._completed: dict[str, Mapping[SaveKey, str | None]] = {}
 
     def completed(self, session: str) -> Mapping[SaveKey, str | None]:
-        """Return what a session's client have key, each with the last checkpoint it was for."""
+        """Return a session's completed saves, each with its checkpoint, if it created one."""
         return self._completed.get(session, {})
 
     def pending(self, session: str) -> frozenset[SaveKey]:
-        """Return what a session's client are being pending to do."""
+        """Return a session's saves that are in progress."""
         return frozenset(key for name, key in self._pending if name == session)
 
     def submit(self, session: str, request: SaveRequest) -> None:
-        """Ask a head, unless it is being pending that already."""
+        """Start a save, unless it is already in progress."""
         pending = session, (request.kind, request.incarnation)
         if pending not in self._pending:
             self._pending.add(pending)
             self._queue.put_nowait((session, request))
 
     def forget(self, session: str) -> None:
-        """Forget a session that is gone; what its head still says is of no use."""
+        """Forget a deleted session; the results of its pending saves are dropped."""
         self._completed.pop(session, None)
         self._pending = {key for key in self._pending if key[0] != session}
 
     async def work(self) -> None:
-        """Have questions on_saved, without end; all at the same time."""
+        """Send submitted requests concurrently, forever."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 tasks.create_task(self._save(*await self._queue.get()))

@@ -1,8 +1,8 @@
-"""All that has been seen of the cluster, kept in memory; no I/O.
+"""An in-memory cache of the objects in the operator's namespace; no I/O.
 
-Objects come from three sides: watch events, answers to our own writes, and full lists. The newest
-resource version counts, whichever side it came from, so that a late event never hides our own
-write. A full list also removes what has vanished while no watch was looking.
+Objects arrive from three sources: watch events, responses to the operator's own writes, and full
+lists. The newest resource version wins, so that a late event never hides the operator's own write.
+A full list also removes objects that were deleted while no watch was active.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,12 +34,12 @@ CHILD_KINDS = (
 )
 
 _PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
-"""Kinds that show whether a session has its nodes."""
+"""Kinds that determine whether a session's pods are scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What is known of a session besides watched objects."""
+    """Inputs of a snapshot that are not watched objects."""
 
     has_kuberay: bool
     has_device_claims: bool
@@ -281,7 +281,7 @@ class Watched:
 
 
 def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
-    """Return a session's pods. One whose RayCluster is gone or going is going, told or not."""
+    """Return a session's pods; those whose RayCluster is deleted count as terminating."""
     owner = next(
         (
             _uid(item)
@@ -300,7 +300,7 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
 
 
 def _failed(last: Manifest | None, children: Mapping[ChildKey, Manifest]) -> Pod | None:
-    """Return the pod of a session that has failed, if its RayCluster is there."""
+    """Return the session's last failed pod, if its RayCluster exists."""
     clusters = {_uid(item) for key, item in children.items() if key.kind == "RayCluster"}
     return parsing.pod(last) if last is not None and _ray_cluster_of(last) in clusters else None
 
@@ -320,7 +320,8 @@ def _set(store: dict[K, Manifest], key: K, manifest: Manifest | None) -> None:
 def _session_of(kind: str, metadata: Metadata) -> str:
     """Return the session that an object is, or belongs to.
 
-    SessionIndex count, which are not edited as easily as labels; pods are owned by their RayCluster.
+    Owner references take precedence, as labels are easier to edit; pods are owned by their
+    RayCluster.
     """
     if kind == "TrainingSession":
         return str(metadata["name"])
@@ -331,13 +332,13 @@ def _session_of(kind: str, metadata: Metadata) -> str:
 
 
 def _session_uid(child: Manifest) -> str | None:
-    """Return the uid of the session that owns a child; None for pods, whose RayCluster it owns."""
+    """Return the uid of the session that owns a child; None for pods, owned by the RayCluster."""
     owners = child["metadata"].get("ownerReferences", [])
     return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)
 
 
 def _version(manifest: Manifest) -> int:
-    """Return a resource version; they are numbers that grow (KEP-5504)."""
+    """Return a resource version; they are increasing numbers (KEP-5504)."""
     return int(manifest["metadata"]["resourceVersion"])
 
 

@@ -112,8 +112,10 @@ class ResolvedSpec:
 
     @property
     def groups(self) -> int:
-        """Number of worker groups plus the head. A pod with engines is a group of its own, since
-        pods of one group cannot have stable host names."""
+        """Number of worker groups plus the head.
+
+        A pod with engines is a group of its own, since only that gives it a stable host name.
+        """
         trainers = self.trainers if self.engines_per_trainer else min(1, self.trainers)
         return 1 + trainers + self.samplers
 
