@@ -1,4 +1,4 @@
-"""Plans are carried out stage by stage; what can't be done is said, and tried again."""
+"""Plans are executed stage by stage; failures are reported and retried."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,7 +30,7 @@ OF_ANOTHER = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-an-earli
 
 
 class Operator:
-    """Looks at one session, and does what is to be done about it."""
+    """Reconciles one session."""
 
     def __init__(self, api: MemoryApi, heads: HeadClient, connection: Connection) -> None:
         self.api = api
@@ -45,7 +45,7 @@ class Operator:
         self.children[ChildKey(kind, manifest["metadata"]["name"])] = manifest
 
     async def look(self) -> bool:
-        """Look once; return whether it is to look again at once."""
+        """Reconcile once; return whether to reconcile again at once."""
         seen = observed(
             children=self.children,
             has_secret=has_secret("one", self.children),
@@ -55,7 +55,7 @@ class Operator:
 
     @property
     def ready(self) -> Json:
-        """The session's Ready condition, as it was written last."""
+        """The last written Ready condition of the session."""
         conditions = self.api.objects[SESSION]["status"]["conditions"]
         return next(item for item in conditions if item["type"] == "Ready")
 
@@ -70,16 +70,16 @@ def token(api: MemoryApi) -> Any:
     return api.objects[SECRET]["data"]["token"]
 
 
-async def test_pods_are_made_after_all_that_they_are_told_and_bound_by(operator: Operator) -> None:
+async def test_pods_are_created_after_their_configuration_and_policies(operator: Operator) -> None:
     await operator.look()
 
     made = [request.split()[1] for request in operator.api.writes]
-    told = {"one-config", "secrets", "networkpolicies", "poddisruptionbudgets"}
+    needed = {"one-config", "secrets", "networkpolicies", "poddisruptionbudgets"}
     before = made[: min(made.index(RAY_CLUSTER), made.index(SERVICE))]
-    assert told <= {part for path in before for part in path.split("/")}
+    assert needed <= {part for path in before for part in path.split("/")}
 
 
-async def test_the_finalizer_is_held_before_there_is_anything_to_be_finalized(
+async def test_the_finalizer_is_added_before_any_child(
     operator: Operator,
 ) -> None:
     await operator.look()
@@ -89,7 +89,9 @@ async def test_the_finalizer_is_held_before_there_is_anything_to_be_finalized(
     assert operator.api.objects[SESSION]["metadata"]["finalizers"] == [labels.FINALIZER]
 
 
-async def test_no_pod_is_made_while_something_it_needs_is_refused(operator: Operator) -> None:
+async def test_no_pod_is_created_while_one_of_its_support_objects_is_rejected(
+    operator: Operator,
+) -> None:
     operator.api.refused["one-config"] = 422
 
     await operator.look()
@@ -97,7 +99,7 @@ async def test_no_pod_is_made_while_something_it_needs_is_refused(operator: Oper
     assert RAY_CLUSTER not in operator.api.objects
 
 
-async def test_what_is_refused_is_said_and_tried_again(operator: Operator) -> None:
+async def test_a_rejected_write_is_reported_and_retried(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
 
     assert await operator.look(), "the status is to say it"
@@ -108,7 +110,7 @@ async def test_what_is_refused_is_said_and_tried_again(operator: Operator) -> No
     assert "one-config" in operator.ready["message"]
 
 
-async def test_a_refusal_that_is_never_worded_the_same_is_said_and_tried_again_later(
+async def test_a_rejection_with_changing_messages_is_retried_with_backoff(
     operator: Operator,
 ) -> None:
     operator.api.refused["one-config"] = 422
@@ -125,7 +127,7 @@ async def test_a_refusal_that_is_never_worded_the_same_is_said_and_tried_again_l
     assert "request 1" in operator.ready["message"], "what was known when it was looked at"
 
 
-async def test_a_refusal_that_is_over_is_not_said_any_longer(operator: Operator) -> None:
+async def test_a_resolved_rejection_disappears_from_the_status(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
     await operator.look()
 
@@ -138,7 +140,7 @@ async def test_a_refusal_that_is_over_is_not_said_any_longer(operator: Operator)
 
 
 @pytest.mark.parametrize("status", [401, 429, 503])
-async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator, status: int) -> None:
+async def test_a_failing_api_server_is_not_a_rejection(operator: Operator, status: int) -> None:
     operator.api.refused["one-config"] = status
 
     with pytest.raises(Unreachable):
@@ -147,7 +149,7 @@ async def test_an_api_server_in_trouble_is_no_refusal(operator: Operator, status
     assert operator.executor.rejection("one") is None
 
 
-async def test_an_event_that_is_refused_holds_nothing_up(operator: Operator) -> None:
+async def test_a_rejected_event_does_not_block(operator: Operator) -> None:
     operator.api.refused["events"] = 403
 
     await operator.look()
@@ -156,7 +158,9 @@ async def test_an_event_that_is_refused_holds_nothing_up(operator: Operator) -> 
     assert operator.ready["status"] == "False"
 
 
-async def test_a_secret_of_an_earlier_session_is_neither_used_nor_taken(operator: Operator) -> None:
+async def test_a_secret_of_a_deleted_session_is_neither_used_nor_adopted(
+    operator: Operator,
+) -> None:
     operator.api.put(SECRET, {"data": {"token": "old"}}, ownerReferences=OF_ANOTHER)
 
     await operator.look()
@@ -167,12 +171,12 @@ async def test_a_secret_of_an_earlier_session_is_neither_used_nor_taken(operator
     assert {MARKER, RAY_CLUSTER}.isdisjoint(operator.api.objects)
 
 
-async def test_a_secret_that_went_is_made_again(operator: Operator) -> None:
+async def test_a_deleted_secret_is_recreated(operator: Operator) -> None:
     await operator.look()
     before = token(operator.api)
 
     del operator.api.objects[SECRET]
-    # What the garbage collector leaves of its witness.
+    # The garbage collector removes the Secret from the owners of its marker.
     owners = operator.api.objects[MARKER]["metadata"]["ownerReferences"]
     left = [owner for owner in owners if owner["kind"] != "Secret"]
     operator.note("ConfigMap", operator.api.put(MARKER, {}, ownerReferences=left))
@@ -182,7 +186,7 @@ async def test_a_secret_that_went_is_made_again(operator: Operator) -> None:
     assert has_secret("one", operator.children)
 
 
-async def test_a_witness_that_went_is_made_again_of_the_same_secret(operator: Operator) -> None:
+async def test_a_deleted_marker_is_recreated_for_the_same_secret(operator: Operator) -> None:
     await operator.look()
     before = token(operator.api)
 
@@ -194,40 +198,42 @@ async def test_a_witness_that_went_is_made_again_of_the_same_secret(operator: Op
     assert has_secret("one", operator.children)
 
 
-async def let_go(operator: Operator) -> bool:
-    """Let the operator look at the session, which is deleted and has no head."""
+async def finalize(operator: Operator) -> bool:
+    """Reconcile the session, which is deleted and has no head."""
     deleted = observed(deleted=NOON, has_finalizer=True)
     return await operator.executor.execute(deleted, reconcile(deleted, Settings()))
 
 
-async def test_a_deleted_session_is_let_go_whoever_has_set_its_finalizer(
+async def test_the_finalizer_is_removed_regardless_of_its_field_manager(
     operator: Operator,
 ) -> None:
     held = ["example.org/backup", labels.FINALIZER]
     operator.api.put(SESSION, {}, uid="uid-of-one", finalizers=held)
 
-    assert not await let_go(operator)
+    assert not await finalize(operator)
 
     assert operator.api.objects[SESSION]["metadata"]["finalizers"] == ["example.org/backup"]
 
 
-async def test_a_deleted_session_that_is_gone_already_is_let_go(operator: Operator) -> None:
-    assert not await let_go(operator)
+async def test_removing_the_finalizer_of_a_session_that_is_gone_succeeds(
+    operator: Operator,
+) -> None:
+    assert not await finalize(operator)
 
     operator.api.put(SESSION, {}, uid="uid-of-another", finalizers=[labels.FINALIZER])
-    assert not await let_go(operator)
+    assert not await finalize(operator)
 
     assert operator.api.writes == []
 
 
-async def test_a_session_that_changed_while_it_was_let_go_is_looked_at_again(
+async def test_a_conflict_while_removing_the_finalizer_is_retried(
     operator: Operator,
 ) -> None:
     operator.api.put(SESSION, {}, uid="uid-of-one", finalizers=[labels.FINALIZER])
     operator.api.refused["one"] = 409
 
     with pytest.raises(Conflict):
-        await let_go(operator)
+        await finalize(operator)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +244,7 @@ async def test_a_session_that_changed_while_it_was_let_go_is_looked_at_again(
     ],
     ids=["RayCluster", "TrainingSession"],
 )
-async def test_what_was_made_again_is_not_deleted_in_the_place_of_what_was_seen(
-    operator: Operator, path: str, plan: Plan
-) -> None:
+async def test_a_recreated_object_is_not_deleted(operator: Operator, path: str, plan: Plan) -> None:
     seen = {ChildKey("RayCluster", "one"): {"metadata": {"name": "one", "uid": "uid-seen"}}}
     operator.api.put(path, {}, uid="uid-of-another")
 
@@ -250,7 +254,7 @@ async def test_what_was_made_again_is_not_deleted_in_the_place_of_what_was_seen(
     assert path in operator.api.objects
 
 
-async def test_no_pods_are_made_of_a_session_that_is_gone(operator: Operator) -> None:
+async def test_no_pods_are_created_for_a_session_that_is_gone(operator: Operator) -> None:
     operator.api.refused["one"] = 409
 
     with pytest.raises(Conflict):
@@ -259,7 +263,7 @@ async def test_no_pods_are_made_of_a_session_that_is_gone(operator: Operator) ->
     assert {RAY_CLUSTER, SERVICE}.isdisjoint(operator.api.objects)
 
 
-async def test_what_is_refused_is_announced(operator: Operator) -> None:
+async def test_a_rejection_posts_an_event(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
 
     await operator.look()
@@ -270,7 +274,9 @@ async def test_what_is_refused_is_announced(operator: Operator) -> None:
     assert "ApplyFailed" in {event["reason"] for event in events}
 
 
-async def test_a_restart_of_a_head_is_counted_when_it_is_written(operator: Operator) -> None:
+async def test_a_restart_of_a_head_is_counted_when_the_status_is_written(
+    operator: Operator,
+) -> None:
     counted = metrics.RESTARTS._value
     before = counted.get()
     head = a_pod("head", restarts=1)

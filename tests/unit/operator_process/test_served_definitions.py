@@ -1,4 +1,4 @@
-"""Definitions are read when a term starts and when they change; what they lack is said."""
+"""Served CRDs are read at the start of a term and after changes; gaps are reported."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,7 +46,7 @@ async def controller(connection: Connection) -> AsyncIterator[Controller]:
         yield Controller(connection.cluster, heads, Settings(max_concurrent=1))
 
 
-async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection) -> None:
+async def test_gaps_follow_the_served_crds(connection: Connection) -> None:
     served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD}
 
@@ -80,7 +80,7 @@ async def test_a_kuberay_that_is_removed_is_not_too_old(connection: Connection) 
     assert served.kuberay_gap is None
 
 
-async def test_where_definitions_can_not_be_read_nothing_is_said_of_them(
+async def test_unreadable_crds_report_no_gap(
     connection: Connection,
 ) -> None:
     served = ServedDefinitions(connection.cluster)
@@ -90,7 +90,7 @@ async def test_where_definitions_can_not_be_read_nothing_is_said_of_them(
     assert served.storable("TrainingSession", {"phase": "Ready"}) == {"phase": "Ready"}
 
 
-async def test_statuses_are_written_without_what_is_not_served(
+async def test_a_status_is_written_without_undeclared_fields(
     connection: Connection, controller: Controller
 ) -> None:
     connection.api.openapi = {OWN: OWN_OLD}
@@ -105,7 +105,7 @@ async def test_statuses_are_written_without_what_is_not_served(
     working.cancel()
 
 
-async def test_everything_is_looked_at_again_when_other_definitions_are_served(
+async def test_changed_crds_trigger_a_resync(
     connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller_module, "_DEFINITIONS_SECONDS", 0.0)
@@ -119,7 +119,7 @@ async def test_everything_is_looked_at_again_when_other_definitions_are_served(
     watching.cancel()
 
 
-async def test_an_undeclared_field_is_refused_although_the_answer_is_500(
+async def test_an_undeclared_field_counts_as_rejected_despite_status_500(
     connection: Connection,
 ) -> None:
     connection.api.refused["one"] = 500
@@ -129,7 +129,7 @@ async def test_an_undeclared_field_is_refused_although_the_answer_is_500(
         await connection.cluster.apply({"kind": "RayCluster", "metadata": {"name": "one"}})
 
 
-async def test_missing_definitions_are_no_reason_to_list_and_the_probe_says_what_to_do(
+async def test_missing_crds_are_reported_by_the_readiness_probe(
     connection: Connection, controller: Controller
 ) -> None:
     connection.api.has_definitions = False
@@ -143,7 +143,7 @@ async def test_missing_definitions_are_no_reason_to_list_and_the_probe_says_what
     assert controller.unready() is None
 
 
-async def test_watching_starts_again_when_missing_definitions_are_there(
+async def test_watches_start_once_missing_crds_are_installed(
     connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
@@ -162,7 +162,7 @@ async def test_watching_starts_again_when_missing_definitions_are_there(
     ("why", "status", "text"),
     [(None, 200, "leading"), ("the initial list is not complete", 503, "initial list")],
 )
-async def test_a_leader_is_ready_once_it_looks_after_sessions(
+async def test_a_leader_is_ready_after_its_initial_list(
     connection: Connection,
     monkeypatch: pytest.MonkeyPatch,
     why: str | None,

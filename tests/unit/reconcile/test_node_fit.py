@@ -1,4 +1,4 @@
-"""Whether nodes could ever hold a session's pods, and what is not there for them now."""
+"""Whether nodes have the capacity for a session's pods, and which nodes are missing."""
 
 from typing import Any
 
@@ -47,13 +47,13 @@ REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
         (a_node(taints=(CORDONED, STARTING)), {}),
     ],
 )
-def test_a_pod_fits_where_a_node_could_hold_it(node: Node, placement: Json) -> None:
+def test_a_pod_fits_if_a_node_has_the_capacity(node: Node, placement: Json) -> None:
     assert why_never(node, **placement) is None
     assert what_is_missing(node, **placement) is None
 
 
 @pytest.mark.parametrize("node", [a_node(gpus=3), a_node(cpu=0.5), a_node(memory=2.0**30)])
-def test_a_pod_that_no_node_of_its_kind_could_hold_never_fits(node: Node) -> None:
+def test_a_pod_never_fits_if_no_matching_node_has_the_capacity(node: Node) -> None:
     reason = why_never(node)
 
     assert reason is not None
@@ -76,50 +76,50 @@ def test_a_pod_that_no_node_of_its_kind_could_hold_never_fits(node: Node) -> Non
         ),
     ],
 )
-def test_a_pod_waits_for_nodes_of_a_kind_that_is_not_there_now(node: Node, placement: Json) -> None:
+def test_a_pod_waits_if_no_current_node_matches(node: Node, placement: Json) -> None:
     assert why_never(node, **placement) is None
     missing = what_is_missing(node, **placement)
     assert missing is not None
     assert "none of the 1 current nodes" in missing
 
 
-def test_a_head_too_large_for_the_nodes_there_are_waits_too_while_gpu_nodes_are_to_come() -> None:
-    # They may be larger.
+def test_a_large_head_waits_while_gpu_nodes_are_still_to_be_added() -> None:
+    # New nodes may be larger.
     assert why_never(a_node(gpus=0, cpu=0.5)) is None
 
 
-def test_nodes_of_other_sizes_may_come_where_karpenter_makes_them() -> None:
+def test_with_karpenter_larger_nodes_may_be_added() -> None:
     small = a_node(gpus=3, labels={"pool": "gpu", "karpenter.sh/nodepool": "default"})
 
     assert why_never(small) is None
 
 
-BESIDE_GPUS = a_node(gpus=0)
-"""Where a head, which tolerates nothing, can be."""
+CPU_NODE = a_node(gpus=0)
+"""A node for the head, which has no tolerations."""
 
 
-def test_kubernetes_lets_pods_that_ask_for_gpus_on_nodes_that_keep_others_off() -> None:
+def test_pods_with_gpus_tolerate_the_taint_of_gpu_nodes() -> None:
     shape = a_build(a_base_model(trainer=TRAINERS)).resolved
     too_small, large_enough = (a_node(gpus=gpus, taints=(GPU_TAINT,)) for gpus in (3, 4))
 
-    assert no_matching_node(shape, [BESIDE_GPUS, large_enough]) is None
-    assert never_fits(shape, [BESIDE_GPUS, large_enough]) is None
+    assert no_matching_node(shape, [CPU_NODE, large_enough]) is None
+    assert never_fits(shape, [CPU_NODE, large_enough]) is None
     assert "no node has the capacity for a trainer pod" in str(
-        never_fits(shape, [BESIDE_GPUS, too_small])
+        never_fits(shape, [CPU_NODE, too_small])
     )
 
 
 @pytest.mark.parametrize("taint", [{"key": "team"}, {"effect": "NoExecute"}])
-def test_kubernetes_adds_no_other_toleration(taint: Json) -> None:
+def test_no_other_taint_is_tolerated_by_default(taint: Json) -> None:
     shape = a_build(a_base_model(trainer=TRAINERS)).resolved
     node = a_node(taints=({**GPU_TAINT, **taint},))
 
     assert "as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs)" in str(
-        no_matching_node(shape, [BESIDE_GPUS, node])
+        no_matching_node(shape, [CPU_NODE, node])
     )
 
 
-def test_each_role_is_looked_for_among_the_nodes_that_it_may_run_on() -> None:
+def test_each_role_is_matched_against_its_own_placement() -> None:
     cpus = a_node(gpus=0, labels={"pool": "cpu"})
     elsewhere: Json = {"placement": {"nodeSelector": {"pool": "cpu"}}}
     pool = {"nodeSelector": {"pool": "gpu"}}
@@ -135,14 +135,14 @@ def test_each_role_is_looked_for_among_the_nodes_that_it_may_run_on() -> None:
 RDMA = "rdma/hca"
 PAGES = "hugepages-2Mi"
 EXTENDED = [{"name": RDMA, "count": 2}, {"name": PAGES, "count": 512}]
-OF_RDMA = {RDMA: 2, PAGES: 2.0**30}
+RDMA_DEVICES = {RDMA: 2, PAGES: 2.0**30}
 
 
 def with_extended(node: Node) -> tuple[str | None, str | None]:
-    """Return why trainers with extended resources never fit a cluster, and what is missing."""
+    """Return both results for trainers with extended resources on a node."""
     trainer = {**TRAINERS, "extendedResources": EXTENDED}
     shape = a_build(a_base_model(trainer=trainer)).resolved
-    nodes = [BESIDE_GPUS, node]
+    nodes = [CPU_NODE, node]
     return never_fits(shape, nodes), no_matching_node(shape, nodes)
 
 
@@ -150,13 +150,13 @@ def with_extended(node: Node) -> tuple[str | None, str | None]:
     "taints",
     [(), (GPU_TAINT,), (GPU_TAINT, {**GPU_TAINT, "key": RDMA}), ({**GPU_TAINT, "key": RDMA},)],
 )
-def test_a_pod_fits_where_its_extended_resources_are(taints: tuple[Json, ...]) -> None:
-    assert with_extended(a_node(others=OF_RDMA, taints=taints)) == (None, None)
+def test_a_pod_fits_a_node_with_its_extended_resources(taints: tuple[Json, ...]) -> None:
+    assert with_extended(a_node(others=RDMA_DEVICES, taints=taints)) == (None, None)
 
 
 @pytest.mark.parametrize("fewer", [{RDMA: 1}, {PAGES: 2.0**30 - 2**21}])
 def test_a_pod_never_fits_where_nodes_have_fewer_extended_resources(fewer: Json) -> None:
-    never, missing = with_extended(a_node(others=OF_RDMA | fewer))
+    never, missing = with_extended(a_node(others=RDMA_DEVICES | fewer))
 
     assert never == (
         "no node has the capacity for a trainer pod (cpu 1, memory 4Gi, 4 GPUs, rdma/hca 2,"
@@ -168,8 +168,8 @@ def test_a_pod_never_fits_where_nodes_have_fewer_extended_resources(fewer: Json)
 
 @pytest.mark.parametrize("none", [{RDMA: 0}, {PAGES: 0}])
 def test_a_pod_waits_for_nodes_with_its_extended_resources(none: Json) -> None:
-    # A pool of such nodes that has shrunk to nothing may be made again.
-    never, missing = with_extended(a_node(others=OF_RDMA | none))
+    # An autoscaler may grow a pool of such nodes from zero.
+    never, missing = with_extended(a_node(others=RDMA_DEVICES | none))
 
     assert never is None
     assert "none of the 2 current nodes match the BaseModel's placement and have GPUs" in str(
@@ -177,8 +177,10 @@ def test_a_pod_waits_for_nodes_with_its_extended_resources(none: Json) -> None:
     )
 
 
-def test_kubernetes_tolerates_no_taint_of_huge_pages() -> None:
-    never, missing = with_extended(a_node(others=OF_RDMA, taints=({**GPU_TAINT, "key": PAGES},)))
+def test_huge_pages_add_no_toleration() -> None:
+    never, missing = with_extended(
+        a_node(others=RDMA_DEVICES, taints=({**GPU_TAINT, "key": PAGES},))
+    )
 
     assert never is None
     assert missing is not None

@@ -1,4 +1,4 @@
-"""What a session gets of its BaseModel, and how a refusal tells what was asked and allowed."""
+"""What a session gets of its BaseModel, and what a rejection reports."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ OFFERED = a_base_model(
 OWN = Settings()
 QUEUED = Placement(node_selector={}, node_affinity=[], tolerations=[], queue_name="research")
 COLOCATING = a_base_model(trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8})
-"""Four trainer pods of four GPUs; on each, two engines of two."""
+"""Four trainer pods of four GPUs, each with two engines of two GPUs."""
 
 
 def counts(trainers: int | None, engines: int | None) -> Json:
@@ -88,7 +88,7 @@ def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Res
         ("trainer.replicas", "3 pods have 12 ranks", "8 ranks of a", {"trainer": {"replicas": 3}}),
     ],
 )
-def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(
+def test_a_rejection_names_the_field_the_value_and_the_limit(
     field: str, asked: str, limit: str, spec: Json
 ) -> None:
     refused = refusal(a_session(**spec))
@@ -99,7 +99,7 @@ def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(
     assert limit in refused.message
 
 
-def test_fewer_trainers_than_a_mixture_s_experts_are_shared_out_over_are_refused() -> None:
+def test_trainers_that_expert_parallelism_does_not_divide_are_rejected() -> None:
     offered = a_base_model(trainer={**TRAINERS, "parallelism": {"expert": 8}})
 
     plan = reconcile(observed(spec=a_session(trainer={"replicas": 1}), base_model=offered), OWN)
@@ -125,9 +125,9 @@ REFUSED = [
 @pytest.mark.parametrize(
     "asked",
     [{}, {"trainer": {"replicas": 1}}, {"role": "Sampler", "lora": None}],
-    ids=["what is offered", "fewer trainers", "samplers"],
+    ids=["the defaults", "fewer trainers", "samplers"],
 )
-def test_a_base_model_that_is_older_than_a_rule_it_breaks_leaves_no_session_without_a_status(
+def test_a_base_model_that_breaks_a_newer_rule_still_yields_a_status(
     manifest: Json, asked: Json
 ) -> None:
     session = observed(spec=a_session(**asked), base_model=parsing.base_model(manifest))
@@ -138,7 +138,7 @@ def test_a_base_model_that_is_older_than_a_rule_it_breaks_leaves_no_session_with
     assert plan.status.phase == ("Pending" if any_apply(plan) else "Failed")
 
 
-def test_what_no_head_would_start_with_is_refused_in_the_words_of_its_configuration() -> None:
+def test_a_configuration_that_the_head_rejects_is_reported_with_its_message() -> None:
     offered = a_base_model(trainer={"backend": "megatron"})
 
     plan = reconcile(observed(base_model=offered), OWN)
@@ -159,7 +159,7 @@ def test_a_missing_base_model_is_named() -> None:
 
 
 @pytest.mark.parametrize(("older", "place"), [(3, 1), (4, 2), (9, 7)])
-def test_one_session_too_many_of_an_owner_waits_and_knows_its_place(older: int, place: int) -> None:
+def test_a_session_over_the_owners_limit_reports_its_queue_position(older: int, place: int) -> None:
     refused = refusal(a_session(), sessions=older)
 
     assert refused.reason is Reason.QUOTA_EXCEEDED
@@ -168,20 +168,20 @@ def test_one_session_too_many_of_an_owner_waits_and_knows_its_place(older: int, 
     assert isinstance(resolve(a_session(), OFFERED, 2), ResolvedSpec)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     refused = refusal(a_session(lora={"rank": 65}, queueName="mine"))
 
     assert "spec.lora.rank" in refused.message
     assert "spec.queueName" in refused.message
 
 
-def test_where_nothing_is_offered_nothing_may_be_chosen() -> None:
+def test_without_allowed_values_every_choice_is_rejected() -> None:
     refused = refusal(a_session(queueName="mine"), a_base_model())
 
     assert refused.message.endswith("allowed values: none")
 
 
-def test_a_refusal_of_any_length_fits_the_status() -> None:
+def test_a_rejection_of_any_length_fits_the_status() -> None:
     many = [f"queue-{number}-{'q' * 50}" for number in range(64)]
     base_model = a_base_model(sessions={"queueNames": many})
 
@@ -203,11 +203,11 @@ def test_a_refusal_of_any_length_fits_the_status() -> None:
     ],
     ids=str,
 )
-def test_what_is_at_its_limit_is_granted(spec: Json) -> None:
+def test_a_value_at_its_limit_is_accepted(spec: Json) -> None:
     assert isinstance(resolve(a_session(**spec), OFFERED, 0), ResolvedSpec)
 
 
-def test_a_session_that_chooses_nothing_gets_what_is_offered() -> None:
+def test_a_session_without_overrides_gets_the_base_models_values() -> None:
     got = shape(a_session())
 
     assert got.trainer == OFFERED.trainer
@@ -216,7 +216,7 @@ def test_a_session_that_chooses_nothing_gets_what_is_offered() -> None:
     assert got.gpus == 4 * 4 + 2 * 2
 
 
-def test_a_session_gets_what_it_chooses_and_the_rest_as_offered() -> None:
+def test_overrides_apply_and_other_values_come_from_the_base_model() -> None:
     spec = a_session(trainer={"replicas": 2}, sampler={"replicas": 1}, queueName="urgent")
 
     got = shape(spec)
@@ -238,7 +238,7 @@ def test_a_sampler_has_no_trainer() -> None:
     assert got.gpus == 4
 
 
-def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
+def test_colocated_samplers_request_no_gpus_of_their_own() -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 
     assert shape(a_session(), base_model).gpus == 8
@@ -253,7 +253,7 @@ def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
     ],
     ids=["an image", "a class of devices", "GPUs"],
 )
-def test_what_older_definitions_let_engines_lack_is_refused_by_name(
+def test_engine_fields_that_older_crds_did_not_require_are_checked(
     sampler: Json, lacked: str
 ) -> None:
     offered = a_base_model(trainer=TRAINERS, sampler=COLOCATED | sampler)
@@ -268,7 +268,7 @@ def test_what_older_definitions_let_engines_lack_is_refused_by_name(
     ("trainers", "asked", "held"),
     [(None, None, 8), (4, 8, 8), (2, None, 4), (2, 4, 4), (1, 2, 2)],
 )
-def test_colocated_engines_are_as_many_as_the_trainers_that_are_asked_for_hold(
+def test_the_number_of_colocated_engines_follows_the_trainers(
     trainers: int | None, asked: int | None, held: int
 ) -> None:
     got = shape(a_session(**counts(trainers, asked)), COLOCATING)
@@ -279,7 +279,7 @@ def test_colocated_engines_are_as_many_as_the_trainers_that_are_asked_for_hold(
 
 
 @pytest.mark.parametrize(("trainers", "asked", "held"), [(None, 4, 8), (2, 8, 4), (2, 3, 4)])
-def test_another_number_of_colocated_engines_is_refused_with_both_numbers(
+def test_an_explicit_number_of_colocated_engines_must_match(
     trainers: int | None, asked: int, held: int
 ) -> None:
     refused = refusal(a_session(**counts(trainers, asked)), COLOCATING)
@@ -292,13 +292,13 @@ def test_another_number_of_colocated_engines_is_refused_with_both_numbers(
     )
 
 
-def test_a_session_that_only_samples_may_have_fewer_engines_than_trainers_would_hold() -> None:
+def test_a_sampling_session_may_have_fewer_engines() -> None:
     spec = a_session(role="Sampler", lora=None, sampler={"replicas": 3})
 
     assert shape(spec, COLOCATING).samplers == 3
 
 
-def test_a_queue_takes_as_many_trainer_pods_with_engines_as_kueue_has_room_for_groups() -> None:
+def test_trainer_pods_with_engines_are_limited_by_kueues_pod_groups() -> None:
     base_model = COLOCATING.model_copy(update={"placement": QUEUED})
 
     assert isinstance(check_pod_groups(shape(a_session(), base_model), 5), ResolvedSpec)
@@ -313,7 +313,7 @@ def test_a_queue_takes_as_many_trainer_pods_with_engines_as_kueue_has_room_for_g
     ("asked", "allowed", "granted"),
     [(None, None, None), (60, None, 60), (None, 600, 600), (60, 600, 60), (600, 600, 600)],
 )
-def test_the_shorter_lifetime_counts(
+def test_the_shorter_lifetime_wins(
     asked: int | None, allowed: int | None, granted: int | None
 ) -> None:
     base_model = a_base_model(sessions={"maxLifetimeSeconds": allowed})
@@ -329,11 +329,13 @@ def test_the_shorter_lifetime_counts(
         (None, {}, Idle()),
     ],
 )
-def test_a_session_s_own_idle_policy_comes_first(own: Any, offered: Json, policy: Idle) -> None:
+def test_the_idle_policy_of_a_session_takes_precedence(
+    own: Any, offered: Json, policy: Idle
+) -> None:
     assert idle_policy(a_session(idle=own), a_base_model(sessions=offered)) == policy
 
 
-def test_only_a_missing_base_model_leaves_the_idle_policy_open() -> None:
+def test_the_idle_policy_is_unknown_only_without_a_base_model() -> None:
     assert idle_policy(a_session(), None) is None
     assert idle_policy(a_session(idle={"timeoutSeconds": 60}), None) == Idle(timeout_seconds=60)
 
@@ -341,11 +343,9 @@ def test_only_a_missing_base_model_leaves_the_idle_policy_open() -> None:
 @pytest.mark.parametrize(
     ("engines", "session", "most"),
     [(7, {}, 6), (8, {"role": "Sampler", "lora": None}, 7)],
-    ids=["beside trainers", "a sampler"],
+    ids=["a session that trains", "a sampling session"],
 )
-def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
-    engines: int, session: Json, most: int
-) -> None:
+def test_engines_are_limited_by_kueues_pod_groups(engines: int, session: Json, most: int) -> None:
     offered = a_base_model(
         trainer=TRAINERS,
         sampler={**ENGINES, "replicas": engines},
@@ -363,13 +363,13 @@ def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
     assert isinstance(allowed, ResolvedSpec)
 
 
-def test_without_a_queue_engines_are_not_counted() -> None:
+def test_without_a_queue_pod_groups_are_not_limited() -> None:
     no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 30})
 
     assert isinstance(check_pod_groups(shape(a_session(), no_queue), max_groups=8), ResolvedSpec)
 
 
-def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:
+def test_a_session_with_too_many_engines_for_its_queue_is_stalled() -> None:
     offered = a_base_model(
         trainer=TRAINERS,
         sampler={**ENGINES, "replicas": 20},

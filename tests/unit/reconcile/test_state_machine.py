@@ -15,13 +15,13 @@ _SEPARATOR = re.compile(r"[-\s]+")
 Row = list[str]
 
 SETTLED = ["it settles"]
-STOPPING = ["its owner suspends it", "the operator looks"]
-SAVED = [*STOPPING, "the operator looks", "the operator looks"]
-TERMINATING = [*SAVED, "the operator looks"]
-PODS_END = ["KubeRay works", *["a pod gets on"] * 5, "the operator looks"]
-LOOKS = ["the operator looks"] * 2
-WAIT = ["a minute passes", "the operator looks"] * 4
-IDLE_STOP = ["half an hour passes", "the operator looks"]
+STOPPING = ["its owner suspends it", "the operator reconciles"]
+SAVED = [*STOPPING, "the operator reconciles", "the operator reconciles"]
+TERMINATING = [*SAVED, "the operator reconciles"]
+PODS_END = ["KubeRay works", *["a pod advances"] * 5, "the operator reconciles"]
+LOOKS = ["the operator reconciles"] * 2
+WAIT = ["a minute passes", "the operator reconciles"] * 4
+IDLE_STOP = ["half an hour passes", "the operator reconciles"]
 
 WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
     ("Running", "`spec.suspend` is set"): ("workers", SETTLED, STOPPING),
@@ -40,17 +40,17 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
     ("Running", "one of its nodes is cordoned"): (
         "workers",
         SETTLED,
-        ["a node is cordoned", "the operator looks"],
+        ["a node is cordoned", "the operator reconciles"],
     ),
     ("Running", "its pods, including the head, fail until the start deadline"): (
         "workers",
-        [*SETTLED, "containers restart", "images vanish", "the operator looks"],
-        ["a day passes", "the operator looks"],
+        [*SETTLED, "containers restart", "images are missing", "the operator reconciles"],
+        ["a day passes", "the operator reconciles"],
     ),
     ("Running", "its maximum lifetime ends"): (
         "short life",
         SETTLED,
-        ["a day passes", "the operator looks"],
+        ["a day passes", "the operator reconciles"],
     ),
     ("Running", "it is deleted"): ("workers", SETTLED, ["it is deleted"]),
     ("Stopping", "the head completes the save"): ("workers", [*SETTLED, *STOPPING], LOOKS),
@@ -62,33 +62,38 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
     ("Stopping", "the head is lost"): (
         "workers",
         [*SETTLED, "the head stops responding", *STOPPING],
-        ["the head is lost", "a pod gets on", "the operator looks"],
+        ["the head is lost", "a pod advances", "the operator reconciles"],
     ),
     ("Stopping", "a client sends a request"): (
         "workers",
         [*SETTLED, *IDLE_STOP],
-        ["a client comes", "the operator looks"],
+        ["a client sends a request", "the operator reconciles"],
     ),
     ("Saved", "the operator deletes the RayCluster"): (
         "workers",
         [*SETTLED, *SAVED],
-        ["the operator looks"],
+        ["the operator reconciles"],
     ),
     ("Terminating", "the last pod ends"): ("workers", [*SETTLED, *TERMINATING], PODS_END),
     ("Terminating", "the last pod ends, after its maximum lifetime"): (
         "short life",
-        [*SETTLED, "a day passes", *["the operator looks"] * 4],
+        [*SETTLED, "a day passes", *["the operator reconciles"] * 4],
         PODS_END,
     ),
     ("Terminating", "a client sends a request, and the RayCluster is gone"): (
         "workers",
-        [*SETTLED, *IDLE_STOP, *["the operator looks"] * 3],
-        ["KubeRay works", "a client comes", "the operator looks", "the operator looks"],
+        [*SETTLED, *IDLE_STOP, *["the operator reconciles"] * 3],
+        [
+            "KubeRay works",
+            "a client sends a request",
+            "the operator reconciles",
+            "the operator reconciles",
+        ],
     ),
     ("Suspended", "a client sends a request to an idle session"): (
         "workers",
         [*SETTLED, "half an hour passes", "it settles"],
-        ["a client comes", *LOOKS],
+        ["a client sends a request", *LOOKS],
     ),
     ("Suspended", "`spec.suspend` is cleared"): (
         "workers",
@@ -98,26 +103,26 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
     ("Suspended", "its maximum lifetime ends"): (
         "short life",
         [*SETTLED, "its owner suspends it", "it settles"],
-        ["a day passes", "the operator looks"],
+        ["a day passes", "the operator reconciles"],
     ),
     ("Suspended", "it is deleted"): (
         "workers",
         [*SETTLED, "its owner suspends it", "it settles"],
-        ["it is deleted", "the operator looks"],
+        ["it is deleted", "the operator reconciles"],
     ),
     ("Finished", "its TTL passes, and it belongs to a client"): (
         "for a client, short life",
-        [*SETTLED, "a client comes", "a day passes", "it settles"],
+        [*SETTLED, "a client sends a request", "a day passes", "it settles"],
         ["a day passes", *LOOKS],
     ),
     ("Deleting", "the head completes the checkpoint"): (
         "workers",
         [*SETTLED, "it is deleted"],
-        ["the operator looks"] * 3,
+        ["the operator reconciles"] * 3,
     ),
     ("Deleting", "the head does not complete the checkpoint in time"): (
         "workers",
-        [*SETTLED, "the head stops responding", "it is deleted", "the operator looks"],
+        [*SETTLED, "the head stops responding", "it is deleted", "the operator reconciles"],
         WAIT,
     ),
 }

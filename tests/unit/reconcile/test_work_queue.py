@@ -1,4 +1,4 @@
-"""The queue of sessions to look at: each once, never two workers at one session."""
+"""The work queue: each name once, and never with two workers."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def nobody_is_next(queue: WorkQueue) -> bool:
     return True
 
 
-async def test_a_name_that_is_added_twice_is_handed_out_once() -> None:
+async def test_a_name_added_twice_is_taken_once() -> None:
     queue = WorkQueue()
     queue.add("a")
     queue.add("a")
@@ -30,7 +30,7 @@ async def test_a_name_that_is_added_twice_is_handed_out_once() -> None:
     assert await nobody_is_next(queue)
 
 
-async def test_a_name_that_is_looked_at_is_handed_out_again_only_afterwards() -> None:
+async def test_a_name_in_progress_is_taken_again_only_afterwards() -> None:
     queue = WorkQueue()
     queue.add("a")
     name = await next_of(queue)
@@ -42,7 +42,7 @@ async def test_a_name_that_is_looked_at_is_handed_out_again_only_afterwards() ->
     assert await next_of(queue) == "a"
 
 
-async def test_a_name_that_was_dealt_with_does_not_come_back() -> None:
+async def test_a_processed_name_does_not_return() -> None:
     queue = WorkQueue()
     queue.add("a")
 
@@ -51,7 +51,7 @@ async def test_a_name_that_was_dealt_with_does_not_come_back() -> None:
     assert await nobody_is_next(queue)
 
 
-async def test_a_name_whose_look_failed_comes_back_by_itself() -> None:
+async def test_a_failed_name_is_retried() -> None:
     queue = WorkQueue()
     queue.add("a")
 
@@ -61,7 +61,7 @@ async def test_a_name_whose_look_failed_comes_back_by_itself() -> None:
     assert await next_of(queue) == "a"
 
 
-async def test_of_two_times_the_earlier_counts() -> None:
+async def test_the_earlier_of_two_delays_wins() -> None:
     queue = WorkQueue()
     queue.add_after("a", LATER)
     queue.add_after("a", SOON)
@@ -71,7 +71,7 @@ async def test_of_two_times_the_earlier_counts() -> None:
     assert {await next_of(queue), await next_of(queue)} == {"a", "b"}
 
 
-async def test_a_name_that_is_added_does_not_come_again_when_its_time_has_come() -> None:
+async def test_adding_a_name_cancels_its_delay() -> None:
     queue = WorkQueue()
     queue.add_after("a", SOON)
     queue.add("a")

@@ -213,14 +213,14 @@ def _engine(build: Build, number: int) -> Json:
     """Return the group of one engine with its own pod."""
     sampler = build.resolved.sampler
     needed = {"cpu": RAY_NODE.cpu, "memory": RAY_NODE.memory}
-    beside = {
+    ray_node = {
         "replicas": 1,
         "image": None,
         "resources": sampler.resources.model_copy(update=needed),
         "extended_resources": (),
         "environment": (),
     }
-    group = _group(build, "sampler", sampler.model_copy(update=beside), gpus=0, ranks=0)
+    group = _group(build, "sampler", sampler.model_copy(update=ray_node), gpus=0, ranks=0)
     # The shared memory is for the engine.
     params = group["rayStartParams"] | {"object-store-memory": str(_LEAST_OBJECT_STORE)}
     return _with_engines(build, group, "sampler", number) | {"rayStartParams": params}
