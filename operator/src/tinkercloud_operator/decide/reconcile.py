@@ -89,14 +89,12 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
     """Return what the session would start with now, or why it may not start."""
-    effective = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
-    if isinstance(effective, ResolvedSpec):
-        effective = check_pod_groups(effective, settings.kueue_groups)
-    return (
-        _check_head_config(observed, effective, settings)
-        if isinstance(effective, ResolvedSpec)
-        else effective
-    )
+    resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = check_pod_groups(resolved, settings.kueue_groups)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = _check_head_config(observed, resolved, settings)
+    return resolved
 
 
 def _effective_spec(
@@ -110,12 +108,12 @@ def _effective_spec(
     pinned = pinned_spec(observed)
     if pinned is None or isinstance(_check_head_config(observed, pinned, settings), Rejection):
         return desired
-    is_free = (
+    can_change = (
         observed.is_suspended_by_kueue
         or not _has_started(observed)
         or not pending_changes(pinned, desired)
     )
-    return desired if is_free and isinstance(desired, ResolvedSpec) else pinned
+    return desired if can_change and isinstance(desired, ResolvedSpec) else pinned
 
 
 def _has_started(observed: Observed) -> bool:
@@ -126,20 +124,20 @@ def _has_started(observed: Observed) -> bool:
 
 
 def _check_head_config(
-    observed: Observed, effective: ResolvedSpec, settings: Settings
+    observed: Observed, resolved: ResolvedSpec, settings: Settings
 ) -> ResolvedSpec | Rejection:
-    """Return the spec, or a rejection if a head would refuse the resulting configuration.
+    """Return the spec, or a rejection if the head would reject its configuration.
 
     The configuration model of the head validates rules that the CRDs cannot express, or that are
     newer than the BaseModel.
     """
     try:
-        support_objects.head_config(Build(Names(observed.name), effective, settings))
+        support_objects.head_config(Build(Names(observed.name), resolved, settings))
     except ValidationError as error:
         problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
         message = f"the head would reject this BaseModel's configuration: {'; '.join(problems)}"
         return Rejection(Reason.NOT_ALLOWED, message)
-    return effective
+    return resolved
 
 
 def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
@@ -231,10 +229,10 @@ def _stop(
     """Request a save from the head, wait for it for a limited time, then delete the RayCluster."""
     if observed.ray_cluster is None:
         return _plan(observed, _delete_support_objects(observed), new_status, recheck_seconds)
-    began = stopping_since(observed)
-    left = _seconds_left(observed, began or observed.now, settings.stop_seconds)
+    started = stopping_since(observed)
+    left = _seconds_left(observed, started or observed.now, settings.stop_seconds)
     request = _save_request(observed, kind, left)
-    if request is not None and began is None:
+    if request is not None and started is None:
         # After a save request the head serves nothing else, so record the stop first: another
         # operator process that takes over must know of it.
         return _plan(observed, [], new_status, 0.0)
@@ -242,9 +240,9 @@ def _stop(
         return _plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
     if left > 0 and not _is_save_recorded(observed, new_status):
         return _plan(observed, [], new_status, 0.0)
-    is_going = "deletionTimestamp" in observed.ray_cluster["metadata"]
-    end = [] if is_going else [Delete(ChildKey("RayCluster", observed.name))]
-    return _plan(observed, end, new_status, recheck_seconds)
+    is_deleting = "deletionTimestamp" in observed.ray_cluster["metadata"]
+    deletions = [] if is_deleting else [Delete(ChildKey("RayCluster", observed.name))]
+    return _plan(observed, deletions, new_status, recheck_seconds)
 
 
 def _delete_support_objects(observed: Observed) -> Iterable[Action]:
@@ -279,9 +277,9 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     return Plan((SetFinalizer(present=False),))
 
 
-def _seconds_left(observed: Observed, began: datetime, patience_seconds: float) -> float:
+def _seconds_left(observed: Observed, started: datetime, timeout_seconds: float) -> float:
     """Return the seconds until the timeout of a save."""
-    return (began + timedelta(seconds=patience_seconds) - observed.now).total_seconds()
+    return (started + timedelta(seconds=timeout_seconds) - observed.now).total_seconds()
 
 
 def _is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> bool:

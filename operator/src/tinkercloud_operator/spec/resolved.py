@@ -280,28 +280,28 @@ def _over_limit(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[st
         ),
     ]
     found = [
-        f"spec.{field}: {asked} exceeds the BaseModel's limit of {limit}"
-        for field, asked, limit in pairs
-        if asked and limit is not None and asked > limit
+        f"spec.{field}: {requested} exceeds the BaseModel's limit of {limit}"
+        for field, requested, limit in pairs
+        if requested and limit is not None and requested > limit
     ]
     return found or _indivisible_ranks(spec, base_model)
 
 
 def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     """Return problems with a number of trainers that the parallelism does not divide."""
-    asked = spec.trainer and spec.trainer.replicas
-    if not asked:
+    requested = spec.trainer and spec.trainer.replicas
+    if not requested:
         return []
     parallelism = base_model.trainer.parallelism
-    ranks = asked * base_model.trainer.ranks_per_replica
+    ranks = requested * base_model.trainer.ranks_per_replica
     together = parallelism.tensor * parallelism.pipeline
     groups = [
         ("model copy", together * parallelism.context),
         ("set of experts", together * parallelism.expert),
     ]
     return [
-        f"spec.trainer.replicas: {asked} pods have {ranks} ranks, which is not a multiple of the"
-        f" {size} ranks of a {what}"
+        f"spec.trainer.replicas: {requested} pods have {ranks} ranks, which is not a multiple of"
+        f" the {size} ranks of a {what}"
         for what, size in groups
         if ranks % size
     ]
@@ -309,13 +309,13 @@ def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> 
 
 def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     """Return problems with an explicit number of engines that run in the trainer pods."""
-    resolved, asked = _apply_choices(spec, base_model), spec.sampler and spec.sampler.replicas
-    if not resolved.engines_per_trainer or asked in {None, resolved.sampler.replicas}:
+    resolved, requested = _apply_choices(spec, base_model), spec.sampler and spec.sampler.replicas
+    if not resolved.engines_per_trainer or requested in {None, resolved.sampler.replicas}:
         return []
     return [
-        f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
-        f" and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines; omit it,"
-        " and set spec.trainer.replicas instead"
+        f"spec.sampler.replicas: got {requested}, but the BaseModel's engines run in the trainer"
+        f" pods, and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines; omit"
+        " it, and set spec.trainer.replicas instead"
     ]
 
 
@@ -344,10 +344,10 @@ def _disallowed_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) ->
         ),
     ]
     return [
-        f"spec.{field}: {asked!r} is not allowed by the BaseModel; allowed values:"
+        f"spec.{field}: {requested!r} is not allowed by the BaseModel; allowed values:"
         f" {', '.join(sorted({*offered, *([own] if own else [])})) or 'none'}"
-        for field, asked, own, offered in choices
-        if asked is not None and asked != own and asked not in offered
+        for field, requested, own, offered in choices
+        if requested is not None and requested != own and requested not in offered
     ]
 
 
