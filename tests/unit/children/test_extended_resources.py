@@ -16,7 +16,7 @@ from tinkercloud_testing.sessions import (
     a_session,
 )
 
-OF_TRAINERS: Json = {
+TRAINER_EXTRAS: Json = {
     "extendedResources": [
         {"name": "rdma/hca", "count": 2},
         {"name": "hugepages-2Mi", "count": 2560},
@@ -26,18 +26,18 @@ OF_TRAINERS: Json = {
         {"name": "GLOO_SOCKET_IFNAME", "value": "eth0"},
     ],
 }
-OF_SAMPLERS: Json = {
+SAMPLER_EXTRAS: Json = {
     "extendedResources": [{"name": "rdma/hca", "count": 1}],
     "environment": [{"name": "NCCL_DEBUG", "value": "WARN"}],
 }
-AMOUNTS_OF_TRAINERS = {"rdma/hca": "2", "hugepages-2Mi": "5120Mi"}
-AMOUNTS_OF_SAMPLERS = {"rdma/hca": "1"}
+TRAINER_AMOUNTS = {"rdma/hca": "2", "hugepages-2Mi": "5120Mi"}
+SAMPLER_AMOUNTS = {"rdma/hca": "1"}
 NAMES = {"rdma/hca", "hugepages-2Mi"}
 VARIABLES = {"NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
 
 
 def a_build_with(sampler: Json, **session: object) -> Build:
-    shapes = {"trainer": TRAINERS | OF_TRAINERS, "sampler": {**sampler, **OF_SAMPLERS}}
+    shapes = {"trainer": TRAINERS | TRAINER_EXTRAS, "sampler": {**sampler, **SAMPLER_EXTRAS}}
     return a_build(a_base_model(**shapes), a_session(**session))
 
 
@@ -69,12 +69,12 @@ def variables(container: Json) -> dict[str, str]:
     return {name: value for name, value in found.items() if name in VARIABLES}
 
 
-def of_trainers() -> tuple[Json, Json]:
-    return AMOUNTS_OF_TRAINERS, {name: VARIABLES[name] for name in list(VARIABLES)[:2]}
+def trainer_extras() -> tuple[Json, Json]:
+    return TRAINER_AMOUNTS, {name: VARIABLES[name] for name in list(VARIABLES)[:2]}
 
 
-def of_samplers() -> tuple[Json, Json]:
-    return AMOUNTS_OF_SAMPLERS, {"NCCL_DEBUG": "WARN"}
+def sampler_extras() -> tuple[Json, Json]:
+    return SAMPLER_AMOUNTS, {"NCCL_DEBUG": "WARN"}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_only_compute_containers_have_extended_resources_and_variables(
     }
 
     wanted: dict[str, tuple[Json, Json]] = dict.fromkeys(found, ({}, {}))
-    wanted |= dict.fromkeys(trainers, of_trainers()) | dict.fromkeys(samplers, of_samplers())
+    wanted |= dict.fromkeys(trainers, trainer_extras()) | dict.fromkeys(samplers, sampler_extras())
     assert found == wanted
     assert any("fetch-model" in name for name in found)
 

@@ -29,7 +29,7 @@ MAX_RAY_CLUSTER_NAME = 53
 LONGEST = "s" * MAX_NAME_LENGTH
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
 ENGINE_PODS = a_base_model(trainer=TRAINERS, sampler=ENGINES)
-COLOCATING = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
+WITH_COLOCATED_ENGINES = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 CPU_TRAINERS = a_base_model(
     trainer={
         "backend": "megatron",
@@ -51,7 +51,7 @@ endings = st.sampled_from(
 
 def own_names(session: str) -> set[tuple[str, str]]:
     """Return kind and name of a session's children, and of those that KubeRay derives."""
-    builds = [a_build(offered, name=session) for offered in (ENGINE_PODS, COLOCATING)]
+    builds = [a_build(offered, name=session) for offered in (ENGINE_PODS, WITH_COLOCATED_ENGINES)]
     made = [child for build in builds for child in children(build)]
     made.append(support_objects.token_secret(builds[0]))
     derived = {("Service", f"{session}-head-svc"), ("Service", f"{session}-headless")}
@@ -156,8 +156,8 @@ def ray_params(build: Build) -> dict[str, Json]:
 def test_only_trainers_have_ray_cpus_one_for_each_rank() -> None:
     params = ray_params(a_build(WORKERS))
 
-    rooms = {name: values["num-cpus"] for name, values in params.items()}
-    assert rooms == {"head": "0", "trainer": "4", "sampler-0": "0"}
+    cpus = {name: values["num-cpus"] for name, values in params.items()}
+    assert cpus == {"head": "0", "trainer": "4", "sampler-0": "0"}
     assert params["head"]["num-gpus"] == "0"
 
 
@@ -301,7 +301,7 @@ def test_a_session_without_store_and_hub_has_no_egress() -> None:
     assert len(policy["spec"]["egress"]) == 2
 
 
-def what_the_head_reads(build: Build) -> Json:
+def parsed_head_config(build: Build) -> Json:
     text: str = support_objects.config_map(build)["data"]["head.json"]
     read: Json = json.loads(text)
     return read
@@ -450,7 +450,7 @@ def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None
         checkpoint_secret="store-credentials",
     )
 
-    read = what_the_head_reads(build)
+    read = parsed_head_config(build)
 
     assert read["token_file"] == "/etc/tinkercloud-token/token"
     assert "hub-token" not in json.dumps(read)

@@ -25,7 +25,7 @@ SETTINGS = Settings(max_concurrent=1)
 
 
 @pytest.fixture(autouse=True)
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(process, "_GATHER_SECONDS", 0.0)
 

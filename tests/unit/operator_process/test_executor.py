@@ -26,7 +26,7 @@ RAY_CLUSTER = "/apis/ray.io/v1/namespaces/default/rayclusters/one"
 SERVICE = "/api/v1/namespaces/default/services/one-head"
 SECRET = "/api/v1/namespaces/default/secrets/one-token"
 MARKER = "/api/v1/namespaces/default/configmaps/one-token"
-OF_ANOTHER = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-an-earlier-one"}]
+ANOTHER_OWNER = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-an-earlier-one"}]
 
 
 class Operator:
@@ -44,7 +44,7 @@ class Operator:
     def note(self, kind: str, manifest: Manifest) -> None:
         self.children[ChildKey(kind, manifest["metadata"]["name"])] = manifest
 
-    async def look(self) -> bool:
+    async def reconcile_once(self) -> bool:
         """Reconcile once; return whether to reconcile again at once."""
         seen = observed(
             children=self.children,
@@ -71,7 +71,7 @@ def token(api: MemoryApi) -> Any:
 
 
 async def test_pods_are_created_after_their_configuration_and_policies(operator: Operator) -> None:
-    await operator.look()
+    await operator.reconcile_once()
 
     made = [request.split()[1] for request in operator.api.writes]
     needed = {"one-config", "secrets", "networkpolicies", "poddisruptionbudgets"}
@@ -82,7 +82,7 @@ async def test_pods_are_created_after_their_configuration_and_policies(operator:
 async def test_the_finalizer_is_added_before_any_child(
     operator: Operator,
 ) -> None:
-    await operator.look()
+    await operator.reconcile_once()
 
     writes = operator.api.writes
     assert writes.index(f"PATCH {SESSION}") < writes.index(f"PATCH {RAY_CLUSTER}")
@@ -94,7 +94,7 @@ async def test_no_pod_is_created_while_one_of_its_support_objects_is_rejected(
 ) -> None:
     operator.api.refused["one-config"] = 422
 
-    await operator.look()
+    await operator.reconcile_once()
 
     assert RAY_CLUSTER not in operator.api.objects
 
@@ -102,9 +102,9 @@ async def test_no_pod_is_created_while_one_of_its_support_objects_is_rejected(
 async def test_a_rejected_write_is_reported_and_retried(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
 
-    assert await operator.look(), "the status is to say it"
+    assert await operator.reconcile_once(), "the status is to say it"
     with pytest.raises(Refused, match="refused by the test"):
-        await operator.look()
+        await operator.reconcile_once()
 
     assert operator.ready["reason"] == "ApplyFailed"
     assert "one-config" in operator.ready["message"]
@@ -114,14 +114,14 @@ async def test_a_rejection_with_changing_messages_is_retried_with_backoff(
     operator: Operator,
 ) -> None:
     operator.api.refused["one-config"] = 422
-    await operator.look()
+    await operator.reconcile_once()
 
     operator.api.explanation = "refused, request 1"
     with pytest.raises(Refused, match="request 1"):
-        await operator.look()
+        await operator.reconcile_once()
     operator.api.explanation = "refused, request 2"
     with pytest.raises(Refused, match="request 2"):
-        await operator.look()
+        await operator.reconcile_once()
 
     assert operator.ready["reason"] == "ApplyFailed"
     assert "request 1" in operator.ready["message"], "what was known when it was looked at"
@@ -129,11 +129,11 @@ async def test_a_rejection_with_changing_messages_is_retried_with_backoff(
 
 async def test_a_resolved_rejection_disappears_from_the_status(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
-    await operator.look()
+    await operator.reconcile_once()
 
     operator.api.refused.clear()
-    assert await operator.look(), "the status is to say it"
-    await operator.look()
+    assert await operator.reconcile_once(), "the status is to say it"
+    await operator.reconcile_once()
 
     assert operator.ready["reason"] != "ApplyFailed"
     assert RAY_CLUSTER in operator.api.objects
@@ -144,7 +144,7 @@ async def test_a_failing_api_server_is_not_a_rejection(operator: Operator, statu
     operator.api.refused["one-config"] = status
 
     with pytest.raises(Unreachable):
-        await operator.look()
+        await operator.reconcile_once()
 
     assert operator.executor.rejection("one") is None
 
@@ -152,7 +152,7 @@ async def test_a_failing_api_server_is_not_a_rejection(operator: Operator, statu
 async def test_a_rejected_event_does_not_block(operator: Operator) -> None:
     operator.api.refused["events"] = 403
 
-    await operator.look()
+    await operator.reconcile_once()
 
     assert RAY_CLUSTER in operator.api.objects
     assert operator.ready["status"] == "False"
@@ -161,18 +161,18 @@ async def test_a_rejected_event_does_not_block(operator: Operator) -> None:
 async def test_a_secret_of_a_deleted_session_is_neither_used_nor_adopted(
     operator: Operator,
 ) -> None:
-    operator.api.put(SECRET, {"data": {"token": "old"}}, ownerReferences=OF_ANOTHER)
+    operator.api.put(SECRET, {"data": {"token": "old"}}, ownerReferences=ANOTHER_OWNER)
 
-    await operator.look()
+    await operator.reconcile_once()
     with pytest.raises(Refused, match="Secret one-token does not belong to this session"):
-        await operator.look()
+        await operator.reconcile_once()
 
     assert token(operator.api) == "old"
     assert {MARKER, RAY_CLUSTER}.isdisjoint(operator.api.objects)
 
 
 async def test_a_deleted_secret_is_recreated(operator: Operator) -> None:
-    await operator.look()
+    await operator.reconcile_once()
     before = token(operator.api)
 
     del operator.api.objects[SECRET]
@@ -180,19 +180,19 @@ async def test_a_deleted_secret_is_recreated(operator: Operator) -> None:
     owners = operator.api.objects[MARKER]["metadata"]["ownerReferences"]
     left = [owner for owner in owners if owner["kind"] != "Secret"]
     operator.note("ConfigMap", operator.api.put(MARKER, {}, ownerReferences=left))
-    await operator.look()
+    await operator.reconcile_once()
 
     assert token(operator.api) != before
     assert has_secret("one", operator.children)
 
 
 async def test_a_deleted_marker_is_recreated_for_the_same_secret(operator: Operator) -> None:
-    await operator.look()
+    await operator.reconcile_once()
     before = token(operator.api)
 
     del operator.api.objects[MARKER]
     del operator.children[ChildKey("ConfigMap", "one-token")]
-    await operator.look()
+    await operator.reconcile_once()
 
     assert token(operator.api) == before
     assert has_secret("one", operator.children)
@@ -258,7 +258,7 @@ async def test_no_pods_are_created_for_a_session_that_is_gone(operator: Operator
     operator.api.refused["one"] = 409
 
     with pytest.raises(Conflict):
-        await operator.look()
+        await operator.reconcile_once()
 
     assert {RAY_CLUSTER, SERVICE}.isdisjoint(operator.api.objects)
 
@@ -266,9 +266,9 @@ async def test_no_pods_are_created_for_a_session_that_is_gone(operator: Operator
 async def test_a_rejection_posts_an_event(operator: Operator) -> None:
     operator.api.refused["one-config"] = 422
 
-    await operator.look()
+    await operator.reconcile_once()
     with pytest.raises(Refused):
-        await operator.look()
+        await operator.reconcile_once()
 
     events = [item for item in operator.api.objects.values() if "involvedObject" in item]
     assert "ApplyFailed" in {event["reason"] for event in events}

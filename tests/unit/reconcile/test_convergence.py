@@ -148,7 +148,7 @@ def test_a_deleted_session_loses_its_finalizer_in_bounded_time(
         world.pass_time(min(plan.requeue_after_seconds or 0, 4))
 
 
-LIVES: Mapping[str, Sequence[str]] = {
+HISTORIES: Mapping[str, Sequence[str]] = {
     "create": (),
     "ready": ("it settles", "containers restart"),
     "suspend": ("it settles", "its owner suspends it"),
@@ -159,9 +159,12 @@ LIVES: Mapping[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("writes", range(10))
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("life", HISTORIES)
 def test_another_operator_takes_over_after_a_crash_at_any_write(life: str, writes: int) -> None:
-    undisturbed, disturbed = a_world("workers", *LIVES[life]), a_world("workers", *LIVES[life])
+    undisturbed, disturbed = (
+        a_world("workers", *HISTORIES[life]),
+        a_world("workers", *HISTORIES[life]),
+    )
 
     undisturbed.settle()
     disturbed.operate(writes)

@@ -42,7 +42,7 @@ def test_an_eviction_by_kueue_is_reported() -> None:
     assert "evicted" in (status.message or "")
 
 
-def changed_under(world: World, **offer: Any) -> Plan:
+def plan_after_change(world: World, **offer: Any) -> Plan:
     """Return the plan of a settled session whose BaseModel changes."""
     changed = OFFERS["queue"].model_dump() | offer
     world.change(base_model=BaseModelSpec.model_validate(changed))
@@ -58,14 +58,14 @@ def test_an_admitted_ray_cluster_is_not_updated_since_that_would_evict_it() -> N
     pods = world.children[RAY_CLUSTER]["spec"]["headGroupSpec"]["template"]["spec"]
     pods["tolerations"] = [{"key": "added-by-kueue", "operator": "Exists"}]
 
-    assert applied(changed_under(world, head={"image": "another"})) == []
+    assert applied(plan_after_change(world, head={"image": "another"})) == []
     assert applied(reconcile(world.observe(), Settings(run_as_user=4321))) == []
 
 
 def test_a_queued_ray_cluster_is_updated() -> None:
     world = a_world("queue", "it settles", "Kueue evicts")
 
-    plan = changed_under(world, head={"image": "another"})
+    plan = plan_after_change(world, head={"image": "another"})
 
     assert applied(plan) == ["RayCluster"]
 
@@ -83,6 +83,6 @@ def test_changed_replicas_of_an_admitted_ray_cluster_are_restored() -> None:
 def test_replicas_of_a_changed_base_model_are_not_applied_to_an_admitted_ray_cluster() -> None:
     world = a_world("queue", "it settles")
 
-    plan = changed_under(world, trainer=TRAINERS | {"replicas": 4})
+    plan = plan_after_change(world, trainer=TRAINERS | {"replicas": 4})
 
     assert applied(plan) == []

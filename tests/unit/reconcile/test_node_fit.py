@@ -16,14 +16,14 @@ STARTING = {
 }
 
 
-def why_never(node: Node, **placement: Any) -> str | None:
-    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).resolved
-    return never_fits(shape, [node])
+def never_fits_message(node: Node, **placement: Any) -> str | None:
+    resolved = a_build(a_base_model(trainer=TRAINERS, placement=placement)).resolved
+    return never_fits(resolved, [node])
 
 
-def what_is_missing(node: Node, **placement: Any) -> str | None:
-    shape = a_build(a_base_model(trainer=TRAINERS, placement=placement)).resolved
-    return no_matching_node(shape, [node])
+def missing_message(node: Node, **placement: Any) -> str | None:
+    resolved = a_build(a_base_model(trainer=TRAINERS, placement=placement)).resolved
+    return no_matching_node(resolved, [node])
 
 
 REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
@@ -48,13 +48,13 @@ REQUIREMENT = {"key": "pool", "values": ["gpu", "big"]}
     ],
 )
 def test_a_pod_fits_if_a_node_has_the_capacity(node: Node, placement: Json) -> None:
-    assert why_never(node, **placement) is None
-    assert what_is_missing(node, **placement) is None
+    assert never_fits_message(node, **placement) is None
+    assert missing_message(node, **placement) is None
 
 
 @pytest.mark.parametrize("node", [a_node(gpus=3), a_node(cpu=0.5), a_node(memory=2.0**30)])
 def test_a_pod_never_fits_if_no_matching_node_has_the_capacity(node: Node) -> None:
-    reason = why_never(node)
+    reason = never_fits_message(node)
 
     assert reason is not None
     assert "no node has the capacity for" in reason
@@ -77,21 +77,21 @@ def test_a_pod_never_fits_if_no_matching_node_has_the_capacity(node: Node) -> No
     ],
 )
 def test_a_pod_waits_if_no_current_node_matches(node: Node, placement: Json) -> None:
-    assert why_never(node, **placement) is None
-    missing = what_is_missing(node, **placement)
+    assert never_fits_message(node, **placement) is None
+    missing = missing_message(node, **placement)
     assert missing is not None
     assert "none of the 1 current nodes" in missing
 
 
 def test_a_large_head_waits_while_gpu_nodes_are_still_to_be_added() -> None:
     # New nodes may be larger.
-    assert why_never(a_node(gpus=0, cpu=0.5)) is None
+    assert never_fits_message(a_node(gpus=0, cpu=0.5)) is None
 
 
 def test_with_karpenter_larger_nodes_may_be_added() -> None:
     small = a_node(gpus=3, labels={"pool": "gpu", "karpenter.sh/nodepool": "default"})
 
-    assert why_never(small) is None
+    assert never_fits_message(small) is None
 
 
 CPU_NODE = a_node(gpus=0)
@@ -99,23 +99,23 @@ CPU_NODE = a_node(gpus=0)
 
 
 def test_pods_with_gpus_tolerate_the_taint_of_gpu_nodes() -> None:
-    shape = a_build(a_base_model(trainer=TRAINERS)).resolved
+    resolved = a_build(a_base_model(trainer=TRAINERS)).resolved
     too_small, large_enough = (a_node(gpus=gpus, taints=(GPU_TAINT,)) for gpus in (3, 4))
 
-    assert no_matching_node(shape, [CPU_NODE, large_enough]) is None
-    assert never_fits(shape, [CPU_NODE, large_enough]) is None
+    assert no_matching_node(resolved, [CPU_NODE, large_enough]) is None
+    assert never_fits(resolved, [CPU_NODE, large_enough]) is None
     assert "no node has the capacity for a trainer pod" in str(
-        never_fits(shape, [CPU_NODE, too_small])
+        never_fits(resolved, [CPU_NODE, too_small])
     )
 
 
 @pytest.mark.parametrize("taint", [{"key": "team"}, {"effect": "NoExecute"}])
 def test_no_other_taint_is_tolerated_by_default(taint: Json) -> None:
-    shape = a_build(a_base_model(trainer=TRAINERS)).resolved
+    resolved = a_build(a_base_model(trainer=TRAINERS)).resolved
     node = a_node(taints=({**GPU_TAINT, **taint},))
 
     assert "as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs)" in str(
-        no_matching_node(shape, [CPU_NODE, node])
+        no_matching_node(resolved, [CPU_NODE, node])
     )
 
 
@@ -141,9 +141,9 @@ RDMA_DEVICES = {RDMA: 2, PAGES: 2.0**30}
 def with_extended(node: Node) -> tuple[str | None, str | None]:
     """Return both results for trainers with extended resources on a node."""
     trainer = {**TRAINERS, "extendedResources": EXTENDED}
-    shape = a_build(a_base_model(trainer=trainer)).resolved
+    resolved = a_build(a_base_model(trainer=trainer)).resolved
     nodes = [CPU_NODE, node]
-    return never_fits(shape, nodes), no_matching_node(shape, nodes)
+    return never_fits(resolved, nodes), no_matching_node(resolved, nodes)
 
 
 @pytest.mark.parametrize(

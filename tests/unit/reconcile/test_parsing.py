@@ -90,7 +90,9 @@ def test_a_pod_without_a_status_is_neither_scheduled_nor_ready() -> None:
     assert pod == Pod("p", "u", "", False, False, False, False, 0, None)
 
 
-LAST_WORDS = {"terminated": {"exitCode": 143, "message": "starting\nno room for 2 ranks\n"}}
+TERMINATED_WITH_MESSAGE = {
+    "terminated": {"exitCode": 143, "message": "starting\nno room for 2 ranks\n"}
+}
 OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 
 
@@ -108,7 +110,7 @@ OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
             "exit code 3",
         ),
         (
-            waiting("CrashLoopBackOff", "back-off", lastState=LAST_WORDS),
+            waiting("CrashLoopBackOff", "back-off", lastState=TERMINATED_WITH_MESSAGE),
             "CrashLoopBackOff",
             "back-off (exit code 143): no room for 2 ranks",
         ),
@@ -252,7 +254,7 @@ def ready_condition(**fields: Any) -> Condition:
     return ready
 
 
-WITHOUT_ROOM = a_pod(
+UNSCHEDULABLE_POD = a_pod(
     "trainer", is_scheduled=False, problem=PodProblem(Reason.UNSCHEDULABLE, "0/1 nodes")
 )
 
@@ -271,11 +273,11 @@ WITHOUT_ROOM = a_pod(
 def test_unschedulable_differs_from_never_fits(
     nodes: tuple[Node, ...] | None, reason: Reason
 ) -> None:
-    assert ready_reason(pods=(WITHOUT_ROOM,), nodes=nodes) == reason
+    assert ready_reason(pods=(UNSCHEDULABLE_POD,), nodes=nodes) == reason
 
 
 def test_the_status_reports_that_no_current_node_matches() -> None:
-    ready = ready_condition(pods=(WITHOUT_ROOM,), nodes=(a_node(gpus=0),))
+    ready = ready_condition(pods=(UNSCHEDULABLE_POD,), nodes=(a_node(gpus=0),))
 
     assert ready.message == (
         "pod one-trainer: 0/1 nodes; none of the 1 current nodes match the BaseModel's placement"

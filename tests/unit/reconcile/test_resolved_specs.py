@@ -47,9 +47,11 @@ OFFERED = a_base_model(
 )
 
 
-OWN = Settings()
+SETTINGS = Settings()
 QUEUED = Placement(node_selector={}, node_affinity=[], tolerations=[], queue_name="research")
-COLOCATING = a_base_model(trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8})
+WITH_COLOCATED_ENGINES = a_base_model(
+    trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8}
+)
 """Four trainer pods of four GPUs, each with two engines of two GPUs."""
 
 
@@ -60,7 +62,7 @@ def counts(trainers: int | None, engines: int | None) -> Json:
     }
 
 
-def refusal(
+def rejection(
     spec: TrainingSessionSpec, base_model: BaseModelSpec | None = OFFERED, sessions: int = 0
 ) -> Rejection:
     found = resolve(spec, base_model, sessions)
@@ -68,7 +70,7 @@ def refusal(
     return found
 
 
-def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> ResolvedSpec:
+def resolved(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> ResolvedSpec:
     found = resolve(spec, base_model, 0)
     assert isinstance(found, ResolvedSpec)
     return found
@@ -91,18 +93,20 @@ def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Res
 def test_a_rejection_names_the_field_the_value_and_the_limit(
     field: str, asked: str, limit: str, spec: Json
 ) -> None:
-    refused = refusal(a_session(**spec))
+    rejected = rejection(a_session(**spec))
 
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert refused.message.startswith(f"spec.{field}: ")
-    assert asked in refused.message
-    assert limit in refused.message
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert rejected.message.startswith(f"spec.{field}: ")
+    assert asked in rejected.message
+    assert limit in rejected.message
 
 
 def test_trainers_that_expert_parallelism_does_not_divide_are_rejected() -> None:
     offered = a_base_model(trainer={**TRAINERS, "parallelism": {"expert": 8}})
 
-    plan = reconcile(observed(spec=a_session(trainer={"replicas": 1}), base_model=offered), OWN)
+    plan = reconcile(
+        observed(spec=a_session(trainer={"replicas": 1}), base_model=offered), SETTINGS
+    )
 
     assert plan.actions == ()
     assert plan.status is not None
@@ -132,7 +136,7 @@ def test_a_base_model_that_breaks_a_newer_rule_still_yields_a_status(
 ) -> None:
     session = observed(spec=a_session(**asked), base_model=parsing.base_model(manifest))
 
-    plan = reconcile(session, OWN)
+    plan = reconcile(session, SETTINGS)
 
     assert plan.status is not None
     assert plan.status.phase == ("Pending" if any_apply(plan) else "Failed")
@@ -141,7 +145,7 @@ def test_a_base_model_that_breaks_a_newer_rule_still_yields_a_status(
 def test_a_configuration_that_the_head_rejects_is_reported_with_its_message() -> None:
     offered = a_base_model(trainer={"backend": "megatron"})
 
-    plan = reconcile(observed(base_model=offered), OWN)
+    plan = reconcile(observed(base_model=offered), SETTINGS)
 
     assert plan.status is not None
     assert plan.status.message == (
@@ -151,34 +155,34 @@ def test_a_configuration_that_the_head_rejects_is_reported_with_its_message() ->
 
 
 def test_a_missing_base_model_is_named() -> None:
-    refused = refusal(a_session(baseModel="Qwen/Qwen4"), None)
+    rejected = rejection(a_session(baseModel="Qwen/Qwen4"), None)
 
-    assert refused.reason is Reason.BASE_MODEL_NOT_FOUND
-    assert "spec.baseModel" in refused.message
-    assert "'Qwen/Qwen4'" in refused.message
+    assert rejected.reason is Reason.BASE_MODEL_NOT_FOUND
+    assert "spec.baseModel" in rejected.message
+    assert "'Qwen/Qwen4'" in rejected.message
 
 
 @pytest.mark.parametrize(("older", "place"), [(3, 1), (4, 2), (9, 7)])
 def test_a_session_over_the_owners_limit_reports_its_queue_position(older: int, place: int) -> None:
-    refused = refusal(a_session(), sessions=older)
+    rejected = rejection(a_session(), sessions=older)
 
-    assert refused.reason is Reason.QUOTA_EXCEEDED
-    assert "the limit is 3" in refused.message
-    assert f"this session is number {place} in the" in refused.message
+    assert rejected.reason is Reason.QUOTA_EXCEEDED
+    assert "the limit is 3" in rejected.message
+    assert f"this session is number {place} in the" in rejected.message
     assert isinstance(resolve(a_session(), OFFERED, 2), ResolvedSpec)
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    refused = refusal(a_session(lora={"rank": 65}, queueName="mine"))
+    rejected = rejection(a_session(lora={"rank": 65}, queueName="mine"))
 
-    assert "spec.lora.rank" in refused.message
-    assert "spec.queueName" in refused.message
+    assert "spec.lora.rank" in rejected.message
+    assert "spec.queueName" in rejected.message
 
 
 def test_without_allowed_values_every_choice_is_rejected() -> None:
-    refused = refusal(a_session(queueName="mine"), a_base_model())
+    rejected = rejection(a_session(queueName="mine"), a_base_model())
 
-    assert refused.message.endswith("allowed values: none")
+    assert rejected.message.endswith("allowed values: none")
 
 
 def test_a_rejection_of_any_length_fits_the_status() -> None:
@@ -208,7 +212,7 @@ def test_a_value_at_its_limit_is_accepted(spec: Json) -> None:
 
 
 def test_a_session_without_overrides_gets_the_base_models_values() -> None:
-    got = shape(a_session())
+    got = resolved(a_session())
 
     assert got.trainer == OFFERED.trainer
     assert got.sampler == OFFERED.sampler
@@ -219,7 +223,7 @@ def test_a_session_without_overrides_gets_the_base_models_values() -> None:
 def test_overrides_apply_and_other_values_come_from_the_base_model() -> None:
     spec = a_session(trainer={"replicas": 2}, sampler={"replicas": 1}, queueName="urgent")
 
-    got = shape(spec)
+    got = resolved(spec)
 
     assert got.trainer == OFFERED.trainer.model_copy(update={"replicas": 2})
     assert got.sampler == OFFERED.sampler.model_copy(update={"replicas": 1})
@@ -232,7 +236,7 @@ def test_overrides_apply_and_other_values_come_from_the_base_model() -> None:
 
 
 def test_a_sampler_has_no_trainer() -> None:
-    got = shape(a_session(role="Sampler", lora=None))
+    got = resolved(a_session(role="Sampler", lora=None))
 
     assert got.trainer is None
     assert got.gpus == 4
@@ -241,7 +245,7 @@ def test_a_sampler_has_no_trainer() -> None:
 def test_colocated_samplers_request_no_gpus_of_their_own() -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 
-    assert shape(a_session(), base_model).gpus == 8
+    assert resolved(a_session(), base_model).gpus == 8
 
 
 @pytest.mark.parametrize(
@@ -258,10 +262,10 @@ def test_engine_fields_that_older_crds_did_not_require_are_checked(
 ) -> None:
     offered = a_base_model(trainer=TRAINERS, sampler=COLOCATED | sampler)
 
-    refused = refusal(a_session(), offered)
+    rejected = rejection(a_session(), offered)
 
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert refused.message.startswith(f"the BaseModel's {lacked}")
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert rejected.message.startswith(f"the BaseModel's {lacked}")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +275,7 @@ def test_engine_fields_that_older_crds_did_not_require_are_checked(
 def test_the_number_of_colocated_engines_follows_the_trainers(
     trainers: int | None, asked: int | None, held: int
 ) -> None:
-    got = shape(a_session(**counts(trainers, asked)), COLOCATING)
+    got = resolved(a_session(**counts(trainers, asked)), WITH_COLOCATED_ENGINES)
 
     assert got.sampler.replicas == held
     assert got.engines_per_trainer == 2
@@ -282,10 +286,10 @@ def test_the_number_of_colocated_engines_follows_the_trainers(
 def test_an_explicit_number_of_colocated_engines_must_match(
     trainers: int | None, asked: int, held: int
 ) -> None:
-    refused = refusal(a_session(**counts(trainers, asked)), COLOCATING)
+    rejected = rejection(a_session(**counts(trainers, asked)), WITH_COLOCATED_ENGINES)
 
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert refused.message == (
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert rejected.message == (
         f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
         f" and {trainers or 4} trainer pods hold {held} engines; omit it, and set"
         " spec.trainer.replicas instead"
@@ -295,18 +299,18 @@ def test_an_explicit_number_of_colocated_engines_must_match(
 def test_a_sampling_session_may_have_fewer_engines() -> None:
     spec = a_session(role="Sampler", lora=None, sampler={"replicas": 3})
 
-    assert shape(spec, COLOCATING).samplers == 3
+    assert resolved(spec, WITH_COLOCATED_ENGINES).samplers == 3
 
 
 def test_trainer_pods_with_engines_are_limited_by_kueues_pod_groups() -> None:
-    base_model = COLOCATING.model_copy(update={"placement": QUEUED})
+    base_model = WITH_COLOCATED_ENGINES.model_copy(update={"placement": QUEUED})
 
-    assert isinstance(check_pod_groups(shape(a_session(), base_model), 5), ResolvedSpec)
-    refused = check_pod_groups(shape(a_session(), base_model), 4)
+    assert isinstance(check_pod_groups(resolved(a_session(), base_model), 5), ResolvedSpec)
+    rejected = check_pod_groups(resolved(a_session(), base_model), 4)
 
-    assert isinstance(refused, Rejection)
-    assert refused.message.startswith("spec.trainer.replicas: each of 4 pods with engines")
-    assert refused.message.endswith("request at most 3")
+    assert isinstance(rejected, Rejection)
+    assert rejected.message.startswith("spec.trainer.replicas: each of 4 pods with engines")
+    assert rejected.message.endswith("request at most 3")
 
 
 @pytest.mark.parametrize(
@@ -353,20 +357,20 @@ def test_engines_are_limited_by_kueues_pod_groups(engines: int, session: Json, m
     )
     asked, granted = a_session(**session), a_session(**session, sampler={"replicas": most})
 
-    refused = check_pod_groups(shape(asked, offered), max_groups=8)
-    allowed = check_pod_groups(shape(granted, offered), max_groups=8)
+    rejected = check_pod_groups(resolved(asked, offered), max_groups=8)
+    allowed = check_pod_groups(resolved(granted, offered), max_groups=8)
 
-    assert isinstance(refused, Rejection)
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert f"spec.sampler.replicas: each of {engines} pods with engines" in refused.message
-    assert refused.message.endswith(f"request at most {most}")
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert f"spec.sampler.replicas: each of {engines} pods with engines" in rejected.message
+    assert rejected.message.endswith(f"request at most {most}")
     assert isinstance(allowed, ResolvedSpec)
 
 
 def test_without_a_queue_pod_groups_are_not_limited() -> None:
     no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 30})
 
-    assert isinstance(check_pod_groups(shape(a_session(), no_queue), max_groups=8), ResolvedSpec)
+    assert isinstance(check_pod_groups(resolved(a_session(), no_queue), max_groups=8), ResolvedSpec)
 
 
 def test_a_session_with_too_many_engines_for_its_queue_is_stalled() -> None:

@@ -16,7 +16,7 @@ def reason(world: World) -> str:
     return ready.reason
 
 
-def look(world: World, times: int = 6) -> None:
+def advance(world: World, times: int = 6) -> None:
     """Let every component work without fixing the problem."""
     for _ in range(times):
         world.kuberay()
@@ -54,7 +54,7 @@ def test_an_image_that_can_not_be_pulled_releases_the_nodes_after_the_deadline()
     before = (reason(world), world.status.phase, RAY_CLUSTER in world.children)
 
     use_for(world, 600)
-    look(world)
+    advance(world)
 
     assert before == ("ImagePullBackOff", "Failed", True)
     assert RAY_CLUSTER not in world.children
@@ -68,13 +68,13 @@ def test_the_reason_is_reported_until_the_ttl_passes() -> None:
     world = scheduled("for a client")
     world.happen("images are missing")
     use_for(world, HOUR + 300)
-    look(world)
+    advance(world)
 
     world.pass_time(3000)
-    look(world)
+    advance(world)
     kept = (reason(world), "no such image" in (world.status.message or ""))
     world.pass_time(HOUR)
-    look(world)
+    advance(world)
 
     assert kept == ("StartFailed", True)
     assert world.is_gone
@@ -88,7 +88,7 @@ def test_the_start_deadline_counts_from_the_first_crash() -> None:
         use_for(world, 300)
         world.break_pods(None)
         use_for(world, 300)
-    look(world)
+    advance(world)
 
     assert reason(world) == "StartFailed"
     assert "exit code 3" in (world.status.message or "")
@@ -123,11 +123,11 @@ def test_a_resumable_session_is_kept_and_retried_after_suspend_and_resume(
     world.settle()
     world.happen("containers restart", "images are missing")
     use_for(world, HOUR + 300)
-    look(world)
+    advance(world)
     failed = (world.status.phase, reason(world), world.status.finished_time)
 
     world.use()
-    look(world)
+    advance(world)
     still = reason(world)
     world.happen("its owner suspends it", "it settles", "its owner resumes it", "it settles")
 
@@ -141,7 +141,7 @@ def test_a_declared_session_that_never_ran_is_kept_too() -> None:
     world.happen("images are missing")
 
     use_for(world, HOUR + 300)
-    look(world)
+    advance(world)
     world.happen(
         "images are available", "its owner suspends it", "it settles", "its owner resumes it"
     )

@@ -42,7 +42,7 @@ def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any)
     return stored({"metadata": metadata, "spec": spec}, version, uid)
 
 
-def look(watched: Watched, name: str = "one") -> Observed | None:
+def snapshot(watched: Watched, name: str = "one") -> Observed | None:
     surroundings = Surroundings(
         has_kuberay=True,
         has_device_claims=True,
@@ -57,7 +57,7 @@ def look(watched: Watched, name: str = "one") -> Observed | None:
 
 
 def children(watched: Watched) -> dict[ChildKey, Any]:
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     return dict(found.children)
 
@@ -153,7 +153,7 @@ def test_a_changed_base_model_enqueues_its_sessions(watched: Watched) -> None:
 
     concerned = watched.note("BaseModel", stored(a_base_model_manifest()))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert concerned == {"one"}
     assert found is not None
     assert found.base_model == a_base_model()
@@ -164,7 +164,7 @@ def test_the_older_of_two_base_models_with_one_name_is_active(watched: Watched) 
         offered = a_base_model_manifest(name, maxContextLength=context)
         watched.note("BaseModel", stored(offered, age=age))
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert found.base_model is not None
@@ -184,7 +184,7 @@ def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Wa
     for other in others.values():
         watched.note("TrainingSession", other)
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert found.sessions_of_owner == 1
@@ -207,15 +207,15 @@ def test_session_counts_follow_creation_finish_and_deletion(watched: Watched) ->
         watched.note("TrainingSession", other, is_gone=known is not None and rng.random() < 0.3)
 
         for each in watched.sessions.values():
-            found = look(watched, each["metadata"]["name"])
+            found = snapshot(watched, each["metadata"]["name"])
             assert found is not None
-            assert found.sessions_of_owner == counted_one_by_one(watched, each)
+            assert found.sessions_of_owner == count_by_scan(watched, each)
     assert {item["metadata"]["name"] for item in watched.sessions_of("Qwen/Qwen3-8B")} == set(
         watched.sessions
     )
 
 
-def counted_one_by_one(watched: Watched, session: Manifest) -> int:
+def count_by_scan(watched: Watched, session: Manifest) -> int:
     def age(item: Any) -> tuple[str, str]:
         return item["metadata"]["creationTimestamp"], item["metadata"]["name"]
 
@@ -246,7 +246,7 @@ def test_the_last_activity_has_kubernetes_time_regardless_of_clock_skew(
 
     watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert found.last_activity == NOON - timedelta(minutes=1)
 
@@ -257,7 +257,7 @@ def test_the_last_activity_of_another_writer_has_its_own_time(watched: Watched) 
 
     watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert found.last_activity == NOON - timedelta(hours=2)
 
@@ -293,7 +293,7 @@ def test_a_snapshot_has_deletion_finalizer_and_activity(watched: Watched) -> Non
     }
     watched.note("TrainingSession", session(version=2, **metadata))
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert (found.deleted, found.last_activity) == (NOON, NOON)
@@ -315,7 +315,7 @@ def test_a_session_is_declared_unless_the_api_server_created_it(
     made = session("made", annotations=annotations)
     watched.note("TrainingSession", made | {"spec": {**made["spec"], **spec}})
 
-    found = look(watched, "made")
+    found = snapshot(watched, "made")
 
     assert found is not None
     assert found.is_declared is is_declared
@@ -324,15 +324,15 @@ def test_a_session_is_declared_unless_the_api_server_created_it(
 def test_an_unknown_or_unreadable_session_has_no_snapshot(watched: Watched) -> None:
     watched.note("TrainingSession", session("broken") | {"spec": {"owner": 7}})
 
-    assert look(watched, "broken") is None
-    assert look(watched, "unknown") is None
+    assert snapshot(watched, "broken") is None
+    assert snapshot(watched, "unknown") is None
 
 
 def test_status_fields_of_a_newer_version_are_ignored(watched: Watched) -> None:
     later = {"phase": "Hibernating", "incarnation": "uid-0", "finishedTime": timestamp(NOON)}
     watched.note("TrainingSession", session(version=2) | {"status": later})
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert (found.status.incarnation, found.status.finished_time) == ("uid-0", timestamp(NOON))
@@ -366,7 +366,7 @@ def test_a_pod_of_a_deleted_ray_cluster_counts_as_terminating(
     for cluster in clusters:
         watched.note("RayCluster", cluster)
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert [pod.is_terminating for pod in found.pods] == [is_going]
@@ -389,7 +389,7 @@ READY: Json = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 
 def last_failure(watched: Watched) -> str | None:
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     return found.failed.name if found.failed is not None else None
 
@@ -401,7 +401,7 @@ def test_a_pod_that_failed_and_was_deleted_at_once_is_remembered(watched: Watche
 
     watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert [pod.name for pod in found.pods] == ["sibling"]
     assert last_failure(watched) == "lost"
@@ -455,7 +455,7 @@ def test_children_of_a_deleted_session_with_the_same_name_are_predecessors(
 
     watched.note("Service", owned)
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert (SERVICE in found.children) is is_its_own
     assert (SERVICE in found.predecessors) is not is_its_own
@@ -507,14 +507,14 @@ def test_a_secret_exists_as_long_as_its_marker_references_it(
 
     concerned = watched.note("ConfigMap", stored({"metadata": metadata}))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert concerned == {"one"}
     assert found is not None
     assert found.has_secret is is_there
 
 
 def test_a_session_without_a_marker_has_no_secret(watched: Watched) -> None:
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert not found.has_secret

@@ -314,8 +314,8 @@ def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec)
         return []
     return [
         f"spec.sampler.replicas: got {requested}, but the BaseModel's engines run in the trainer"
-        f" pods, and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines; omit"
-        " it, and set spec.trainer.replicas instead"
+        f" pods, and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines;"
+        " omit it, and set spec.trainer.replicas instead"
     ]
 
 
